@@ -1,0 +1,8 @@
+"""Pure state machines: what is pending, what is due, who gets it, what is done.
+
+Owns: the index of positions, buckets and segment loading, membership, the backlog of a subscription, and limits.
+Each takes events, with the time as an argument, and returns decisions.
+
+Does not own: I/O, clocks, randomness, logging or threads. Nothing here waits or reads a clock, so the same events
+give the same decisions; import contracts and lint rules hold that.
+"""

@@ -1,0 +1,7 @@
+"""Storage: the port to an object store, its implementations, and the commit primitive over it.
+
+Owns: reading, conditional writing and listing of objects in memory, in a local directory or on S3, and the forms of
+what is stored (`storage_backends.formats`).
+
+Does not own: what a daemon does with it. It knows neither `daemon` nor `compaction`, which both stand above it.
+"""

@@ -1,0 +1,1 @@
+"""The tests mirror the tree: `tests/daemon/core/test_index.py` tests `daemon/core/index.py`."""
