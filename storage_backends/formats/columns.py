@@ -1,0 +1,177 @@
+"""One column of integers as bytes.
+
+Owns: the byte form of a u64 or u32 column, plain (journal, checkpoint) and dense (bucket segments).
+Does not own: which columns make a row, nor the CRC around them.
+
+    u8 form | u64 base | body                                    little-endian
+
+`form`, bits 0 to 3: width w, 0 to 8. Row i is stored as an offset of w bytes.
+    bit 4  PLANES   the body is byte plane 0 (the lowest byte of each offset), then plane 1, ...; else row after row
+    bit 5  DELTAS   value[i] = base + offset[0] + ... + offset[i]; else value[i] = base + offset[i]
+    bit 6  ZSTD     the body is one zstd frame, of rows * w bytes of content
+    bit 7  is 0
+Width 0 has no body: every offset is 0. The number of rows is stored beside the column, not in it.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from storage_backends.formats import errors
+from storage_backends.formats.rows import U32, U64
+
+_HEADER = struct.Struct("<BQ")
+HEADER_BYTES = _HEADER.size
+_WIDTH_MASK = 0x0F
+_PLANES = 0x10
+_DELTAS = 0x20
+_ZSTD = 0x40
+_KNOWN = _WIDTH_MASK | _PLANES | _DELTAS | _ZSTD
+_U64_MAX = (1 << 64) - 1
+_U32_MAX = (1 << 32) - 1
+# Below this a zstd frame costs more than it saves.
+_ZSTD_BYTES_MIN = 32
+
+
+def size_max(rows: int) -> int:
+    """The most bytes that a plain column of so many rows takes."""
+    return HEADER_BYTES + 8 * rows
+
+
+def encode_u64(values: U64) -> bytes:
+    """The plain form: fast both ways, little smaller than its offsets."""
+    if not len(values):
+        return _HEADER.pack(0, 0)
+    base = values.min()
+    width = _width(int(values.max()) - int(base))
+    header = _HEADER.pack(width, int(base))
+    if width == 0:
+        return header
+    return header + _row_major(values - base, width)
+
+
+def encode_u32(values: U32) -> bytes:
+    return encode_u64(values.astype(np.uint64))
+
+
+def encode_u64_dense(values: U64, compressor: zstandard.ZstdCompressor) -> bytes:
+    """The small form: offsets from the minimum, or, where the values never fall, from the value before; byte planes,
+    each a zstd block of its own, so that a random plane does not spoil the statistics of the next one.
+    """
+    if not len(values):
+        return _HEADER.pack(0, 0)
+    form = _PLANES
+    base = values[0]
+    last = values[-1]
+    deltas = np.empty(0, np.uint64)
+    if last >= base and bool((values[1:] >= values[:-1]).all()):
+        deltas = np.diff(values, prepend=base)
+        form |= _DELTAS
+        offsets, largest = deltas, int(deltas.max())
+    else:
+        base = values.min()
+        offsets, largest = values - base, int(values.max()) - int(base)
+    width = _width(largest)
+    if width == 0:
+        return _HEADER.pack(0, int(base))
+    planes = offsets.astype("<u8", copy=False).view(np.uint8).reshape(len(values), 8)[:, :width].T.tobytes()
+    if len(planes) >= _ZSTD_BYTES_MIN:
+        packed = _compress_planes(planes, len(values), compressor)
+        if len(packed) < len(planes):
+            return _HEADER.pack(form | _ZSTD | width, int(base)) + packed
+    return _HEADER.pack(form | width, int(base)) + planes
+
+
+def encode_u32_dense(values: U32, compressor: zstandard.ZstdCompressor) -> bytes:
+    return encode_u64_dense(values.astype(np.uint64), compressor)
+
+
+def decode_u64(data: bytes | memoryview, rows: int, *, what: str = "column", offset: int = 0) -> U64:
+    """The column of so many rows. `what` and `offset` (of the column in its object) are for the error.
+
+    Raises FormatError when the bytes are not a column of exactly so many rows.
+    """
+    if len(data) < HEADER_BYTES:
+        raise errors.FormatError(what, offset, f"a column has at least {HEADER_BYTES} bytes, this one has {len(data)}")
+    form, base = _HEADER.unpack_from(data)
+    width = form & _WIDTH_MASK
+    if form & ~_KNOWN or width > 8:
+        raise errors.FormatError(what, offset, f"column form {form:#04x} is not known")
+    body: bytes | memoryview = memoryview(data)[HEADER_BYTES:]
+    if form & _ZSTD:
+        body = _decompress(body, rows * width, what, offset + HEADER_BYTES)
+    if len(body) != rows * width:
+        detail = f"{rows} rows of {width} bytes take {rows * width} bytes, the body has {len(body)}"
+        raise errors.FormatError(what, offset + HEADER_BYTES, detail)
+    if width == 0 or rows == 0:
+        return np.full(rows, base, np.uint64)
+    offsets = _from_planes(body, rows, width) if form & _PLANES else _from_row_major(body, rows, width)
+    if form & _DELTAS:
+        values = np.cumsum(offsets, dtype=np.uint64)
+        wrapped = bool((values[1:] < values[:-1]).any()) or int(values[-1]) > _U64_MAX - base
+    else:
+        values = offsets
+        wrapped = base > _U64_MAX - (1 << 8 * width) + 1 and int(values.max()) > _U64_MAX - base
+    if wrapped:
+        raise errors.FormatError(what, offset, f"a value from base {base} does not fit in 64 bits")
+    values += np.uint64(base)
+    return values
+
+
+def decode_u32(data: bytes | memoryview, rows: int, *, what: str = "column", offset: int = 0) -> U32:
+    values = decode_u64(data, rows, what=what, offset=offset)
+    if rows and int(values.max()) > _U32_MAX:
+        raise errors.FormatError(what, offset, f"value {values.max()} does not fit in 32 bits")
+    return values.astype(np.uint32)
+
+
+def _width(largest: int) -> int:
+    return (largest.bit_length() + 7) // 8
+
+
+def _row_major(offsets: U64, width: int) -> bytes:
+    if width in (1, 2, 4):
+        return offsets.astype(f"<u{width}").tobytes()
+    return offsets.astype("<u8", copy=False).view(np.uint8).reshape(len(offsets), 8)[:, :width].tobytes()
+
+
+def _from_row_major(body: bytes | memoryview, rows: int, width: int) -> U64:
+    if width in (1, 2, 4, 8):
+        return np.frombuffer(body, f"<u{width}").astype(np.uint64)
+    wide = np.zeros((rows, 8), np.uint8)
+    wide[:, :width] = np.frombuffer(body, np.uint8).reshape(rows, width)
+    values: U64 = wide.view("<u8").reshape(rows).astype(np.uint64, copy=False)
+    return values
+
+
+def _from_planes(body: bytes | memoryview, rows: int, width: int) -> U64:
+    planes: npt.NDArray[np.uint8] = np.frombuffer(body, np.uint8).reshape(width, rows)
+    values: U64 = planes[0].astype(np.uint64)
+    for number in range(1, width):
+        values |= planes[number].astype(np.uint64) << np.uint64(8 * number)
+    return values
+
+
+def _compress_planes(planes: bytes, rows: int, compressor: zstandard.ZstdCompressor) -> bytes:
+    frame = compressor.compressobj(size=len(planes))
+    parts = []
+    view = memoryview(planes)
+    for start in range(0, len(planes), rows):
+        parts.append(frame.compress(view[start : start + rows]))
+        parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
+    return b"".join(parts)
+
+
+def _decompress(body: bytes | memoryview, size_bytes: int, what: str, offset: int) -> bytes:
+    try:
+        declared = zstandard.get_frame_parameters(body).content_size
+        if declared != size_bytes:
+            raise errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")
+        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise errors.FormatError(what, offset, f"zstd: {error}") from error

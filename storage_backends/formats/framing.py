@@ -1,0 +1,68 @@
+"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, checkpoints.
+
+Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
+Does not own: the frames of journal slots and buckets, which carry more (`journal`, `bucket`).
+
+    magic 4 | u32 version | u64 payload length | payload | u32 CRC32C of all before it          little-endian
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import google_crc32c
+from google.protobuf import message as protobuf
+
+from storage_backends.formats import errors
+
+M = TypeVar("M", bound=protobuf.Message)
+
+_HEADER = struct.Struct("<4sIQ")
+HEADER_BYTES = _HEADER.size
+_TRAILER = struct.Struct("<I")
+
+
+def crc32c(*parts: bytes | memoryview) -> int:
+    """CRC32C (Castagnoli) of the parts, one after the other."""
+    value = 0
+    for part in parts:
+        value = google_crc32c.extend(value, part if isinstance(part, bytes) else bytes(part))
+    return int(value)
+
+
+def frame(magic: bytes, version: int, payload: bytes) -> bytes:
+    header = _HEADER.pack(magic, version, len(payload))
+    return b"".join((header, payload, _TRAILER.pack(crc32c(header, payload))))
+
+
+def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
+    """The payload. Raises FormatError, UnsupportedVersion when only another release can read it."""
+    if len(data) < _HEADER.size + _TRAILER.size:
+        raise errors.FormatError(what, len(data), f"it ends after {len(data)} bytes, inside header or trailer")
+    found_magic, found_version, payload_bytes = _HEADER.unpack_from(data)
+    if found_magic != magic:
+        raise errors.FormatError(what, 0, f"magic is {found_magic!r}, not {magic!r}")
+    if found_version != version:
+        raise errors.UnsupportedVersion(what, 4, found=found_version, supported=version)
+    end = _HEADER.size + payload_bytes
+    if end + _TRAILER.size != len(data):
+        detail = f"the payload length {payload_bytes} makes {end + _TRAILER.size} bytes, there are {len(data)}"
+        raise errors.FormatError(what, 8, detail)
+    (stored,) = _TRAILER.unpack_from(data, end)
+    computed = crc32c(data[:end])
+    if computed != stored:
+        raise errors.FormatError(what, end, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+    return data[_HEADER.size : end]
+
+
+def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
+    """The message, all required fields present. Raises FormatError."""
+    message = message_class()
+    try:
+        message.ParseFromString(payload)
+    except protobuf.DecodeError as error:
+        raise errors.FormatError(what, offset, f"not a {message_class.DESCRIPTOR.name}: {error}") from error
+    if not message.IsInitialized():
+        raise errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field")
+    return message

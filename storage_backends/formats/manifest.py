@@ -1,0 +1,225 @@
+"""Manifests as values: of the root (FORMAT), of a shard, of a topic; and progress, which a topic manifest holds or
+points to.
+
+Owns: frozen mirrors of the messages of manifest.proto and their bytes.
+Does not own: what may follow what (`storage_backends.commit`, the operations), nor the keys (`names`).
+
+Each decoder raises FormatError on damage and UnsupportedVersion on a version that is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+from google.protobuf import message as protobuf
+
+from storage_backends.formats import framing, mirror
+from storage_backends.formats.generated import manifest_pb2
+from storage_backends.formats.position_bitmap import PositionBitmap
+
+FORMAT_VERSION = 1
+LINEAGE_MAX = 256
+ROOT_MAGIC = b"TyRF"
+SHARD_MAGIC = b"TySM"
+TOPIC_MAGIC = b"TyTM"
+PROGRESS_MAGIC = b"TyPG"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RootFormat:
+    """FORMAT: what holds for the whole root. `root_id` is unique for each root."""
+
+    format_version: int
+    shards: int
+    created_ms: int
+    root_id: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestHead:
+    """What every manifest begins with. `lineage`: the newest commit ids, oldest first, its own included, at most 256.
+    `previous_sha256`: of the manifest before it, empty for the first. Objects with a base below `orphan_floor` may be
+    collected when no manifest names them.
+    """
+
+    number: int
+    previous_sha256: bytes
+    commit_id: str
+    writer: str
+    created_ms: int
+    lineage: tuple[str, ...] = ()
+    orphan_floor: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectReference:
+    """An object by its key. `base`: the manifest number it was started from."""
+
+    name: str
+    base: int
+    size_bytes: int
+    sha256: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tombstone:
+    """An object that left in manifest `removed_in` and may be deleted after `delete_after_ms`."""
+
+    object: ObjectReference
+    removed_in: int
+    delete_after_ms: int
+    attempts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointReference:
+    """The checkpoint of `slot`. `replay_from`: what it was when the checkpoint was committed."""
+
+    object: ObjectReference
+    slot: int
+    replay_from: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardManifest:
+    """Who owns a shard, and where replay begins: `replay_from` and every lower slot are covered.
+
+    `owner` is empty when the shard was given up. `previous_checkpoint`: slots are kept for it as well. `fence_slot`:
+    the highest fence known, 0 when there is none.
+    """
+
+    head: ManifestHead
+    shard: int
+    epoch: int
+    owner: str = ""
+    address: str = ""
+    checkpoint: CheckpointReference | None = None
+    previous_checkpoint: CheckpointReference | None = None
+    replay_from: int = 0
+    tombstones: tuple[Tombstone, ...] = ()
+    fence_slot: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveBucket:
+    """A bucket that holds rows of the topic. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
+    shared index. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted.
+    """
+
+    object: ObjectReference
+    rows: int
+    first_ledger_id: int
+    last_ledger_id: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+    hash_low: int
+    hash_high: int
+    level: int = 0
+    subscription_id: int = 0
+    quarantined: bool = False
+    compatible_form: bool = False
+    segments: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """Owed rows have `deliver_at_ms` > `since_ms`. Acknowledgements in slots up to `created_slot` did not wait for
+    it.
+    """
+
+    subscription_id: int
+    name: str
+    since_ms: int
+    created_slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriptionProgress:
+    """What a subscription acknowledged in one bucket."""
+
+    subscription_id: int
+    positions: tuple[PositionBitmap, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BucketProgress:
+    """What is gone from a bucket, and what its subscriptions acknowledged. `bucket` is its key, empty for the mutable
+    bucket.
+    """
+
+    bucket: str
+    gone: tuple[PositionBitmap, ...] = ()
+    acknowledged: tuple[SubscriptionProgress, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What is gone and acknowledged, as of a slot."""
+
+    buckets: tuple[BucketProgress, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicManifest:
+    """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress."""
+
+    head: ManifestHead
+    topic: str
+    topic_id: str
+    incarnation: int
+    owner_epoch: int
+    applied: int
+    live: tuple[LiveBucket, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
+    subscriptions: tuple[Subscription, ...] = ()
+    last_subscription_id: int = 0
+    progress: Progress | None = None
+    progress_object: ObjectReference | None = None
+    deleted: bool = False
+
+
+_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress)
+
+
+def encode_root_format(value: RootFormat) -> bytes:
+    return _encode(ROOT_MAGIC, manifest_pb2.RootFormat(), value)
+
+
+def decode_root_format(data: bytes) -> RootFormat:
+    return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data)
+
+
+def encode_shard_manifest(value: ShardManifest) -> bytes:
+    return _encode(SHARD_MAGIC, manifest_pb2.ShardManifest(), value)
+
+
+def decode_shard_manifest(data: bytes) -> ShardManifest:
+    return _decode(ShardManifest, SHARD_MAGIC, manifest_pb2.ShardManifest, "shard manifest", data)
+
+
+def encode_topic_manifest(value: TopicManifest) -> bytes:
+    return _encode(TOPIC_MAGIC, manifest_pb2.TopicManifest(), value)
+
+
+def decode_topic_manifest(data: bytes) -> TopicManifest:
+    return _decode(TopicManifest, TOPIC_MAGIC, manifest_pb2.TopicManifest, "topic manifest", data)
+
+
+def encode_progress(value: Progress) -> bytes:
+    """The progress object of a topic whose progress is too large to be inline."""
+    return _encode(PROGRESS_MAGIC, manifest_pb2.Progress(), value)
+
+
+def decode_progress(data: bytes) -> Progress:
+    return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data)
+
+
+def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
+    mirror.fill(message, value)
+    return framing.frame(magic, FORMAT_VERSION, message.SerializeToString(deterministic=True))
+
+
+def _decode(cls: type[_Mirror], magic: bytes, message_class: type[protobuf.Message], what: str, data: bytes) -> _Mirror:
+    payload = framing.unframe(data, magic, FORMAT_VERSION, what)
+    return mirror.made_from(cls, framing.parse(message_class, payload, what, framing.HEADER_BYTES))

@@ -1,0 +1,134 @@
+"""The names of the objects of a root: one function for each line of the layout.
+
+Owns: keys, their numbers, topic ids and the shard of a topic. A manifest refers to an object by its key.
+Does not own: listing and reading (`object_store`), and the order of keys: no code relies on it.
+
+    FORMAT                                                      created once
+    daemons/<daemon-id>                                         heartbeat
+    shards/<ss>/manifest/<number>
+    shards/<ss>/journal/<slot>
+    shards/<ss>/checkpoint/<base>-<unique>
+    shards/<ss>/topics/<topic-id>/manifest/<number>
+    shards/<ss>/topics/<topic-id>/buckets/<base>-<unique>
+    shards/<ss>/topics/<topic-id>/progress/<base>-<unique>
+
+Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a
+ULID) makes its name its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+import google_crc32c
+
+from storage_backends.formats import errors
+
+FORMAT_KEY = "FORMAT"
+DAEMONS_PREFIX = "daemons/"
+_TOPIC_ID_HASH_BYTES = 20
+_TOPIC_ID = re.compile(r"[a-z2-7]{32}")
+_NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z]+)?")
+
+
+def topic_id(topic: str) -> str:
+    """The url-safe name of a topic in keys: base32, lower case, of the first 20 bytes of the SHA-256 of its UTF-8
+    name; 32 characters.
+    """
+    digest = hashlib.sha256(topic.encode()).digest()[:_TOPIC_ID_HASH_BYTES]
+    return base64.b32encode(digest).decode("ascii").lower()
+
+
+def shard_of(topic: str, shards: int) -> int:
+    """The shard of a topic: CRC32C of its UTF-8 name, modulo the number of shards of the root."""
+    return int(google_crc32c.value(topic.encode())) % shards
+
+
+def daemon_key(daemon_id: str) -> str:
+    return f"{DAEMONS_PREFIX}{daemon_id}"
+
+
+def shard_prefix(shard: int) -> str:
+    return f"shards/{shard:02d}/"
+
+
+def shard_manifest_prefix(shard: int) -> str:
+    return f"{shard_prefix(shard)}manifest/"
+
+
+def shard_manifest_key(shard: int, number: int) -> str:
+    return numbered_key(shard_manifest_prefix(shard), number)
+
+
+def journal_prefix(shard: int) -> str:
+    return f"{shard_prefix(shard)}journal/"
+
+
+def journal_slot_key(shard: int, slot: int) -> str:
+    return numbered_key(journal_prefix(shard), slot)
+
+
+def checkpoint_prefix(shard: int) -> str:
+    return f"{shard_prefix(shard)}checkpoint/"
+
+
+def checkpoint_key(shard: int, base: int, unique: str) -> str:
+    return f"{numbered_key(checkpoint_prefix(shard), base)}-{unique}"
+
+
+def topics_prefix(shard: int) -> str:
+    return f"{shard_prefix(shard)}topics/"
+
+
+def topic_prefix(shard: int, topic_id: str) -> str:
+    return f"{topics_prefix(shard)}{topic_id}/"
+
+
+def topic_manifest_prefix(shard: int, topic_id: str) -> str:
+    return f"{topic_prefix(shard, topic_id)}manifest/"
+
+
+def topic_manifest_key(shard: int, topic_id: str, number: int) -> str:
+    return numbered_key(topic_manifest_prefix(shard, topic_id), number)
+
+
+def buckets_prefix(shard: int, topic_id: str) -> str:
+    return f"{topic_prefix(shard, topic_id)}buckets/"
+
+
+def bucket_key(shard: int, topic_id: str, base: int, unique: str) -> str:
+    return f"{numbered_key(buckets_prefix(shard, topic_id), base)}-{unique}"
+
+
+def progress_prefix(shard: int, topic_id: str) -> str:
+    return f"{topic_prefix(shard, topic_id)}progress/"
+
+
+def progress_key(shard: int, topic_id: str, base: int, unique: str) -> str:
+    return f"{numbered_key(progress_prefix(shard, topic_id), base)}-{unique}"
+
+
+def numbered_key(prefix: str, number: int) -> str:
+    return f"{prefix}{number:020d}"
+
+
+def number_of(key: str) -> int:
+    """The number in the last part of a key: of a manifest or slot its own, of another object its base.
+
+    Raises FormatError when the key is not of this layout.
+    """
+    start = key.rfind("/") + 1
+    match = _NUMBERED.fullmatch(key, start)
+    if match is None:
+        raise errors.FormatError(f"key {key!r}", start, "its last part is not a number of 20 digits")
+    return int(match[1])
+
+
+def topic_id_of(key: str) -> str:
+    """The topic id in the key of an object of a topic. Raises FormatError when the key is not of this layout."""
+    parts = key.split("/")
+    if len(parts) < 5 or parts[0] != "shards" or parts[2] != "topics" or not _TOPIC_ID.fullmatch(parts[3]):
+        raise errors.FormatError(f"key {key!r}", 0, "it does not begin with shards/<ss>/topics/<topic-id>/")
+    return parts[3]

@@ -1,0 +1,172 @@
+"""Rows as columns: the form in which positions travel from a request to the disk.
+
+Owns: the `Rows` columns, their order and their hash.
+Does not own: encoding (`columns`, `journal`, `bucket`) and what a row's state is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
+
+# Rows hashed at a time: the working set stays in a core's cache.
+HASH_ROWS = 8192
+_HASH_SEEDS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
+_HASH_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0xFF51AFD7ED558CCD)
+_U64_MASK = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """n rows: `deliver_at_ms`, `ledger_id`, `entry_id` u64[n]; `key_hash` u32[n], None when no row has one.
+
+    The columns are not copied and must not be changed afterwards.
+    """
+
+    deliver_at_ms: U64
+    ledger_id: U64
+    entry_id: U64
+    key_hash: U32 | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.deliver_at_ms.shape
+        if len(shape) != 1 or self.ledger_id.shape != shape or self.entry_id.shape != shape:
+            raise ValueError(
+                f"columns of rows differ in shape: deliver_at_ms {shape}, ledger_id {self.ledger_id.shape}, "
+                f"entry_id {self.entry_id.shape}"
+            )
+        for column in (self.deliver_at_ms, self.ledger_id, self.entry_id):
+            if column.dtype != np.uint64:
+                raise ValueError(f"a column of rows is {column.dtype}, it must be uint64")
+        if self.key_hash is not None and (self.key_hash.shape != shape or self.key_hash.dtype != np.uint32):
+            raise ValueError(f"key_hash is {self.key_hash.dtype}{self.key_hash.shape}, it must be uint32{shape}")
+
+    def __len__(self) -> int:
+        return len(self.deliver_at_ms)
+
+    def take(self, index: Index) -> Rows:
+        """The rows that an index array, a mask of n or a slice selects."""
+        return Rows(
+            self.deliver_at_ms[index],
+            self.ledger_id[index],
+            self.entry_id[index],
+            None if self.key_hash is None else self.key_hash[index],
+        )
+
+    @staticmethod
+    def empty() -> Rows:
+        nothing = np.empty(0, np.uint64)
+        return Rows(nothing, nothing, nothing)
+
+    @staticmethod
+    def concat(parts: Sequence[Rows]) -> Rows:
+        """All rows of the parts, in their order. A part without key hashes counts as 0 beside one that has them."""
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return Rows.empty()
+        if len(parts) == 1:
+            return parts[0]
+        key_hash = None
+        if any(part.key_hash is not None for part in parts):
+            key_hash = np.concatenate(
+                [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
+            )
+        return Rows(
+            np.concatenate([part.deliver_at_ms for part in parts]),
+            np.concatenate([part.ledger_id for part in parts]),
+            np.concatenate([part.entry_id for part in parts]),
+            key_hash,
+        )
+
+    def in_position_order(self) -> bool:
+        """Whether (ledger, entry) never falls."""
+        ledger, entry = self.ledger_id, self.entry_id
+        if len(self) < 2:
+            return True
+        entry_rises = entry[1:] >= entry[:-1]
+        if ledger[0] == ledger[-1] and (ledger == ledger[0]).all():
+            return bool(entry_rises.all())
+        return bool(((ledger[1:] > ledger[:-1]) | ((ledger[1:] == ledger[:-1]) & entry_rises)).all())
+
+    def due_order(self) -> npt.NDArray[np.int64]:
+        """The index that sorts the rows by (deliver_at, ledger, entry); stable."""
+        # Where the rows stand in position order, their index stands for the position.
+        keys = [self.deliver_at_ms] if self.in_position_order() else [self.deliver_at_ms, self.ledger_id, self.entry_id]
+        order = _packed_order(keys)
+        if order is None:
+            order = np.lexsort((self.entry_id, self.ledger_id, self.deliver_at_ms))
+        return order
+
+    def sorted_by_due(self) -> Rows:
+        """The rows in the order (deliver_at, ledger, entry)."""
+        return self.take(self.due_order())
+
+
+def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
+    """The stable order by the keys, the most significant first: one sort of one integer a row, offsets above the index.
+
+    None when offsets and index need more than 64 bits.
+    """
+    rows = len(keys[0])
+    if rows < 2:
+        return np.arange(rows)
+    index_bits = (rows - 1).bit_length()
+    bits = index_bits
+    fields: list[tuple[U64, int]] = []
+    for key in reversed(keys):
+        minimum = key.min()
+        span_bits = int(key.max() - minimum).bit_length()
+        if span_bits:
+            fields.append((key - minimum, bits))
+            bits += span_bits
+    if bits > 64:
+        return None
+    packed = np.arange(rows, dtype=np.uint64)
+    for offset, shift in fields:
+        packed |= offset << np.uint64(shift)
+    packed.sort()
+    packed &= np.uint64((1 << index_bits) - 1)
+    return packed.astype(np.int64)
+
+
+def row_hash(rows: Rows) -> tuple[int, int]:
+    """(low, high): two 64-bit mixes of each row, each summed over the rows modulo 2^64; no rows give (0, 0).
+
+    The sum does not depend on the order of the rows: what went in and what came out of a seal or a merge compare by
+    one number. A row without key hash counts as one with 0.
+
+    mix(row): h = seed; for x in key_hash, ledger_id, entry_id, deliver_at_ms: h = (h ^ x) * multiplier, h ^= h >> 32.
+    """
+    low = high = 0
+    for start in range(0, len(rows), HASH_ROWS):
+        part = rows.take(slice(start, start + HASH_ROWS))
+        low += _mix_sum(part, _HASH_SEEDS[0], _HASH_MULTIPLIERS[0])
+        high += _mix_sum(part, _HASH_SEEDS[1], _HASH_MULTIPLIERS[1])
+    return low & _U64_MASK, high & _U64_MASK
+
+
+def _mix_sum(rows: Rows, seed: int, multiplier: int) -> int:
+    factor, half = np.uint64(multiplier), np.uint64(32)
+    if rows.key_hash is None:
+        mixed = (seed * multiplier) & _U64_MASK
+        state = rows.ledger_id ^ np.uint64(mixed ^ (mixed >> 32))
+    else:
+        state = rows.key_hash ^ np.uint64(seed)
+        state *= factor
+        state ^= state >> half
+        state ^= rows.ledger_id
+    state *= factor
+    state ^= state >> half
+    for column in (rows.entry_id, rows.deliver_at_ms):
+        state ^= column
+        state *= factor
+        state ^= state >> half
+    return int(state.sum())
