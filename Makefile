@@ -1,0 +1,93 @@
+# What a fresh machine needs is Python 3.11 and make: uv comes into .tools, everything else into .venv by uv.lock.
+
+UV_VERSION := 0.13.8
+UV := $(or $(shell command -v uv 2>/dev/null),.tools/uv)
+PYTHON ?= python3
+
+# The object store of `make demo`: local (a temporary directory) or s3 (an S3 server that the demo starts).
+STORE ?= local
+# More arguments for test, run, bench and demo: make test ARGS='-k journal'
+ARGS ?=
+
+SYNCED := .venv/.synced
+RUN := $(UV) run --no-sync
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
+
+.PHONY: demo
+demo: $(SYNCED) ## real flights through a daemon that is killed twice; STORE=local|s3
+	$(RUN) python -m examples.flights --store $(STORE) $(ARGS)
+
+.PHONY: test
+test: $(SYNCED) ## every test; ARGS goes to pytest
+	$(RUN) pytest $(ARGS)
+
+.PHONY: run
+run: $(SYNCED) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; ARGS goes to tarryd
+	$(RUN) tarryd $(ARGS)
+
+.PHONY: bench
+bench: $(SYNCED) ## measure; ARGS goes to the benchmarks
+	$(RUN) python -m benchmarks $(ARGS)
+
+.PHONY: check
+check: lock lint types imports protos generated test ## the gate: everything that must hold before a change lands
+
+.PHONY: lock
+lock: $(UV) ## the locks say what pyproject.toml and the scripts say
+	$(UV) lock --check
+	$(UV) lock --check --script scripts/gen_proto.py
+
+.PHONY: lint
+lint: $(SYNCED) ## ruff: rules and format
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+
+.PHONY: types
+types: $(SYNCED) ## mypy, strict
+	$(RUN) mypy
+
+.PHONY: imports
+imports: $(SYNCED) ## the direction of imports between the layers
+	$(RUN) lint-imports
+
+.PHONY: protos
+protos: $(SYNCED) ## buf: the rules for proto/
+	$(RUN) buf lint
+
+# AGAINST: a git reference, such as the tag of the last release.
+.PHONY: breaking
+breaking: $(SYNCED) ## buf: what proto/ breaks compared with AGAINST=<git reference>
+	$(RUN) buf breaking --against '.git#ref=$(AGAINST)'
+
+.PHONY: generated
+generated: $(UV) ## the generated code is what proto/ says
+	$(UV) run --locked --script scripts/gen_proto.py --check
+
+.PHONY: gen
+gen: $(UV) ## generate the code of proto/
+	$(UV) run --locked --script scripts/gen_proto.py
+
+.PHONY: fmt
+fmt: $(SYNCED) ## format, and mend what ruff can mend
+	$(RUN) ruff check --fix-only
+	$(RUN) ruff format
+
+.PHONY: clean
+clean: ## remove what make brought or made
+	rm -rf .venv .tools dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(SYNCED): pyproject.toml client/pyproject.toml uv.lock | $(UV)
+	$(UV) sync --locked
+	@touch $@
+
+.tools/uv:
+	$(PYTHON) -m venv .tools/venv
+	.tools/venv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	ln -sf venv/bin/uv $@

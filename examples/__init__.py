@@ -1,0 +1,1 @@
+"""Programs that use Tarry on real input; each checks what it promises and exits with the verdict."""

@@ -1,0 +1,57 @@
+"""What holds for every test: loopback only, no credentials of the machine, and the same examples every run."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+# The gate must give the same verdict twice: examples are derived from the test, not from the clock. A longer search,
+# with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
+hypothesis.settings.register_profile("gate", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("gate")
+
+
+class NotLoopback(AssertionError):
+    """A test spoke to an address that is not on this machine."""
+
+
+def _refuse_other_machines(event: str, arguments: tuple[object, ...]) -> None:
+    if event not in ("socket.connect", "socket.sendto"):
+        return
+    address = arguments[1]
+    if not isinstance(address, tuple):  # a Unix socket
+        return
+    host = str(address[0])
+    if host in ("localhost", ""):
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise NotLoopback(f"a test connects to {host}; tests use 127.0.0.1, ::1 or localhost")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sys.addaudithook(_refuse_other_machines)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def credentials_of_no_one() -> Iterator[None]:
+    """boto3 finds keys that open nothing, and looks for none on the machine or at a metadata service."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "TARRY_"))]:
+            patch.delenv(name)
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_CONFIG_FILE", os.devnull)
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
