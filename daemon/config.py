@@ -1,0 +1,439 @@
+"""Every setting of the daemon, declared once: name, unit in the name, default, range and meaning.
+
+Owns: the sections below and how they are read: one TOML file, then `TARRY_SECTION__KEY` environment variables, then
+`--set section.key=value`; the later wins. It is strict: an unknown key, a value out of its range or settings that
+contradict each other are an error that names the setting.
+Does not own: what the settings do, and docs/CONFIGURATION.md, which is made from this module
+(`scripts/gen_configuration.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from daemon import errors
+
+ENVIRONMENT_PREFIX = "TARRY_"
+
+# 10,000 rows of Messages, the largest answer there is, must fit.
+_MESSAGE_BYTES_LEAST = 1 << 20
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the TOML file."""
+
+
+class Daemon(Section, frozen=True):
+    """Who this daemon is."""
+
+    id: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[A-Za-z0-9._-]{1,128}\Z",
+                description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. It "
+                "must stay the same when the daemon restarts, since a daemon takes its own shards back at once, and no "
+                "two daemons may use one id at a time. Default: host name and port of `grpc.listen`. Set it where the "
+                "host name changes with every start (containers) and where the port is 0.",
+            ),
+        ]
+        | None
+    ) = None
+    address: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^.+:[0-9]{1,5}\Z",
+                description="host:port at which clients and other daemons reach this one. Default: the address that is "
+                "bound; with the host name in place of `0.0.0.0` and `[::]`.",
+            ),
+        ]
+        | None
+    ) = None
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback although "
+            "neither TLS nor tokens exist yet: whoever reaches the port may add, receive and delete.",
+        ),
+    ] = False
+    shards: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Shards of a new root: units of ownership, journal and checkpoint. An existing root "
+            "keeps its number.",
+        ),
+    ] = 16
+
+
+class S3(Section, frozen=True):
+    """An S3 bucket; used when `store.kind` is `s3`. Credentials come from the AWS SDK's usual places."""
+
+    bucket: Annotated[str, Meta(description="Name of the bucket; required.")] = ""
+    prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
+    region: Annotated[str, Meta(description="Default: that of the AWS SDK.")] | None = None
+    endpoint_url: (
+        Annotated[str, Meta(pattern=r"^https?://", description="For S3-compatible stores. Default: AWS.")] | None
+    ) = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"],
+        Meta(description="Where the bucket's name goes: into the path or the host name."),
+    ] = "auto"
+    checksums: Annotated[
+        Literal["when_supported", "when_required"],
+        Meta(
+            description="Checksums that the AWS SDK adds and verifies; some S3-compatible stores need `when_required`."
+        ),
+    ] = "when_supported"
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect.")] = 5.0
+    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a request fails.")] = (
+        20.0
+    )
+    connections_max: Annotated[int, Meta(ge=1, le=1000, description="Connections kept open.")] = 32
+
+
+class Store(Section, frozen=True):
+    """Where everything durable is."""
+
+    kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "local"
+    path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
+        "./tarry-data"
+    )
+    io_threads: Annotated[int, Meta(ge=1, le=256, description="Threads for requests to the store and for seals.")] = 16
+    s3: S3 = S3()
+
+
+class Grpc(Section, frozen=True):
+    """The gRPC server."""
+
+    listen: Annotated[
+        str, Meta(pattern=r"^.+:[0-9]{1,5}\Z", description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`.")
+    ] = "127.0.0.1:7461"
+    concurrent_calls_per_connection_max: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
+    ] = 1000
+    stream_requests_in_flight_max: Annotated[
+        int, Meta(ge=1, le=100_000, description="Unanswered requests of one stream above which it is not read further.")
+    ] = 256
+    stream_bytes_in_flight_max: Annotated[
+        int, Meta(ge=1, description="Bytes of these requests above which the stream is not read further.")
+    ] = 32 << 20
+    keepalive_time_s: Annotated[
+        float, Meta(ge=1, le=7200, description="Silence after which a connection is probed.")
+    ] = 30.0
+    keepalive_timeout_s: Annotated[
+        float, Meta(ge=1, le=600, description="Time without an answer to the probe until the connection is closed.")
+    ] = 10.0
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0, le=600, description="At shutdown, time for open calls to end by themselves before they are cancelled."
+        ),
+    ] = 5.0
+
+
+class Metrics(Section, frozen=True):
+    """The Prometheus endpoint."""
+
+    listen: Annotated[
+        str, Meta(pattern=r"^.+:[0-9]{1,5}\Z", description="host:port of `/metrics`; port 0 takes a free one.")
+    ] = "127.0.0.1:7462"
+    per_topic: Annotated[
+        bool, Meta(description='A series per topic; if false, all topics are counted under `topic="_all"`.')
+    ] = True
+    per_topic_max: Annotated[
+        int,
+        Meta(ge=0, le=1_000_000, description='Topics that get series of their own; the others share `topic="_other"`.'),
+    ] = 1000
+
+
+class Log(Section, frozen=True):
+    """The log, on standard error."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="The least level that is written.")
+    ] = "info"
+    format: Annotated[Literal["text", "json"], Meta(description="Lines for people, or one JSON object a line.")] = (
+        "text"
+    )
+
+
+class Journal(Section, frozen=True):
+    """Group commit and checkpoints."""
+
+    commit_linger_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=10_000,
+                description="How long a slot waits for company when the shard is not idle. Default: 2 for a local "
+                "directory, 50 for S3.",
+            ),
+        ]
+        | None
+    ) = None
+    slot_bytes_max: Annotated[int, Meta(ge=64 << 10, le=64 << 20, description="Size of one slot.")] = 8 << 20
+    checkpoint_bytes: Annotated[
+        int, Meta(ge=64 << 10, description="Bytes of journal after which a shard writes a checkpoint.")
+    ] = 64 << 20
+    checkpoint_slots: Annotated[
+        int, Meta(ge=1, description="Slots of journal after which a shard writes a checkpoint.")
+    ] = 10_000
+
+
+class Bucket(Section, frozen=True):
+    """When the mutable bucket is sealed, and how a sealed one is cut and written (names of PIP-195)."""
+
+    min_index_count_per_bucket: Annotated[
+        int, Meta(ge=1, description="Rows from which it is sealed when a higher ledger arrives.")
+    ] = 50_000
+    rows_max: Annotated[int, Meta(ge=1, description="Rows at which it is sealed whatever the ledger.")] = 200_000
+    bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which it is sealed.")] = 16 << 20
+    age_max_s: Annotated[float, Meta(gt=0, description="Age of its oldest row at which it is sealed.")] = 1800.0
+    form: Annotated[
+        Literal["columnar", "compatible"],
+        Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
+    ] = "columnar"
+    max_time_step_per_bucket_snapshot_segment_seconds: Annotated[
+        int, Meta(ge=1, description="Span of due times of one segment.")
+    ] = 300
+    max_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=-1, description="Rows of one segment; -1: no limit.")
+    ] = 5000
+    min_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=0, description="The span cuts only a segment that has as many rows; 0: PIP-195's rule.")
+    ] = 1000
+
+
+class Delivery(Section, frozen=True):
+    """Loading ahead and handing out."""
+
+    tick_ms: Annotated[
+        int, Meta(ge=1, le=10_000, description="Hand-outs are batched by as much; only ever later, never earlier.")
+    ] = 5
+    lookahead_ms: Annotated[
+        int, Meta(ge=0, le=3_600_000, description="How long before its first row is due a segment is loaded.")
+    ] = 30_000
+    segment_memory_bytes: Annotated[int, Meta(ge=1 << 20, description="Memory for loaded segments of all topics.")] = (
+        256 << 20
+    )
+    ready_rows_max: Annotated[
+        int, Meta(ge=1, description="Due rows of one topic that wait in memory for permits; more stay where they are.")
+    ] = 1_000_000
+
+
+class Limits(Section, frozen=True):
+    """What a request may ask for. A refused request changes nothing."""
+
+    rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request.")] = 100_000
+    message_bytes_max: Annotated[
+        int, Meta(ge=_MESSAGE_BYTES_LEAST, le=1 << 30, description="Bytes of one request.")
+    ] = 16 << 20
+    topic_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a topic's name in UTF-8.")] = 1024
+    subscription_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a subscription's name.")] = 255
+    delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="How far ahead a row may be due.")] = (
+        10 * 365 * 86_400_000
+    )
+    subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
+    streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
+    pending_rows_per_topic_max: Annotated[int, Meta(ge=1, description="Rows of one topic that are not due yet.")] = (
+        1_000_000_000
+    )
+    pending_rows_max: Annotated[
+        int, Meta(ge=1, description="Rows of all topics of this daemon that are not due yet.")
+    ] = 10_000_000_000
+
+
+class Ownership(Section, frozen=True):
+    """How daemons that share a root watch each other."""
+
+    heartbeat_interval_s: Annotated[float, Meta(gt=0, le=60, description="Time between two heartbeats.")] = 3.0
+    misses_max: Annotated[
+        int, Meta(ge=2, le=1000, description="Missed heartbeats after which another daemon is taken to be gone.")
+    ] = 3
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All settings."""
+
+    daemon: Daemon = Daemon()
+    store: Store = Store()
+    grpc: Grpc = Grpc()
+    metrics: Metrics = Metrics()
+    log: Log = Log()
+    journal: Journal = Journal()
+    bucket: Bucket = Bucket()
+    delivery: Delivery = Delivery()
+    limits: Limits = Limits()
+    ownership: Ownership = Ownership()
+
+    @property
+    def daemon_id(self) -> str:
+        """`daemon.id`, or host name and port: the same after a restart on this machine."""
+        if self.daemon.id is not None:
+            return self.daemon.id
+        return f"{socket.gethostname()}-{split_address(self.grpc.listen)[1]}"
+
+
+def load(
+    path: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+) -> Config:
+    """Reads the file (None: defaults), the environment (None: the process's) and `section.key=value` overrides.
+
+    Raises `InvalidArgument`: what is wrong, by the setting's path and where it was set.
+    """
+    data: dict[str, Any] = {} if path is None else _read(path)
+    _refuse_unknown_keys(data, Config, path=())
+    for source, keys, text in _overrides(os.environ if environment is None else environment, overrides):
+        _set(data, source, keys, text)
+    try:
+        config = msgspec.convert(data, Config)
+    except msgspec.ValidationError as error:
+        raise errors.InvalidArgument(f"configuration: {_explain(error, data)}") from error
+    _check(config)
+    return config
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` as host (without brackets) and port. Raises `InvalidArgument`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise errors.InvalidArgument(f"address: {address!r} is not host:port with a port from 0 to 65535")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address. A name other than `localhost` counts as reachable from outside."""
+    host, _ = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise errors.InvalidArgument(f"configuration: {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise errors.InvalidArgument(f"configuration: {path} is not TOML: {error}") from error
+
+
+def _fields(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+def _is_section(declared: Any) -> bool:
+    return isinstance(declared, type) and issubclass(declared, msgspec.Struct)
+
+
+def _unknown(keys: Iterable[str], known: Iterable[str], source: str = "") -> errors.InvalidArgument:
+    *parents, name = keys
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {'.'.join([*parents, nearest[0]])}?" if nearest else ""
+    return errors.InvalidArgument(f"configuration: {'.'.join(keys)}{source} is not a setting{hint}")
+
+
+def _refuse_unknown_keys(data: Mapping[str, Any], section: type[msgspec.Struct], path: tuple[str, ...]) -> None:
+    fields = _fields(section)
+    for name, value in data.items():
+        if name not in fields:
+            raise _unknown((*path, name), fields)
+        if _is_section(fields[name]):
+            if not isinstance(value, dict):
+                raise errors.InvalidArgument(f"configuration: {'.'.join((*path, name))} is a section, not a setting")
+            _refuse_unknown_keys(value, fields[name], (*path, name))
+
+
+def _overrides(environment: Mapping[str, str], overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
+    """Source (for messages), path and text of each override, in the order in which they count."""
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            yield f" (from {name})", tuple(keys), environment[name]
+    for override in overrides:
+        left, equals, text = override.partition("=")
+        if not equals or not left.strip():
+            raise errors.InvalidArgument(f"configuration: --set {override} is not section.key=value")
+        yield f" (from --set {override})", tuple(left.strip().split(".")), text
+
+
+def _set(data: dict[str, Any], source: str, keys: tuple[str, ...], text: str) -> None:
+    """Puts one override into `data`, as the type that the setting has."""
+    section: type[msgspec.Struct] = Config
+    for depth, name in enumerate(keys):
+        fields = _fields(section)
+        if name not in fields:
+            raise _unknown(keys[: depth + 1], fields, source)
+        last = depth == len(keys) - 1
+        if _is_section(fields[name]) == last:
+            kind = "a section, not a setting" if last else "a setting, not a section"
+            raise errors.InvalidArgument(f"configuration: {'.'.join(keys[: depth + 1])}{source} is {kind}")
+        if last:
+            try:
+                data[name] = msgspec.convert(text, fields[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise errors.InvalidArgument(f"configuration: {'.'.join(keys)}{source} is {text!r}: {error}") from error
+        else:
+            data = data.setdefault(name, {})
+            section = fields[name]
+
+
+def _explain(error: msgspec.ValidationError, data: dict[str, Any]) -> str:
+    """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
+    what, _, where = str(error).partition(" - at `$.")
+    value: Any = data
+    for key in where.rstrip("`").split("."):
+        value = value.get(key) if isinstance(value, dict) else value
+    return f"{where.rstrip('`')} is {value!r}: {what}"
+
+
+def _check(config: Config) -> None:
+    """What no single setting shows."""
+    for name, listen in (("grpc.listen", config.grpc.listen), ("metrics.listen", config.metrics.listen)):
+        if not is_loopback(listen) and not config.daemon.insecure:
+            raise errors.InvalidArgument(
+                f"configuration: {name} is {listen!r}, which is not a loopback address. This version has neither "
+                "TLS nor tokens, so that whoever reaches the port could use it: listen on 127.0.0.1, or set "
+                "daemon.insecure = true where the network itself keeps strangers out"
+            )
+    if config.store.kind == "s3" and not config.store.s3.bucket:
+        raise errors.InvalidArgument("configuration: store.s3.bucket is not set, and store.kind is 's3'")
+    bucket = config.bucket
+    _refuse_above(
+        "bucket.min_index_count_per_bucket", bucket.min_index_count_per_bucket, "bucket.rows_max", bucket.rows_max
+    )
+    if bucket.max_indexes_per_bucket_snapshot_segment == 0:
+        raise errors.InvalidArgument(
+            "configuration: bucket.max_indexes_per_bucket_snapshot_segment is 0: "
+            "a segment has at least one row; -1 is no limit"
+        )
+    if bucket.max_indexes_per_bucket_snapshot_segment > 0:
+        _refuse_above(
+            "bucket.min_indexes_per_bucket_snapshot_segment",
+            bucket.min_indexes_per_bucket_snapshot_segment,
+            "bucket.max_indexes_per_bucket_snapshot_segment",
+            bucket.max_indexes_per_bucket_snapshot_segment,
+        )
+
+
+def _refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value > limit:
+        raise errors.InvalidArgument(f"configuration: {name} is {value}, above {limit_name}, which is {limit}")
