@@ -1,0 +1,37 @@
+# syntax=docker/dockerfile:1
+# The daemon, in an environment of its own. A root that must outlive the machine is S3; the volume is for a local root.
+#
+#   docker build -t tarryd .
+#   docker run -p 127.0.0.1:7461:7461 -p 127.0.0.1:7462:7462 -v tarry:/var/lib/tarry tarryd
+
+FROM python:3.11-slim-bookworm AS build
+RUN pip install --no-cache-dir uv==0.13.8
+ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
+WORKDIR /opt/tarry
+# The libraries first: they change less often than the code.
+COPY pyproject.toml uv.lock README.md LICENSE ./
+COPY client/pyproject.toml client/README.md client/LICENSE client/
+RUN uv sync --locked --no-dev --no-install-workspace
+COPY client client
+COPY daemon daemon
+COPY storage_backends storage_backends
+RUN uv sync --locked --no-dev --no-editable
+
+FROM python:3.11-slim-bookworm
+RUN useradd --system --uid 7461 --home-dir /var/lib/tarry --create-home tarry
+COPY --from=build /opt/tarry/.venv /opt/tarry/.venv
+# Inside a container loopback reaches no one, so the daemon listens on every address and has to be told that it may:
+# what reaches the published ports is the decision of whoever runs it.
+ENV PATH=/opt/tarry/.venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    TARRY_DAEMON__INSECURE=true \
+    TARRY_GRPC__LISTEN=0.0.0.0:7461 \
+    TARRY_METRICS__LISTEN=0.0.0.0:7462 \
+    TARRY_STORE__PATH=/var/lib/tarry/root
+USER tarry
+WORKDIR /var/lib/tarry
+VOLUME /var/lib/tarry
+EXPOSE 7461 7462
+# SIGTERM drains: no new calls, what is staged becomes durable, the shards are given up.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["tarryd"]
