@@ -2,7 +2,9 @@
 # The daemon, in an environment of its own. A root that must outlive the machine is S3; the volume is for a local root.
 #
 #   docker build -t tarryd .
-#   docker run -p 127.0.0.1:7461:7461 -p 127.0.0.1:7462:7462 -v tarry:/var/lib/tarry tarryd
+#   docker run -p 127.0.0.1:7461:7461 -p 127.0.0.1:7462:7462 -v tarry:/var/lib/tarry -e TARRY_DAEMON__ID=one tarryd
+#
+# The id must be the same for the next container on the same root: it then takes its shards back at once.
 
 FROM python:3.11-slim-bookworm AS build
 RUN pip install --no-cache-dir uv==0.13.8
