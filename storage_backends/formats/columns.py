@@ -42,56 +42,59 @@ def size_max(rows: int) -> int:
     return HEADER_BYTES + 8 * rows
 
 
-def encode_u64(values: U64) -> bytes:
-    """The plain form: fast both ways, little smaller than its offsets."""
+def encode_u64(values: U64, zstd: zstandard.ZstdCompressor | None = None) -> bytes:
+    """The plain form, fast both ways; with a compressor the dense form, the smallest."""
     if not len(values):
         return _HEADER.pack(0, 0)
+    return _plain(values) if zstd is None else _dense(values, zstd)
+
+
+def encode_u32(values: U32, zstd: zstandard.ZstdCompressor | None = None) -> bytes:
+    return encode_u64(values.astype(np.uint64), zstd)
+
+
+def _plain(values: U64) -> bytes:
     base = values.min()
-    width = _width(int(values.max()) - int(base))
-    header = _HEADER.pack(width, int(base))
-    if width == 0:
-        return header
-    return header + _row_major(values - base, width)
+    offsets = values - base
+    width = _width(int(offsets.max()))
+    return _HEADER.pack(width, int(base)) + _row_major(offsets, width)
 
 
-def encode_u32(values: U32) -> bytes:
-    return encode_u64(values.astype(np.uint64))
-
-
-def encode_u64_dense(values: U64, compressor: zstandard.ZstdCompressor) -> bytes:
-    """The small form: offsets from the minimum, or, where the values never fall, from the value before; byte planes,
-    each a zstd block of its own, so that a random plane does not spoil the statistics of the next one.
+def _dense(values: U64, zstd: zstandard.ZstdCompressor) -> bytes:
+    """Offsets from the minimum, or, where the values never fall, from the value before; byte planes, each a zstd block
+    of its own, so that a random plane does not spoil the statistics of the next one.
     """
-    if not len(values):
-        return _HEADER.pack(0, 0)
     form = _PLANES
-    base = values[0]
-    last = values[-1]
-    deltas = np.empty(0, np.uint64)
-    if last >= base and bool((values[1:] >= values[:-1]).all()):
-        deltas = np.diff(values, prepend=base)
+    if bool((values[1:] >= values[:-1]).all()):
         form |= _DELTAS
-        offsets, largest = deltas, int(deltas.max())
+        base = values[0]
+        offsets = np.empty(len(values), np.uint64)
+        offsets[0] = 0
+        np.subtract(values[1:], values[:-1], out=offsets[1:])
     else:
         base = values.min()
-        offsets, largest = values - base, int(values.max()) - int(base)
-    width = _width(largest)
+        offsets = values - base
+    width = _width(int(offsets.max()))
     if width == 0:
         return _HEADER.pack(0, int(base))
     planes = offsets.astype("<u8", copy=False).view(np.uint8).reshape(len(values), 8)[:, :width].T.tobytes()
     if len(planes) >= _ZSTD_BYTES_MIN:
-        packed = _compress_planes(planes, len(values), compressor)
+        packed = _compress_planes(planes, len(values), zstd)
         if len(packed) < len(planes):
             return _HEADER.pack(form | _ZSTD | width, int(base)) + packed
     return _HEADER.pack(form | width, int(base)) + planes
 
 
-def encode_u32_dense(values: U32, compressor: zstandard.ZstdCompressor) -> bytes:
-    return encode_u64_dense(values.astype(np.uint64), compressor)
-
-
-def decode_u64(data: bytes | memoryview, rows: int, *, what: str = "column", offset: int = 0) -> U64:
-    """The column of so many rows. `what` and `offset` (of the column in its object) are for the error.
+def decode_u64(
+    data: bytes | memoryview,
+    rows: int,
+    *,
+    what: str = "column",
+    offset: int = 0,
+    zstd: zstandard.ZstdDecompressor | None = None,
+) -> U64:
+    """The column of so many rows. `what` and `offset` (of the column in its object) are for the error. `zstd` saves
+    making a decompressor for each column; it must not be shared between threads.
 
     Raises FormatError when the bytes are not a column of exactly so many rows.
     """
@@ -103,7 +106,7 @@ def decode_u64(data: bytes | memoryview, rows: int, *, what: str = "column", off
         raise errors.FormatError(what, offset, f"column form {form:#04x} is not known")
     body: bytes | memoryview = memoryview(data)[HEADER_BYTES:]
     if form & _ZSTD:
-        body = _decompress(body, rows * width, what, offset + HEADER_BYTES)
+        body = _decompress(body, rows * width, zstd or zstandard.ZstdDecompressor(), what, offset + HEADER_BYTES)
     if len(body) != rows * width:
         detail = f"{rows} rows of {width} bytes take {rows * width} bytes, the body has {len(body)}"
         raise errors.FormatError(what, offset + HEADER_BYTES, detail)
@@ -122,8 +125,15 @@ def decode_u64(data: bytes | memoryview, rows: int, *, what: str = "column", off
     return values
 
 
-def decode_u32(data: bytes | memoryview, rows: int, *, what: str = "column", offset: int = 0) -> U32:
-    values = decode_u64(data, rows, what=what, offset=offset)
+def decode_u32(
+    data: bytes | memoryview,
+    rows: int,
+    *,
+    what: str = "column",
+    offset: int = 0,
+    zstd: zstandard.ZstdDecompressor | None = None,
+) -> U32:
+    values = decode_u64(data, rows, what=what, offset=offset, zstd=zstd)
     if rows and int(values.max()) > _U32_MAX:
         raise errors.FormatError(what, offset, f"value {values.max()} does not fit in 32 bits")
     return values.astype(np.uint32)
@@ -134,6 +144,8 @@ def _width(largest: int) -> int:
 
 
 def _row_major(offsets: U64, width: int) -> bytes:
+    if width == 0:
+        return b""
     if width in (1, 2, 4):
         return offsets.astype(f"<u{width}").tobytes()
     return offsets.astype("<u8", copy=False).view(np.uint8).reshape(len(offsets), 8)[:, :width].tobytes()
@@ -156,22 +168,25 @@ def _from_planes(body: bytes | memoryview, rows: int, width: int) -> U64:
     return values
 
 
-def _compress_planes(planes: bytes, rows: int, compressor: zstandard.ZstdCompressor) -> bytes:
-    frame = compressor.compressobj(size=len(planes))
+def _compress_planes(planes: bytes, rows: int, zstd: zstandard.ZstdCompressor) -> bytes:
+    frame = zstd.compressobj(size=len(planes))
+    last = len(planes) - rows
     parts = []
-    view = memoryview(planes)
-    for start in range(0, len(planes), rows):
-        parts.append(frame.compress(view[start : start + rows]))
+    for start in range(0, last, rows):
+        parts.append(frame.compress(planes[start : start + rows]))
         parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    parts.append(frame.compress(planes[last:]))
     parts.append(frame.flush(zstandard.COMPRESSOBJ_FLUSH_FINISH))
     return b"".join(parts)
 
 
-def _decompress(body: bytes | memoryview, size_bytes: int, what: str, offset: int) -> bytes:
+def _decompress(
+    body: bytes | memoryview, size_bytes: int, zstd: zstandard.ZstdDecompressor, what: str, offset: int
+) -> bytes:
     try:
         declared = zstandard.get_frame_parameters(body).content_size
         if declared != size_bytes:
             raise errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")
-        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
+        return zstd.decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise errors.FormatError(what, offset, f"zstd: {error}") from error

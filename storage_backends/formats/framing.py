@@ -31,6 +31,13 @@ def crc32c(*parts: bytes | memoryview) -> int:
     return int(value)
 
 
+def check_crc32c(data: bytes, stored: int, what: str, offset: int) -> None:
+    """Raises FormatError, naming `what` and `offset`, when `stored` is not the CRC32C of `data`."""
+    computed = crc32c(data)
+    if computed != stored:
+        raise errors.FormatError(what, offset, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+
+
 def frame(magic: bytes, version: int, payload: bytes) -> bytes:
     header = _HEADER.pack(magic, version, len(payload))
     return b"".join((header, payload, _TRAILER.pack(crc32c(header, payload))))
@@ -50,9 +57,7 @@ def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
         detail = f"the payload length {payload_bytes} makes {end + _TRAILER.size} bytes, there are {len(data)}"
         raise errors.FormatError(what, 8, detail)
     (stored,) = _TRAILER.unpack_from(data, end)
-    computed = crc32c(data[:end])
-    if computed != stored:
-        raise errors.FormatError(what, end, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+    check_crc32c(data[:end], stored, what, end)
     return data[_HEADER.size : end]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
+import zstandard
 
 from storage_backends.formats import columns, errors, framing
 from storage_backends.formats.generated import journal_pb2
@@ -211,13 +212,13 @@ _REASONS = {
 }
 
 
-def fill_add(message: journal_pb2.Add, rows: Rows) -> None:
-    """Sets the columns of an `Add` message, the form of rows in slots and checkpoints."""
-    message.deliver_at_ms = columns.encode_u64(rows.deliver_at_ms)
-    message.ledger_id = columns.encode_u64(rows.ledger_id)
-    message.entry_id = columns.encode_u64(rows.entry_id)
+def fill_add(message: journal_pb2.Add, rows: Rows, zstd: zstandard.ZstdCompressor | None = None) -> None:
+    """Sets the columns of an `Add` message, the form of rows in slots (plain) and checkpoints (dense, with `zstd`)."""
+    message.deliver_at_ms = columns.encode_u64(rows.deliver_at_ms, zstd)
+    message.ledger_id = columns.encode_u64(rows.ledger_id, zstd)
+    message.entry_id = columns.encode_u64(rows.entry_id, zstd)
     if rows.key_hash is not None:
-        message.key_hash = columns.encode_u32(rows.key_hash)
+        message.key_hash = columns.encode_u32(rows.key_hash, zstd)
 
 
 def rows_of_add(message: journal_pb2.Add, rows: int, what: str) -> Rows:

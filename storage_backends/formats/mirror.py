@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 from google.protobuf import message as protobuf
@@ -41,6 +41,12 @@ def fill(message: protobuf.Message, value: Any) -> None:
             descriptor = message.DESCRIPTOR.fields_by_name[name]
             if descriptor.is_required or content != descriptor.default_value:
                 setattr(message, name, content)
+
+
+def extend(repeated: Any, values: Iterable[Any]) -> None:
+    """Appends a message for each of the dataclasses to a repeated field."""
+    for value in values:
+        fill(repeated.add(), value)
 
 
 def made_from(cls: type[T], message: protobuf.Message) -> T:

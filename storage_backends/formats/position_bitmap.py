@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 import pyroaring
 
 from storage_backends.formats import errors
 from storage_backends.formats.rows import U64
 
 PAGE_BITS = 32
+_U16_MAX = np.uint64((1 << 16) - 1)
 _LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
 
 
@@ -67,7 +69,7 @@ def position_bitmaps(ledger_id: U64, entry_id: U64) -> tuple[PositionBitmap, ...
     if not paged and bool((ledger_id == ledger_id[0]).all()):
         return (PositionBitmap.of(int(ledger_id[0]), 0, bitmap_of(entry_id)),)
     page = entry_id >> np.uint64(PAGE_BITS)
-    order = np.lexsort((page, ledger_id)) if paged else np.argsort(ledger_id, kind="stable")
+    order = np.lexsort((page, ledger_id)) if paged else _ledger_order(ledger_id)
     ledger_id, page, low = ledger_id[order], page[order], entry_id[order] & _LOW_MASK
     cuts = np.flatnonzero((ledger_id[1:] != ledger_id[:-1]) | (page[1:] != page[:-1])) + 1
     starts = [0, *cuts.tolist()]
@@ -75,6 +77,14 @@ def position_bitmaps(ledger_id: U64, entry_id: U64) -> tuple[PositionBitmap, ...
         PositionBitmap.of(int(ledger_id[start]), int(page[start]), bitmap_of(low[start:end]))
         for start, end in zip(starts, [*starts[1:], len(low)], strict=True)
     )
+
+
+def _ledger_order(ledger_id: U64) -> npt.NDArray[np.intp]:
+    offset = ledger_id - ledger_id.min()
+    if offset.max() <= _U16_MAX:
+        # 16 bits are sorted by radix, ten times faster.
+        return np.argsort(offset.astype(np.uint16), kind="stable")
+    return np.argsort(offset, kind="stable")
 
 
 def positions_of(bitmaps: Iterable[PositionBitmap]) -> tuple[U64, U64]:

@@ -1,0 +1,337 @@
+"""The bucket object: metadata, segments, offset table, footer.
+
+Owns: the bytes of a whole bucket, reading its parts by range, and every check of them.
+Does not own: the payload of a segment (`segment`), when a bucket is written, or which of its rows are gone.
+
+    "TyBK" | u32 version | entry 0: SnapshotMetadata | entry 1..N: SnapshotSegment | offset table | footer
+    entry   u32 payload length | u32 CRC32C of the payload | payload
+    table   for each entry  u64 offset | u32 length | u32 CRC32C | u32 rows | u64 min, u64 max deliver_at_ms
+    footer  u64 table offset | u64 table length | u32 CRC32C of the table | u32 version
+            | u32 CRC32C of the footer before it | "TyBF"                                       little-endian
+
+The length in the table is of the whole entry; the CRC32C is that of the entry. Entries lie without gaps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
+from storage_backends.formats.generated import bucket_pb2
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import Rows, row_hash
+from storage_backends.formats.segment import SegmentLimits as SegmentLimits
+
+FORMAT_VERSION = 1
+MAGIC = b"TyBK"
+FOOTER_MAGIC = b"TyBF"
+_HEAD = struct.Struct("<4sI")
+_ENTRY = struct.Struct("<II")
+_TABLE_ROW = struct.Struct("<QIIIQQ")
+_FOOTER = struct.Struct("<QQII")
+_FOOTER_END = struct.Struct("<I4s")
+FOOTER_BYTES = _FOOTER.size + _FOOTER_END.size
+# Entry ids from here on have no place in a bitmap of PIP-195.
+_COMPATIBLE_ENTRY_ID_END = 1 << 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentInfo:
+    """One row of the offset table: entry `number`, 0 is the metadata of the bucket and has the rows of all segments.
+
+    `offset` and `length` are of the whole entry in the object, `crc32c` of its payload.
+    """
+
+    number: int
+    offset: int
+    length: int
+    crc32c: int
+    rows: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+
+    @property
+    def what(self) -> str:
+        return f"bucket segment {self.number}" if self.number else "bucket metadata"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TableRange:
+    """Where the offset table is, from the footer."""
+
+    offset: int
+    length: int
+    crc32c: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketTable:
+    """The offset table: entry 0 and the segments in due order, numbered from 1."""
+
+    metadata: SegmentInfo
+    segments: tuple[SegmentInfo, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRows:
+    """Which rows of the bucket `source` a merge copied."""
+
+    source: str
+    positions: tuple[PositionBitmap, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketMetadata:
+    """Entry 0. `positions`: of all rows. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
+    shared index. `kept`: one for each source of a merged bucket.
+    """
+
+    topic: str
+    subscription_id: int
+    rows: int
+    hash_low: int
+    hash_high: int
+    positions: tuple[PositionBitmap, ...]
+    kept: tuple[KeptRows, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedBucket:
+    """A bucket ready to be written, and what its manifest says of it. `compatible`: the form it has."""
+
+    body: bytes
+    sha256: bytes
+    table: BucketTable
+    positions: tuple[PositionBitmap, ...]
+    rows: int
+    first_ledger_id: int
+    last_ledger_id: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+    hash_low: int
+    hash_high: int
+    compatible: bool
+
+    @property
+    def segments(self) -> tuple[SegmentInfo, ...]:
+        return self.table.segments
+
+
+def encode_bucket(
+    rows: Rows,
+    *,
+    topic: str,
+    subscription_id: int,
+    limits: SegmentLimits,
+    compatible: bool,
+    kept: Sequence[KeptRows] = (),
+) -> EncodedBucket:
+    """The bucket of at least one row, in the order of `Rows.sorted_by_due`.
+
+    `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot hold entry ids from 2^32 on: a reader would
+    take such a position for absent. A bucket with one is written in columns instead, in which that reader sees no
+    rows at all; `EncodedBucket.compatible` says which form it became.
+    """
+    if not len(rows):
+        raise ValueError("a bucket has at least one row")
+    if bool((rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1]).any()):
+        raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
+    compatible = compatible and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
+    parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits)]
+    positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    hash_low, hash_high = row_hash(rows)
+    metadata = bucket_pb2.SnapshotMetadata(
+        rows=len(rows), hash_low=hash_low, hash_high=hash_high, subscription_id=subscription_id, topic=topic
+    )
+    mirror.extend(metadata.positions, positions)
+    mirror.extend(metadata.kept, kept)
+    _list_segments(metadata, parts, compatible)
+    if compatible:
+        payloads = [segment.encode_compatible(part) for part in parts]
+    else:
+        zstd = segment.compressor()
+        payloads = [segment.encode_columnar(part, zstd) for part in parts]
+    body, table = _assemble([metadata.SerializeToString(deterministic=True), *payloads], [rows, *parts])
+    return EncodedBucket(
+        body=body,
+        sha256=hashlib.sha256(body).digest(),
+        table=table,
+        positions=positions,
+        rows=len(rows),
+        first_ledger_id=int(rows.ledger_id.min()),
+        last_ledger_id=int(rows.ledger_id.max()),
+        min_deliver_at_ms=table.metadata.min_deliver_at_ms,
+        max_deliver_at_ms=table.metadata.max_deliver_at_ms,
+        hash_low=hash_low,
+        hash_high=hash_high,
+        compatible=compatible,
+    )
+
+
+def _list_segments(metadata: bucket_pb2.SnapshotMetadata, parts: Sequence[Rows], compatible: bool) -> None:
+    for part in parts:
+        listed = metadata.metadata_list.add(
+            max_schedule_timestamp=int(part.deliver_at_ms[-1]),
+            min_schedule_timestamp=int(part.deliver_at_ms[0]),
+            rows=len(part),
+        )
+        if compatible:
+            for bitmap in position_bitmap.position_bitmaps(part.ledger_id, part.entry_id):
+                listed.delayed_index_bit_map[bitmap.ledger_id] = bitmap.entries
+
+
+def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, BucketTable]:
+    chunks = [_HEAD.pack(MAGIC, FORMAT_VERSION)]
+    offset = _HEAD.size
+    infos = []
+    for number, (payload, part) in enumerate(zip(payloads, rows, strict=True)):
+        crc32c = framing.crc32c(payload)
+        length = _ENTRY.size + len(payload)
+        due = part.deliver_at_ms
+        infos.append(SegmentInfo(number, offset, length, crc32c, len(part), int(due[0]), int(due[-1])))
+        chunks += (_ENTRY.pack(len(payload), crc32c), payload)
+        offset += length
+    table = b"".join(
+        _TABLE_ROW.pack(
+            info.offset, info.length, info.crc32c, info.rows, info.min_deliver_at_ms, info.max_deliver_at_ms
+        )
+        for info in infos
+    )
+    footer = _FOOTER.pack(offset, len(table), framing.crc32c(table), FORMAT_VERSION)
+    chunks += (table, footer, _FOOTER_END.pack(framing.crc32c(footer), FOOTER_MAGIC))
+    return b"".join(chunks), BucketTable(infos[0], tuple(infos[1:]))
+
+
+def footer_range(size_bytes: int) -> tuple[int, int]:
+    """(offset, length) of the footer of a bucket of that size. Raises FormatError when it is too small for one."""
+    if size_bytes < _HEAD.size + FOOTER_BYTES:
+        raise errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for head and footer")
+    return size_bytes - FOOTER_BYTES, FOOTER_BYTES
+
+
+def tail_range(size_bytes: int, segments: int) -> tuple[int, int]:
+    """(offset, length) of offset table and footer of a bucket of that size and so many segments."""
+    length = _TABLE_ROW.size * (segments + 1) + FOOTER_BYTES
+    if size_bytes < _HEAD.size + length:
+        raise errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for {segments} segments")
+    return size_bytes - length, length
+
+
+def decode_footer(data: bytes, size_bytes: int) -> TableRange:
+    """Where the table is. `data`: the bytes of `footer_range(size_bytes)`."""
+    start, length = footer_range(size_bytes)
+    if len(data) != length:
+        raise errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
+    table_offset, table_length, table_crc32c, version = _FOOTER.unpack_from(data)
+    crc32c, magic = _FOOTER_END.unpack_from(data, _FOOTER.size)
+    if magic != FOOTER_MAGIC:
+        raise errors.FormatError(
+            "bucket footer", start + length - len(FOOTER_MAGIC), f"magic is {magic!r}, not {FOOTER_MAGIC!r}"
+        )
+    if version != FORMAT_VERSION:
+        raise errors.UnsupportedVersion("bucket footer", start + 20, found=version, supported=FORMAT_VERSION)
+    framing.check_crc32c(data[: _FOOTER.size], crc32c, "bucket footer", start)
+    if table_offset + table_length != start or table_length % _TABLE_ROW.size or not table_length:
+        detail = f"the offset table cannot be {table_length} bytes from {table_offset}, the footer begins at {start}"
+        raise errors.FormatError("bucket footer", start, detail)
+    return TableRange(table_offset, table_length, table_crc32c)
+
+
+def decode_table(data: bytes, table: TableRange) -> BucketTable:
+    """`data`: the bytes of the table's range."""
+    what = "bucket offset table"
+    if len(data) != table.length:
+        raise errors.FormatError(what, table.offset, f"it has {table.length} bytes, these are {len(data)}")
+    framing.check_crc32c(data, table.crc32c, what, table.offset)
+    infos = [SegmentInfo(number, *fields) for number, fields in enumerate(_TABLE_ROW.iter_unpack(data))]
+    expected = _HEAD.size
+    for info in infos:
+        if info.offset != expected or info.length < _ENTRY.size:
+            detail = f"entry {info.number} has {info.length} bytes from {info.offset}, it should begin at {expected}"
+            raise errors.FormatError(what, table.offset + info.number * _TABLE_ROW.size, detail)
+        expected += info.length
+    if expected != table.offset:
+        raise errors.FormatError(what, table.offset, f"the entries end at {expected}, the table is at {table.offset}")
+    if infos[0].rows != sum(info.rows for info in infos[1:]):
+        raise errors.FormatError(what, table.offset, "the rows of the segments are not the rows of the bucket")
+    return BucketTable(infos[0], tuple(infos[1:]))
+
+
+def decode_tail(data: bytes, size_bytes: int) -> BucketTable:
+    """`data`: the bytes of `tail_range`. Raises FormatError also when the number of segments was another."""
+    start, length = footer_range(size_bytes)
+    if len(data) < length:
+        raise errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
+    table = decode_footer(data[-length:], size_bytes)
+    return decode_table(data[:-length], table)
+
+
+def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
+    """Entry 0, from the bytes of its range."""
+    message = framing.parse(bucket_pb2.SnapshotMetadata, _payload(entry, info), info.what, info.offset + _ENTRY.size)
+    if message.rows != info.rows:
+        detail = f"it says {message.rows} rows, the offset table {info.rows}"
+        raise errors.FormatError(info.what, info.offset + _ENTRY.size, detail)
+    return mirror.made_from(BucketMetadata, message)
+
+
+def decode_segment(entry: bytes, info: SegmentInfo) -> Rows:
+    """The rows of a segment of either form, from the bytes of its range."""
+    offset = info.offset + _ENTRY.size
+    rows = segment.decode(_payload(entry, info), info.rows, what=info.what, offset=offset)
+    if info.rows and (
+        int(rows.deliver_at_ms[0]) != info.min_deliver_at_ms or int(rows.deliver_at_ms[-1]) != info.max_deliver_at_ms
+    ):
+        detail = (
+            f"it is due from {rows.deliver_at_ms[0]} to {rows.deliver_at_ms[-1]}, the offset table says "
+            f"{info.min_deliver_at_ms} to {info.max_deliver_at_ms}"
+        )
+        raise errors.FormatError(info.what, offset, detail)
+    return rows
+
+
+def _payload(entry: bytes, info: SegmentInfo) -> bytes:
+    if len(entry) != info.length:
+        raise errors.FormatError(info.what, info.offset, f"it has {info.length} bytes, these are {len(entry)}")
+    payload_bytes, crc32c = _ENTRY.unpack_from(entry)
+    if payload_bytes != info.length - _ENTRY.size or crc32c != info.crc32c:
+        detail = f"its head ({payload_bytes} bytes, CRC32C {crc32c:#010x}) is not the offset table's"
+        raise errors.FormatError(info.what, info.offset, detail)
+    payload = entry[_ENTRY.size :]
+    framing.check_crc32c(payload, crc32c, info.what, info.offset)
+    return payload
+
+
+def verify_bucket(body: bytes, sha256: bytes) -> None:
+    """For a full read: raises FormatError when the bytes are not those that the manifest names."""
+    found = hashlib.sha256(body).digest()
+    if found != sha256:
+        raise errors.FormatError("bucket", 0, f"SHA-256 is {found.hex()}, the manifest says {sha256.hex()}")
+
+
+def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
+    """Metadata and all rows in due order, from the whole object. Raises FormatError at the first part that is wrong."""
+    start, _ = footer_range(len(body))
+    table_range = decode_footer(body[start:], len(body))
+    magic, version = _HEAD.unpack_from(body)
+    if magic != MAGIC:
+        raise errors.FormatError("bucket", 0, f"magic is {magic!r}, not {MAGIC!r}")
+    if version != FORMAT_VERSION:
+        raise errors.UnsupportedVersion("bucket", 4, found=version, supported=FORMAT_VERSION)
+    table = decode_table(body[table_range.offset : start], table_range)
+    metadata = decode_metadata(_slice(body, table.metadata), table.metadata)
+    rows = Rows.concat([decode_segment(_slice(body, info), info) for info in table.segments])
+    if row_hash(rows) != (metadata.hash_low, metadata.hash_high):
+        raise errors.FormatError("bucket", 0, "the hash of its rows is not the one in its metadata")
+    if bool(np.any(rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1])):
+        raise errors.FormatError("bucket", 0, "its rows are not in due order")
+    return metadata, rows
+
+
+def _slice(body: bytes, info: SegmentInfo) -> bytes:
+    return body[info.offset : info.offset + info.length]

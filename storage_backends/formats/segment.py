@@ -1,0 +1,152 @@
+"""A segment: a time slice of a bucket's rows, and the payload of its entry.
+
+Owns: where a bucket is cut, and the two forms of a segment's payload: columnar, and compatible (PIP-195's rows).
+Does not own: the entries, the offset table and the metadata of the bucket (`bucket`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from storage_backends.formats import columns, errors, framing
+from storage_backends.formats.generated import bucket_pb2
+from storage_backends.formats.rows import U64, Rows
+
+# Higher levels cost time and save nothing: what is left after the planes are split is random.
+ZSTD_LEVEL = 1
+_U64_MAX = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentLimits:
+    """A segment ends before the row that is due more than `time_step_ms` after its first one, once it has `rows_min`
+    rows (0 = PIP-195's rule), and in any case with `rows_max` rows (-1 = no limit).
+    """
+
+    time_step_ms: int = 300_000
+    rows_max: int = 5_000
+    rows_min: int = 1_000
+
+    def __post_init__(self) -> None:
+        if self.time_step_ms < 1:
+            raise ValueError(f"time_step_ms is {self.time_step_ms}, it must be at least 1")
+        if self.rows_max < 1 and self.rows_max != -1:
+            raise ValueError(f"rows_max is {self.rows_max}, it must be at least 1, or -1 for no limit")
+        if self.rows_min < 0:
+            raise ValueError(f"rows_min is {self.rows_min}, it must not be negative")
+
+
+def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
+    """(start, end) of each segment of an ascending column."""
+    rows = len(deliver_at_ms)
+    segments = []
+    start = 0
+    while start < rows:
+        last_ms = min(int(deliver_at_ms[start]) + limits.time_step_ms, _U64_MAX)
+        in_step = int(np.searchsorted(deliver_at_ms[start:], np.uint64(last_ms), side="right"))
+        taken = max(in_step, limits.rows_min, 1)
+        if limits.rows_max != -1:
+            taken = min(taken, limits.rows_max)
+        end = min(start + taken, rows)
+        segments.append((start, end))
+        start = end
+    return segments
+
+
+def compressor() -> zstandard.ZstdCompressor:
+    """For the payloads of one bucket; not to be shared between threads."""
+    return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False, write_content_size=True)
+
+
+def encode_columnar(rows: Rows, zstd: zstandard.ZstdCompressor) -> bytes:
+    """The payload in columns: small and fast; a reader of PIP-195 sees a segment without rows."""
+    message = bucket_pb2.SnapshotSegment(
+        rows=len(rows),
+        deliver_at_ms=columns.encode_u64(rows.deliver_at_ms, zstd),
+        ledger_id=columns.encode_u64(rows.ledger_id, zstd),
+        entry_id=columns.encode_u64(rows.entry_id, zstd),
+    )
+    if rows.key_hash is not None:
+        message.key_hash = columns.encode_u32(rows.key_hash, zstd)
+    return message.SerializeToString(deterministic=True)
+
+
+def encode_compatible(rows: Rows) -> bytes:
+    """The payload as PIP-195's `repeated DelayedIndex`, formed column by column: no message object a row."""
+    pieces: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]] = []
+    for field, values in ((1, rows.deliver_at_ms), (2, rows.ledger_id), (3, rows.entry_id)):
+        pieces.append(_varints(values, tag=field << 3))
+    count = len(rows)
+    if rows.key_hash is not None:
+        fixed = np.empty((count, 6), np.uint8)
+        fixed[:, :2] = (0x85, 0x01)  # field 16, fixed32
+        fixed[:, 2:] = rows.key_hash.astype("<u4").view(np.uint8).reshape(count, 4)
+        pieces.append((fixed, np.full(count, 6, np.uint8)))
+    row_bytes = np.add.reduce([lengths for _, lengths in pieces])
+    head = np.empty((count, 2), np.uint8)
+    head[:, 0] = 0x0A  # field 1, a message; its length is below 128: one byte
+    head[:, 1] = row_bytes
+    pieces.insert(0, (head, np.full(count, 2, np.uint8)))
+    table = np.concatenate([piece for piece, _ in pieces], axis=1)
+    used = np.concatenate([np.arange(piece.shape[1]) < lengths[:, None] for piece, lengths in pieces], axis=1)
+    indexes: bytes = table[used].tobytes()
+    return indexes + bucket_pb2.SnapshotSegment(rows=count).SerializeToString()
+
+
+def _varints(values: U64, tag: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """(bytes u8[n, 1 + w], length u8[n]): the tag and the varint of each value; bytes past the length mean nothing."""
+    width = max(1, (int(values.max()).bit_length() + 6) // 7)
+    encoded = np.empty((len(values), 1 + width), np.uint8)
+    encoded[:, 0] = tag
+    lengths = np.full(len(values), 2, np.uint8)
+    for place in range(width):
+        rest = values >> np.uint64(7 * place)
+        more = rest >= 0x80
+        lengths += more
+        encoded[:, 1 + place] = (rest & np.uint64(0x7F)).astype(np.uint8) | (more.astype(np.uint8) << 7)
+    return encoded, lengths
+
+
+def decode(payload: bytes, rows: int, *, what: str, offset: int) -> Rows:
+    """The rows of a payload of either form. `what` and `offset` (of the payload in the bucket) are for the error.
+
+    Raises FormatError, also when it has not exactly so many rows.
+    """
+    message = framing.parse(bucket_pb2.SnapshotSegment, payload, what, offset)
+    found = len(message.indexes) or message.rows
+    if found != rows or message.rows != rows:
+        raise errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
+    if message.indexes:
+        return _from_indexes(message)
+    zstd = zstandard.ZstdDecompressor()
+
+    def column(name: str, data: bytes) -> U64:
+        return columns.decode_u64(data, rows, what=f"{what} column {name}", offset=offset, zstd=zstd)
+
+    key_hash = None
+    if message.HasField("key_hash"):
+        key_hash = columns.decode_u32(message.key_hash, rows, what=f"{what} column key_hash", offset=offset, zstd=zstd)
+    return Rows(
+        column("deliver_at_ms", message.deliver_at_ms),
+        column("ledger_id", message.ledger_id),
+        column("entry_id", message.entry_id),
+        key_hash,
+    )
+
+
+def _from_indexes(message: bucket_pb2.SnapshotSegment) -> Rows:
+    indexes = message.indexes
+    count = len(indexes)
+    key_hash = None
+    if any(index.HasField("key_hash") for index in indexes):
+        key_hash = np.fromiter((index.key_hash for index in indexes), np.uint32, count)
+    return Rows(
+        np.fromiter((index.timestamp for index in indexes), np.uint64, count),
+        np.fromiter((index.ledger_id for index in indexes), np.uint64, count),
+        np.fromiter((index.entry_id for index in indexes), np.uint64, count),
+        key_hash,
+    )
