@@ -1,0 +1,1 @@
+"""What tests share: stores that fail, clocks that do not run by themselves, processes."""
