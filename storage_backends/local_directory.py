@@ -1,0 +1,450 @@
+"""A store in a local directory: the default of a daemon that stands alone.
+
+Owns: the layout of the directory, what is synchronised when, the removal of temporaries that dead processes left, and
+the locks by which one process sees that another is dead.
+Does not own: the bytes in front of a body (`envelope`), the keys, and who holds which lock (`daemon.durability`).
+
+An object `a/b/c` is the file `a/b/c`, with one exception. Keys `.../journal/<20 digits>...` are numbered without end
+and are kept in folders of 1,000 numbers, `journal/00000000000000012000+/00000000000000012345`; no key contains a `+`,
+and `list` undoes it. Names that begin with a dot are no objects: `.temporary/` holds files before they have their name,
+`.locks/` the lock files.
+
+A file is an envelope (`Envelope`) and the body. What is found to exist is synchronised before anybody is told, file and
+folder: the process that wrote it may have died before it did so, and what others then build on it would outlive it.
+A ranged read is exempt: it reads what a synchronised object names.
+
+A file system that fails to synchronise forgets that it failed, and the next try succeeds without having done anything.
+After one such failure the store answers nothing any more; a new process finds out what the disk really has.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import google_crc32c
+
+from storage_backends.envelope import ENVELOPE_BYTES_MAX, Envelope
+from storage_backends.object_store import (
+    NO_METADATA,
+    AlreadyExists,
+    Damaged,
+    ListedObject,
+    NotFound,
+    ObjectInfo,
+    ObjectStore,
+    OutcomeUnknown,
+    StoreRefused,
+    StoreUnavailable,
+    check_key,
+    check_metadata,
+    check_prefix,
+    check_range,
+)
+
+TEMPORARY_FOLDER: Final = ".temporary"
+LOCKS_FOLDER: Final = ".locks"
+OWNER_SUFFIX: Final = ".owner"
+
+_KNOWN_FOLDERS_MAX: Final = 10_000
+"""Folders remembered as synchronised; beyond that they are forgotten and synchronised once more."""
+
+_PLACE_TRIES_MAX: Final = 10
+"""How often an empty journal folder may vanish between being made and receiving a file."""
+
+_NUMBERED: Final = re.compile(r"((?:.*/)?journal/)(\d{17})(\d{3}[^/]*)")
+_NUMBERED_FOLDER: Final = re.compile(r"(\d{17})000\+")
+
+# Answers of the file system that no repetition changes.
+_REFUSALS: Final = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EMLINK, errno.EXDEV}
+)
+# Answers after which a file certainly did not get its name.
+_NOT_LINKED: Final = _REFUSALS | {errno.ENOENT, errno.ENOSPC, errno.EDQUOT}
+
+
+class LocalDirectory(ObjectStore):
+    """Objects as files beneath `root`, which is made if it does not exist. Several processes may use one root."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root: Final = Path(root).absolute()
+        self._temporary_folder: Final = self.root / TEMPORARY_FOLDER
+        self._known_folders: set[Path] = set()
+        self._broken: str | None = None
+        self._numbers = itertools.count()
+        with _translated(str(self.root)):
+            _make_root(self.root)
+            self._make_folder(self._temporary_folder)
+            self._token, self._owner_file = _take_token(self._temporary_folder)
+            _remove_leftovers(self._temporary_folder)
+
+    def path_of(self, key: str) -> Path:
+        """The file that holds the object of this key."""
+        check_key(key)
+        numbered = _NUMBERED.fullmatch(key)
+        if numbered is None:
+            return self.root / key
+        before, thousands, rest = numbered.groups()
+        return self.root / f"{before}{thousands}000+" / f"{thousands}{rest}"
+
+    def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
+        path = self.path_of(key)
+        check_metadata(metadata)
+        with self._usable(key), self._temporary(body, metadata) as temporary:
+            self._place(path, lambda: os.rename(temporary, path))
+            self._synchronise_folder(path.parent)
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        path = self.path_of(key)
+        check_metadata(metadata)
+        with self._usable(key):
+            with self._temporary(body, metadata) as temporary:
+                existed = not self._link(temporary, path, key)
+            with _outcome_unknown(key):
+                if existed:
+                    self._synchronise_file(path)
+                self._synchronise_folder(path.parent)
+        if existed:
+            raise AlreadyExists(key, "exists")
+
+    def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        path = self.path_of(key)
+        with self._opened(key, path) as file:
+            self._conclude_existing(file, path)
+            data = _read(file, 0, os.fstat(file).st_size)
+        envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], len(data), key, path)
+        body = data[envelope.size_bytes :]
+        if google_crc32c.value(body) != envelope.body_crc32c:
+            raise Damaged(
+                key, f"{path} is damaged at byte {envelope.size_bytes} or above: the CRC32C of the body differs"
+            )
+        return body, envelope.metadata
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        check_range(offset, length)
+        path = self.path_of(key)
+        with self._opened(key, path) as file:
+            envelope = _read_envelope(file, key, path)
+            part = _read(file, envelope.size_bytes + offset, length)
+        if len(part) != length:
+            raise Damaged(key, f"{path}: the body has {envelope.body_bytes} bytes, too few for {length} from {offset}")
+        return part
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self.path_of(key)
+        with self._opened(key, path) as file:
+            self._conclude_existing(file, path)
+            envelope = _read_envelope(file, key, path)
+        return ObjectInfo(key, envelope.body_bytes, envelope.metadata)
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
+        check_prefix(prefix)
+        return self._list(prefix, start_after or "")
+
+    def _list(self, prefix: str, start_after: str) -> Iterator[ListedObject]:
+        base = prefix[: prefix.rfind("/") + 1]
+        with self._usable(prefix):
+            yield from _walk(self.root / base, base, prefix, start_after)
+
+    def delete(self, key: str) -> None:
+        path = self.path_of(key)
+        with self._usable(key):
+            try:
+                os.unlink(path)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
+            if _NUMBERED_FOLDER.fullmatch(path.parent.name):
+                with suppress(OSError):  # not empty, nearly always
+                    os.rmdir(path.parent)
+
+    def close(self) -> None:
+        if self._owner_file >= 0:
+            (self._temporary_folder / f"{self._token}{OWNER_SUFFIX}").unlink(missing_ok=True)
+            os.close(self._owner_file)
+            self._owner_file = -1
+
+    @contextmanager
+    def _temporary(self, body: bytes, metadata: Mapping[str, str]) -> Iterator[Path]:
+        """A synchronised file with envelope and body; its temporary name is gone when the block ends."""
+        path = self._temporary_folder / f"{self._token}.{next(self._numbers)}"
+        try:
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            try:
+                _write(file, Envelope.encode(body, metadata), body)
+                os.fsync(file)  # a failure concerns this file alone, which is discarded
+            finally:
+                os.close(file)
+            yield path
+        finally:
+            # It was renamed; or it cannot be removed, which makes no failure of what succeeded: the next start does it.
+            with suppress(OSError):
+                os.unlink(path)
+
+    def _link(self, temporary: Path, path: Path, key: str) -> bool:
+        """Give the file its name if nothing has it; whether it did."""
+        try:
+            self._place(path, lambda: os.link(temporary, path))
+        except FileExistsError:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "keys beneath this one exist", str(path)) from None
+            return False
+        except OSError as error:
+            if error.errno in _NOT_LINKED:
+                raise
+            raise OutcomeUnknown(key, f"cannot link {path}: {error}") from error
+        return True
+
+    def _place(self, path: Path, place: Callable[[], None]) -> None:
+        """Give a file its name, in a folder that survives. Others may remove an empty journal folder meanwhile."""
+        for _ in range(_PLACE_TRIES_MAX):
+            self._make_folder(path.parent)
+            try:
+                return place()
+            except FileNotFoundError:
+                self._known_folders.clear()
+        raise FileNotFoundError(errno.ENOENT, f"the folder vanished {_PLACE_TRIES_MAX} times", str(path.parent))
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make the folder and those above it up to the root; each survives afterwards, whoever made it."""
+        if folder == self.root or folder in self._known_folders:
+            return
+        self._make_folder(folder.parent)
+        with suppress(FileExistsError):
+            os.mkdir(folder)
+        self._synchronise_folder(folder.parent)
+        if len(self._known_folders) >= _KNOWN_FOLDERS_MAX:
+            self._known_folders.clear()
+        self._known_folders.add(folder)
+
+    def _conclude_existing(self, file: int, path: Path) -> None:
+        """Make survive what may be only in the page cache, left there by a writer that died."""
+        self._synchronise(file, path)
+        with suppress(FileNotFoundError):  # deleted since, and its empty folder with it
+            self._synchronise_folder(path.parent)
+
+    def _synchronise_file(self, path: Path) -> None:
+        with suppress(FileNotFoundError):  # deleted since
+            file = os.open(path, os.O_RDONLY)
+            try:
+                self._synchronise(file, path)
+            finally:
+                os.close(file)
+
+    def _synchronise_folder(self, folder: Path) -> None:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._synchronise(file, folder)
+        finally:
+            os.close(file)
+
+    def _synchronise(self, file: int, path: Path) -> None:
+        try:
+            os.fsync(file)
+        except OSError as error:
+            self._broken = f"cannot synchronise {path} ({error}): restart, to see what is on the disk"
+            raise
+
+    @contextmanager
+    def _opened(self, key: str, path: Path) -> Iterator[int]:
+        """An open file for reading. Raises `NotFound`."""
+        with self._usable(key):
+            try:
+                file = os.open(path, os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                raise NotFound(key, "no such object") from error
+            try:
+                yield file
+            except IsADirectoryError as error:
+                raise NotFound(key, "no such object; it is a folder") from error
+            finally:
+                os.close(file)
+
+    @contextmanager
+    def _usable(self, key: str) -> Iterator[None]:
+        """Refuses when synchronising failed before; turns what the file system says into errors of the store."""
+        if self._broken is not None:
+            raise StoreUnavailable(key, self._broken)
+        with _translated(key):
+            yield
+
+
+class HeldLock:
+    """A lock that this process holds until `release`, or until it dies."""
+
+    def __init__(self, name: str, file: int) -> None:
+        self.name: Final = name
+        self._file = file
+
+    def release(self) -> None:
+        """Give it up. May be repeated."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class LocalLocks:
+    """One lock file a name, beside the objects of a local directory.
+
+    The kernel gives a lock up when its process is dead, and not before: who holds the lock of a daemon id knows that no
+    other process of that id lives on this machine.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._folder: Final = Path(root).absolute() / LOCKS_FOLDER
+
+    def try_lock(self, name: str) -> HeldLock | None:
+        """The lock, or None while another process, or another holder in this one, has it. `name` is a part of a key.
+
+        Raises `StoreRefused`, `StoreUnavailable`.
+        """
+        check_key(name)
+        if "/" in name:
+            raise ValueError(f"lock name {name!r} must be one part of a key")
+        with _translated(f"{LOCKS_FOLDER}/{name}"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = _try_lock_file(self._folder / name, os.O_CREAT)
+        return None if file is None else HeldLock(name, file)
+
+
+def _try_lock_file(path: Path, flags: int) -> int | None:
+    """The open file, locked; None if another open file of it is locked."""
+    file = os.open(path, os.O_RDWR | flags, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _take_token(folder: Path) -> tuple[str, int]:
+    """A name for the temporaries of this store, and the locked file which shows that its process lives."""
+    while True:
+        token = f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = folder / f"{token}{OWNER_SUFFIX}"
+        file = _try_lock_file(path, os.O_CREAT | os.O_EXCL)
+        if file is None:
+            continue
+        # Another process that removes leftovers may have locked and removed the file before it was locked here.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return token, file
+        os.close(file)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the temporaries of stores whose process is dead, and then the file that showed it."""
+    names = os.listdir(folder)
+    for token in {name.split(".", 1)[0] for name in names}:
+        owner = folder / f"{token}{OWNER_SUFFIX}"
+        try:
+            file = _try_lock_file(owner, 0)
+        except FileNotFoundError:
+            file = -1  # it was closed, or another process removes the same leftovers
+        if file is None:
+            continue
+        for name in names:
+            if name.split(".", 1)[0] == token and name != owner.name:
+                (folder / name).unlink(missing_ok=True)
+        owner.unlink(missing_ok=True)
+        if file >= 0:
+            os.close(file)
+
+
+def _make_root(root: Path) -> None:
+    """Make the root and what is missing above it, each in a synchronised folder."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for folder in missing or [root]:
+        with suppress(PermissionError):  # a folder that may not be read was not written to by us either
+            file = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+
+def _walk(folder: Path, base: str, prefix: str, start_after: str) -> Iterator[ListedObject]:
+    """The objects in `folder` and beneath; `base` is what their keys begin with."""
+    try:
+        entries = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    with entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                numbered = _NUMBERED_FOLDER.fullmatch(entry.name)
+                begin = f"{base}{numbered[1]}" if numbered else f"{base}{entry.name}/"
+                in_prefix = begin.startswith(prefix) or prefix.startswith(begin)
+                if in_prefix and begin >= start_after[: len(begin)]:
+                    yield from _walk(Path(entry.path), base if numbered else begin, prefix, start_after)
+                continue
+            key = base + entry.name
+            if key.startswith(prefix) and key > start_after:
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    yield ListedObject(key, entry.stat(follow_symlinks=False).st_size)
+
+
+def _read_envelope(file: int, key: str, path: Path) -> Envelope:
+    return Envelope.decode(os.pread(file, ENVELOPE_BYTES_MAX, 0), os.fstat(file).st_size, key, path)
+
+
+def _read(file: int, offset: int, length: int) -> bytes:
+    """`length` bytes from `offset`, fewer only at the end of the file."""
+    parts = []
+    while length > 0:
+        part = os.pread(file, length, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset += len(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _write(file: int, *parts: bytes) -> None:
+    for part in parts:
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+
+
+@contextmanager
+def _outcome_unknown(key: str) -> Iterator[None]:
+    """The name is there; whether it survives is not known when synchronising fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OutcomeUnknown(key, str(error)) from error
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Raises what the file system says as an error of the store."""
+    try:
+        yield
+    except OSError as error:
+        kind = StoreRefused if error.errno in _REFUSALS else StoreUnavailable
+        raise kind(key, f"{error.strerror}: {error.filename}" if error.filename else str(error)) from error

@@ -1,0 +1,89 @@
+"""A store in memory, linearizable by one lock: for tests and for daemons that may forget.
+
+Owns: the objects, as long as the process lives.
+Does not own: durability; the end of the process is the end of everything.
+
+It lists in descending order of keys, so that code which relies on ascending order does not pass its tests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from storage_backends.object_store import (
+    NO_METADATA,
+    AlreadyExists,
+    Damaged,
+    ListedObject,
+    NotFound,
+    ObjectInfo,
+    ObjectStore,
+    check_key,
+    check_metadata,
+    check_prefix,
+    check_range,
+)
+
+
+class MemoryStore(ObjectStore):
+    """Objects of one process. `close` keeps them: the next owner in the same process opens the same store."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[str, tuple[bytes, Mapping[str, str]]] = {}
+
+    def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
+        check_key(key)
+        check_metadata(metadata)
+        stored = bytes(body), MappingProxyType(dict(metadata))
+        with self._lock:
+            self._objects[key] = stored
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        check_key(key)
+        check_metadata(metadata)
+        stored = bytes(body), MappingProxyType(dict(metadata))
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExists(key, "exists")
+            self._objects[key] = stored
+
+    def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        check_key(key)
+        with self._lock:
+            stored = self._objects.get(key)
+        if stored is None:
+            raise NotFound(key, "no such object")
+        return stored
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        check_range(offset, length)
+        body = self.get(key)
+        if offset + length > len(body):
+            raise Damaged(key, f"the body has {len(body)} bytes, too few for {length} from {offset}")
+        return body[offset : offset + length]
+
+    def head(self, key: str) -> ObjectInfo:
+        body, metadata = self.get_with_metadata(key)
+        return ObjectInfo(key, len(body), metadata)
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
+        check_prefix(prefix)
+        with self._lock:
+            found = [
+                ListedObject(key, len(body))
+                for key, (body, _) in self._objects.items()
+                if key.startswith(prefix) and (start_after is None or key > start_after)
+            ]
+        found.sort(key=lambda listed: listed.key, reverse=True)
+        return iter(found)
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        with self._lock:
+            self._objects.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing to give up."""
