@@ -1,0 +1,184 @@
+"""What a subscription receives, and what of it is still held.
+
+Owns: `Batch`, and the account of positions that were received and are neither acknowledged nor released.
+Does not own: the stream and its permits (`tarry.subscription`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import columns
+
+Positions: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""(ledger_id, entry_id, deliver_at_ms), of one length."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """Due positions, columns of one length, in the order of hand-out."""
+
+    epoch: int
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    deliver_at_ms: NDArray[np.uint64]
+    key_hash: NDArray[np.uint32] | None
+    """None when no row has one; rows without one have 0."""
+    redelivery_count: NDArray[np.uint32]
+    """Negative acknowledgements and time-outs so far."""
+    received_at_ms: int
+    """Unix time in ms by this machine's clock."""
+    number: int
+    """Counts the batches of the subscription from 1. A part of a batch has the number of the whole."""
+    rows: NDArray[np.intp] | None = dataclasses.field(default=None, repr=False)
+    """Which rows of the whole batch these are; None = all."""
+
+    def __len__(self) -> int:
+        return len(self.entry_id)
+
+    @property
+    def positions(self) -> Positions:
+        return self.ledger_id, self.entry_id, self.deliver_at_ms
+
+    @property
+    def lateness_ms(self) -> NDArray[np.int64]:
+        """Received minus due, by row."""
+        return self.received_at_ms - self.deliver_at_ms.astype(np.int64)
+
+    def take(self, rows: slice | NDArray[Any] | list[int]) -> Batch:
+        """A part of the batch: a slice, a mask or indexes. It can be acknowledged and released like the whole."""
+        chosen = (np.arange(len(self)) if self.rows is None else self.rows)[rows]
+        return dataclasses.replace(
+            self,
+            ledger_id=self.ledger_id[rows],
+            entry_id=self.entry_id[rows],
+            deliver_at_ms=self.deliver_at_ms[rows],
+            key_hash=None if self.key_hash is None else self.key_hash[rows],
+            redelivery_count=self.redelivery_count[rows],
+            rows=chosen,
+        )
+
+
+def positions_of(given: Batch | tuple[columns.Column, columns.Column, columns.Column]) -> Positions:
+    """The three columns of what is acknowledged, of one length. Raises InvalidArgument."""
+    if isinstance(given, Batch):
+        return given.positions
+    ledger_id, entry_id, deliver_at_ms = given
+    rows = columns.add_columns(ledger_id, entry_id, deliver_at_ms=deliver_at_ms)
+    due = columns.u64("deliver_at_ms", deliver_at_ms)
+    return np.broadcast_to(rows.ledger_id, len(rows)), rows.entry_id, np.broadcast_to(due, len(rows))
+
+
+@dataclasses.dataclass(slots=True)
+class _Share:
+    """What is held of one batch: all rows, or those that `left` marks."""
+
+    batch: Batch
+    count: int
+    left: NDArray[np.bool_] | None = None
+
+    def marks(self) -> NDArray[np.bool_]:
+        if self.left is None:
+            self.left = np.ones(len(self.batch), dtype=np.bool_)
+        return self.left
+
+
+class HeldPositions:
+    """Received positions that are not given back yet. A whole batch costs one entry, whatever its rows."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, _Share] = {}
+        self._rows = 0
+
+    def __len__(self) -> int:
+        """Rows held."""
+        return self._rows
+
+    def add(self, batch: Batch) -> None:
+        """Holds a whole batch."""
+        self._shares[batch.number] = _Share(batch, len(batch))
+        self._rows += len(batch)
+
+    def give_back(self, given: Batch | Positions) -> int:
+        """Holds these rows no longer; how many of them were held."""
+        before = self._rows
+        if isinstance(given, Batch):
+            self._give_back_batch(given)
+        else:
+            self._give_back_positions(given)
+        return before - self._rows
+
+    def positions(self) -> Positions:
+        """Everything held, oldest batch first."""
+        parts = [
+            share.batch.positions
+            if share.left is None
+            else (
+                share.batch.ledger_id[share.left],
+                share.batch.entry_id[share.left],
+                share.batch.deliver_at_ms[share.left],
+            )
+            for share in self._shares.values()
+        ]
+        return concatenate(parts)
+
+    def _give_back_batch(self, batch: Batch) -> None:
+        share = self._shares.get(batch.number)
+        if share is None:
+            return
+        if batch.rows is None:
+            self._drop(batch.number, share.count)
+            return
+        left = share.marks()
+        left[batch.rows] = False
+        self._drop(batch.number, share.count - int(np.count_nonzero(left)))
+
+    def _give_back_positions(self, positions: Positions) -> None:
+        shares = list(self._shares.items())
+        found = _members(concatenate([share.batch.positions for _, share in shares]), positions)
+        first = 0
+        for number, share in shares:
+            rows = found[first : first + len(share.batch)]
+            first += len(share.batch)
+            if rows.any():
+                left = share.marks()
+                left[rows] = False
+                self._drop(number, share.count - int(np.count_nonzero(left)))
+
+    def _drop(self, number: int, rows: int) -> None:
+        share = self._shares[number]
+        share.count -= rows
+        self._rows -= rows
+        if share.count == 0:
+            del self._shares[number]
+
+
+def concatenate(parts: list[Positions]) -> Positions:
+    """One set of columns from many."""
+    if not parts:
+        nothing = np.empty(0, dtype=np.uint64)
+        return nothing, nothing, nothing
+    ledger_id, entry_id, deliver_at_ms = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return ledger_id, entry_id, deliver_at_ms
+
+
+def _members(positions: Positions, wanted: Positions) -> NDArray[np.bool_]:
+    """Which of the positions are among the wanted ones: both are sorted together, and equal rows become neighbours."""
+    ledger_id, entry_id, deliver_at_ms = concatenate([positions, wanted])
+    if not len(entry_id):
+        return np.empty(0, dtype=np.bool_)
+    order = np.lexsort((deliver_at_ms, entry_id, ledger_id))
+    begins = np.ones(len(order), dtype=np.bool_)
+    begins[1:] = False
+    for column in (ledger_id[order], entry_id[order], deliver_at_ms[order]):
+        begins[1:] |= column[1:] != column[:-1]
+    group = np.cumsum(begins) - 1
+    is_wanted = order >= len(positions[1])
+    group_is_wanted = np.bincount(group, weights=is_wanted) > 0
+    members = np.empty(len(order), dtype=np.bool_)
+    members[order] = group_is_wanted[group]
+    return members[: len(positions[1])]

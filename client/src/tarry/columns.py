@@ -1,0 +1,152 @@
+"""What a caller gives, as columns.
+
+Owns: turning numbers, lists and arrays into unsigned columns, the shape rules of a batch, and cutting a batch into
+requests.
+Does not own: names, delays and limits, which are the daemon's to judge; the bytes (`tarry.wire`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, SupportsIndex, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import errors
+
+Column: TypeAlias = SupportsIndex | Sequence[int] | NDArray[Any]
+"""One value for the whole batch, or one per row."""
+
+ROWS_PER_REQUEST_MAX = 100_000
+REQUEST_BYTES_MAX = 16 * 1024 * 1024
+# Names, tags and lengths around the columns, and the gRPC frame.
+_REQUEST_OVERHEAD_BYTES = 4096
+_U64_MAX = 2**64 - 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AddColumns:
+    """Rows to add: columns of one length, `entry_id`, or of length 1. One of the two time columns is None."""
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    deliver_at_ms: NDArray[np.uint64] | None
+    delay_ms: NDArray[np.uint64] | None
+    key_hash: NDArray[np.uint32] | None
+
+    def __len__(self) -> int:
+        return len(self.entry_id)
+
+    def requests(self, rows_max: int, bytes_max: int) -> Iterator[tuple[int, AddColumns]]:
+        """Cuts the batch into requests of at most so many rows and bytes: (index of the first row, rows)."""
+        given = (self.ledger_id, self.entry_id, self.deliver_at_ms, self.delay_ms, self.key_hash)
+        row_bytes = sum(column.itemsize for column in given if column is not None)
+        step = max(1, min(rows_max, (bytes_max - _REQUEST_OVERHEAD_BYTES) // row_bytes))
+        if len(self) <= step:
+            yield 0, self
+            return
+        for first in range(0, len(self), step):
+            rows = slice(first, first + step)
+            yield (
+                first,
+                AddColumns(
+                    ledger_id=_cut(self.ledger_id, rows),
+                    entry_id=self.entry_id[rows],
+                    deliver_at_ms=None if self.deliver_at_ms is None else _cut(self.deliver_at_ms, rows),
+                    delay_ms=None if self.delay_ms is None else _cut(self.delay_ms, rows),
+                    key_hash=None if self.key_hash is None else _cut(self.key_hash, rows),
+                ),
+            )
+
+
+def add_columns(
+    ledger_id: Column,
+    entry_id: Column,
+    *,
+    deliver_at_ms: Column | None = None,
+    delay_ms: Column | None = None,
+    key_hash: Column | None = None,
+) -> AddColumns:
+    """Checks and converts the columns of a batch.
+
+    Raises InvalidArgument: no rows, lengths that differ, both or none of the time columns, values that are not unsigned
+    integers.
+    """
+    if (deliver_at_ms is None) == (delay_ms is None):
+        raise errors.InvalidArgument("exactly one of deliver_at_ms and delay_ms must be given")
+    given = {
+        "ledger_id": u64("ledger_id", ledger_id),
+        "entry_id": u64("entry_id", entry_id),
+        "deliver_at_ms": None if deliver_at_ms is None else u64("deliver_at_ms", deliver_at_ms),
+        "delay_ms": None if delay_ms is None else u64("delay_ms", delay_ms),
+    }
+    hashes = None if key_hash is None else u32("key_hash", key_hash)
+    lengths = {name: len(column) for name, column in (*given.items(), ("key_hash", hashes)) if column is not None}
+    rows = max(lengths.values())
+    for name, length in lengths.items():
+        if length == 0:
+            raise errors.InvalidArgument(f"{name} has no rows; a batch has at least 1")
+        if length not in (1, rows):
+            raise errors.InvalidArgument(f"{name} has {length} rows; it must have 1 or {rows}, as the longest column")
+    ledger, entry = given["ledger_id"], given["entry_id"]
+    if ledger is None or entry is None:
+        raise errors.InvalidArgument("ledger_id and entry_id must be given")
+    if len(entry) != rows:
+        entry = np.repeat(entry, rows)
+    return AddColumns(ledger, entry, given["deliver_at_ms"], given["delay_ms"], hashes)
+
+
+def u64(name: str, values: Column) -> NDArray[np.uint64]:
+    """The column as unsigned 64-bit numbers; raises InvalidArgument."""
+    return _unsigned(name, values, np.dtype(np.uint64))
+
+
+def u32(name: str, values: Column) -> NDArray[np.uint32]:
+    """The column as unsigned 32-bit numbers; raises InvalidArgument."""
+    return _unsigned(name, values, np.dtype(np.uint32))
+
+
+def _unsigned(name: str, values: Column, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not isinstance(values, np.ndarray):
+        values = _from_numbers(name, values)
+    if values.ndim == 0:
+        values = values.reshape(1)
+    if values.ndim != 1:
+        raise errors.InvalidArgument(f"{name} has {values.ndim} dimensions; a column has 1")
+    if values.dtype == dtype or not len(values):
+        return values.astype(dtype, copy=False)
+    if values.dtype.kind not in "ui":
+        raise errors.InvalidArgument(f"{name} holds {values.dtype}; it must hold integers")
+    limit = int(np.iinfo(dtype).max)
+    for extreme in (int(values.min()), int(values.max())):
+        if not 0 <= extreme <= limit:
+            raise errors.InvalidArgument(f"{name} holds {extreme}; it must be from 0 to {limit}")
+    return values.astype(dtype)
+
+
+def _from_numbers(name: str, values: SupportsIndex | Sequence[int]) -> NDArray[Any]:
+    if isinstance(values, (str, bytes)):
+        raise errors.InvalidArgument(f"{name} is text; it must hold integers")
+    if not isinstance(values, Sequence):
+        try:
+            values = [operator.index(values)]
+        except TypeError:
+            raise errors.InvalidArgument(f"{name} is a {type(values).__name__}; it must hold integers") from None
+    array = np.asarray(values)
+    if array.dtype.kind not in "fO" or not len(values):
+        return array
+    # numpy makes floats or objects of a list that mixes numbers below and above 2^63, and of numbers beyond 64 bits.
+    for value in values:
+        if not isinstance(value, (int, np.integer)):
+            raise errors.InvalidArgument(f"{name} holds {value!r}; it must hold integers")
+    for extreme in (min(values), max(values)):
+        if not 0 <= extreme <= _U64_MAX:
+            raise errors.InvalidArgument(f"{name} holds {extreme}; it must be from 0 to {_U64_MAX}")
+    return np.array(values, dtype=np.uint64)
+
+
+def _cut(column: NDArray[Any], rows: slice) -> NDArray[Any]:
+    return column if len(column) == 1 else column[rows]

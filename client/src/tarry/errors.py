@@ -1,0 +1,224 @@
+"""The failures that a caller of the client sees: one class for each gRPC status code that the daemon answers with.
+
+Owns: the classes, how a status becomes one of them, and which of them a retry may cure.
+Does not own: when and where to retry (`tarry.retry`, `tarry.connections`, `tarry.session`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import grpc
+from google.protobuf import message as protobuf_message
+from google.rpc import error_details_pb2, status_pb2
+
+OWNER_ADDRESS_KEY = "owner-address"
+RETRY_AFTER_KEY = "retry-after-ms"
+
+
+class TarryError(Exception):
+    """Every failure of this library.
+
+    `code`: the gRPC status code. `message`: what the daemon said.
+    `attempts`: how often the request was sent. `may_have_landed`: an earlier attempt may have been carried out.
+    """
+
+    code = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, code: grpc.StatusCode | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.attempts = 0
+        self.may_have_landed = False
+        if code is not None:
+            self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.code.name}: {self.message}"
+
+
+class InvalidArgument(TarryError, ValueError):
+    """The request is wrong; the message names the field, the value and the limit."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class OutOfRange(TarryError):
+    """A delay is over the limit."""
+
+    code = grpc.StatusCode.OUT_OF_RANGE
+
+
+class NotFound(TarryError):
+    """The topic or the subscription does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(TarryError):
+    """It exists with other properties."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class ResourceExhausted(TarryError):
+    """Too much.
+
+    `retry_after_ms`: when the daemon wants it tried again; None when waiting does not help.
+    """
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class NotOwner(TarryError):
+    """Another daemon serves the topic.
+
+    `owner_address`: its host:port, empty when it is not known.
+    """
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, message: str, *, owner_address: str = "") -> None:
+        super().__init__(message)
+        self.owner_address = owner_address
+
+
+class Aborted(TarryError):
+    """A conflict; nothing happened."""
+
+    code = grpc.StatusCode.ABORTED
+
+
+class Unavailable(TarryError):
+    """The daemon cannot be reached, or cannot reach its store, or is starting or stopping.
+
+    `retry_after_ms`: when the daemon wants it tried again; None when it does not say.
+    """
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_ms = retry_after_ms
+
+
+class OutcomeUnknown(TarryError):
+    """The request may or may not be durable; repeating it is safe."""
+
+    code = grpc.StatusCode.UNKNOWN
+
+
+class DataLoss(TarryError):
+    """Stored data is damaged; the message names what is lost."""
+
+    code = grpc.StatusCode.DATA_LOSS
+
+
+class Internal(TarryError):
+    """A bug of the daemon or of this library."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+class Unauthenticated(TarryError):
+    """No valid credentials."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDenied(TarryError):
+    """The credentials do not allow it."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
+class DeadlineExceeded(TarryError, TimeoutError):
+    """The caller's time ran out. Whether the request is durable is not known; repeating it is safe.
+
+    `last`: the failure of the last attempt, None when there was no answer at all.
+    """
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def __init__(self, message: str, *, last: TarryError | None = None) -> None:
+        super().__init__(message if last is None else f"{message}; the last failure was {last}")
+        self.last = last
+
+
+class Closed(TarryError):
+    """The client, the stream or the subscription was closed by its user."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+_BY_CODE: Mapping[grpc.StatusCode, type[TarryError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        OutOfRange,
+        NotFound,
+        AlreadyExists,
+        Aborted,
+        OutcomeUnknown,
+        DataLoss,
+        Internal,
+        Unauthenticated,
+        PermissionDenied,
+        DeadlineExceeded,
+    )
+}
+_CODE_BY_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def is_retryable(error: TarryError) -> bool:
+    """Whether the same request may succeed later. Every request of this library is idempotent."""
+    if isinstance(error, ResourceExhausted):
+        return error.retry_after_ms is not None
+    return isinstance(error, (Unavailable, Aborted, OutcomeUnknown, NotOwner))
+
+
+def from_rpc(error: grpc.RpcError) -> TarryError:
+    """The failure of a call."""
+    if not isinstance(error, grpc.Call):
+        return Internal(f"gRPC failed without a status: {error!r}")
+    hints = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
+    return _from_code(error.code() or grpc.StatusCode.UNKNOWN, error.details() or "no message", hints)
+
+
+def from_status(status: status_pb2.Status) -> TarryError:
+    """The failure of one request of a stream, answered in band. Its hints are the metadata of an ErrorInfo."""
+    hints: dict[str, str] = {}
+    for detail in status.details:
+        info = error_details_pb2.ErrorInfo()
+        try:
+            if detail.Unpack(info):
+                hints.update(info.metadata)
+        except protobuf_message.DecodeError as damaged:
+            return Internal(f"the details of a status cannot be read ({damaged}): {status.message}")
+    code = _CODE_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _from_code(code, status.message or "no message", hints)
+
+
+def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) -> TarryError:
+    match code:
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return ResourceExhausted(message, retry_after_ms=_milliseconds(hints))
+        case grpc.StatusCode.UNAVAILABLE:
+            return Unavailable(message, retry_after_ms=_milliseconds(hints))
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return NotOwner(message, owner_address=hints.get(OWNER_ADDRESS_KEY, ""))
+    kind = _BY_CODE.get(code)
+    return TarryError(message, code=code) if kind is None else kind(message)
+
+
+def _milliseconds(hints: Mapping[str, str]) -> int | None:
+    text = hints.get(RETRY_AFTER_KEY, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("utf-8", errors="replace")

@@ -1,0 +1,80 @@
+"""Columns to and from the wire, without a Python object for each row.
+
+Owns: the bytes of the two requests that carry many rows, `AddMessagesRequest` and `Acknowledge`. A packed column of
+fixed-width numbers is its little-endian memory, so `tobytes` replaces a loop over rows (measured: 2 us instead of 95 us
+for 1,000 rows of 3 columns). Also owns the way back, repeated field to array.
+Does not own: the messages themselves; the generated code in `tarry.v1` is the contract that this is tested against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import columns
+
+_LENGTH_DELIMITED = 2
+_VARINT = 0
+
+U64Column = NDArray[np.uint64]
+U32Column = NDArray[np.uint32]
+
+
+def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int) -> bytes:
+    """The bytes of an `AddMessagesRequest`. `topic` is UTF-8; `already_due` is the enum's number."""
+    parts = [_field(1, topic), _column(2, rows.ledger_id), _column(3, rows.entry_id)]
+    if rows.deliver_at_ms is not None:
+        parts.append(_column(4, rows.deliver_at_ms))
+    if rows.delay_ms is not None:
+        parts.append(_column(5, rows.delay_ms))
+    if rows.key_hash is not None:
+        parts.append(_column(6, rows.key_hash))
+    if already_due:
+        parts.append(_number(7, already_due))
+    return b"".join(parts)
+
+
+def encode_stream_add(request_id: int, add: bytes) -> bytes:
+    """The bytes of a `StreamAddMessagesRequest`; `add` comes from `encode_add`."""
+    return _number(1, request_id) + _field(2, add)
+
+
+def encode_acknowledge(request_id: int, ledger_id: U64Column, entry_id: U64Column, deliver_at_ms: U64Column) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds an `Acknowledge`."""
+    number = _number(1, request_id) if request_id else b""
+    acknowledge = b"".join((number, _column(2, ledger_id), _column(3, entry_id), _column(4, deliver_at_ms)))
+    return _field(3, acknowledge)
+
+
+def decode_u64(field: Sequence[int]) -> U64Column:
+    """A repeated field of a received message as an array that is the caller's own."""
+    return np.array(field, dtype=np.uint64)
+
+
+def decode_u32(field: Sequence[int]) -> U32Column:
+    """A repeated field of a received message as an array that is the caller's own."""
+    return np.array(field, dtype=np.uint32)
+
+
+def _column(number: int, column: U64Column | U32Column) -> bytes:
+    data = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
+    return _field(number, data)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3 | _VARINT) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
