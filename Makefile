@@ -54,7 +54,7 @@ types: $(SYNCED) ## mypy, strict
 
 .PHONY: imports
 imports: $(SYNCED) ## the direction of imports between the layers
-	$(RUN) lint-imports
+	$(RUN) lint-imports --no-logo
 
 .PHONY: protos
 protos: $(SYNCED) ## buf: the rules for proto/
