@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
+from typing import NamedTuple
 
 from daemon.errors import Corruption
 from storage_backends import object_store
@@ -28,13 +28,11 @@ class SlotDamaged(Corruption):
         self.offset = offset
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A slot as it was read; its records in the order in which they are applied."""
 
     header: journal.SlotHeader
     records: tuple[journal.Record, ...]
-    size_bytes: int
 
 
 def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | None:
@@ -51,7 +49,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
         raise SlotDamaged(key, error.offset, error.detail) from error
     if (header.shard, header.slot) != (shard, slot):
         raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
-    return Slot(header, records, len(body))
+    return Slot(header, records)
 
 
 def read_tail(
