@@ -1,0 +1,275 @@
+"""A store on S3, or on a server that speaks its protocol, through boto3.
+
+Owns: the settings of the connection, the two clients, and what the server's answers and silences mean.
+Does not own: whether the server keeps the promises of the port (`probe`), and the retries of conditional writes.
+
+Two clients: conditional writes go through one that never repeats a request, because a repeated PUT whose first answer
+was lost is told that the object exists, and boto3 would hide that there was a first one. All else may be repeated.
+
+409 and 412 mean the same: some servers answer the loser of two overlapping writes with the one, some with the other,
+and a 409 does not even say that anybody won. The caller decides by `head`.
+
+Listing a directory bucket (S3 Express) needs prefixes that end in `/`, and shows keys in no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
+
+import boto3.session
+from botocore import exceptions as botocore_errors
+from botocore.config import Config
+from botocore.parsers import ResponseParserError
+from urllib3 import exceptions as urllib3_errors
+
+from storage_backends.object_store import (
+    NO_METADATA,
+    AlreadyExists,
+    Damaged,
+    ListedObject,
+    NotFound,
+    ObjectInfo,
+    ObjectStore,
+    OutcomeUnknown,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    check_key,
+    check_metadata,
+    check_prefix,
+    check_range,
+)
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+# The request was not sent: no connection came about.
+_NOT_SENT: Final = (
+    botocore_errors.EndpointConnectionError,
+    botocore_errors.ConnectTimeoutError,
+    botocore_errors.ProxyConnectionError,
+)
+# It was or may have been sent, and the answer did not come or was cut off.
+_TRANSPORT: Final = (
+    botocore_errors.HTTPClientError,
+    botocore_errors.ConnectionError,
+    botocore_errors.IncompleteReadError,
+    ResponseParserError,
+    urllib3_errors.HTTPError,
+    OSError,
+)
+# "Try again" among the answers 4xx.
+_PASSING_CODES: Final = frozenset({"RequestTimeout", "SlowDown", "Throttling", "OperationAborted"})
+_PASSING_STATUS: Final = frozenset({408, 409, 425, 429})
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """Where the store is and how to speak to it.
+
+    `prefix`: stands before every key, whole parts without a slash at either end, or empty.
+    `endpoint_url`: of a server that is not AWS, such as `http://127.0.0.1:9000`.
+    `access_key_id`, `secret_access_key`, `session_token`: boto3's own chain (environment, profile, instance) if None.
+    `addressing_style`: `auto` puts the bucket into the path for an `endpoint_url`, and lets boto3 choose for AWS.
+    `checksums`: of requests and answers, by boto3. `auto` is `when_required` for an `endpoint_url`, because many
+    look-alikes refuse what they do not know, and `when_supported` for AWS.
+    `connect_timeout_s`, `read_timeout_s`: of one try. `attempts`: tries of everything but conditional writes: one.
+    `connections_max`: open at once, for each of the two clients; as many threads can wait for the store.
+    `list_page_keys`: keys in one answer to a listing, at most 1,000.
+    """
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    region: str = "us-east-1"
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    checksums: Literal["auto", "when_required", "when_supported"] = "auto"
+    connect_timeout_s: float = 1.0
+    read_timeout_s: float = 5.0
+    attempts: int = 4
+    connections_max: int = 32
+    list_page_keys: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.prefix:
+            check_key(self.prefix)
+        if not self.bucket:
+            raise ValueError("bucket must be named")
+        if (self.access_key_id is None) != (self.secret_access_key is None):
+            raise ValueError("access_key_id and secret_access_key are given together or not at all")
+        for name in ("attempts", "connections_max", "list_page_keys"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: at least 1")
+        if self.list_page_keys > 1000:
+            raise ValueError(f"list_page_keys is {self.list_page_keys}: at most 1000")
+
+
+class S3Store(ObjectStore):
+    """Objects beneath a prefix of a bucket. The bucket must exist."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings: Final = settings
+        self._bucket: Final = settings.bucket
+        self._front: Final = f"{settings.prefix}/" if settings.prefix else ""
+        session = boto3.session.Session()
+        self._conditional: Final = _client(session, settings, attempts=1)
+        self._data: Final = _client(session, settings, attempts=settings.attempts)
+
+    def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
+        check_key(key)
+        check_metadata(metadata)
+        with _translated(key):
+            self._data.put_object(Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=metadata)
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        check_key(key)
+        check_metadata(metadata)
+        try:
+            self._conditional.put_object(
+                Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=metadata, IfNoneMatch="*"
+            )
+        except (botocore_errors.ClientError, botocore_errors.BotoCoreError, *_TRANSPORT) as error:
+            _raise_for_conditional(key, error)
+
+    def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        check_key(key)
+        with _translated(key):
+            answer = self._data.get_object(Bucket=self._bucket, Key=self._front + key)
+            with answer["Body"] as stream:
+                return stream.read(), answer["Metadata"]
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        check_key(key)
+        check_range(offset, length)
+        with _translated(key):
+            answer = self._data.get_object(
+                Bucket=self._bucket, Key=self._front + key, Range=f"bytes={offset}-{offset + length - 1}"
+            )
+            with answer["Body"] as stream:
+                body = stream.read()
+        if answer["ResponseMetadata"]["HTTPStatusCode"] != 206:
+            raise StoreRefused(key, f"the server ignores ranges: {len(body)} bytes for {length} from {offset}")
+        if len(body) != length:
+            raise Damaged(key, f"{len(body)} bytes came back for {length} from {offset}")
+        return body
+
+    def head(self, key: str) -> ObjectInfo:
+        check_key(key)
+        with _translated(key):
+            answer = self._data.head_object(Bucket=self._bucket, Key=self._front + key)
+        return ObjectInfo(key, answer["ContentLength"], answer["Metadata"])
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
+        check_prefix(prefix)
+        return self._list(prefix, start_after)
+
+    def _list(self, prefix: str, start_after: str | None) -> Iterator[ListedObject]:
+        pages = self._data.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket,
+            Prefix=self._front + prefix,
+            StartAfter="" if start_after is None else self._front + start_after,
+            PaginationConfig={"PageSize": self.settings.list_page_keys},
+        )
+        with _translated(prefix):
+            for page in pages:
+                for found in page.get("Contents", ()):
+                    yield ListedObject(found["Key"].removeprefix(self._front), found["Size"])
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        try:
+            with _translated(key):
+                self._data.delete_object(Bucket=self._bucket, Key=self._front + key)
+        except NotFound:
+            return  # some look-alikes answer 404, S3 does not
+
+    def close(self) -> None:
+        self._conditional.close()
+        self._data.close()
+
+
+def _client(session: boto3.session.Session, settings: S3Settings, *, attempts: int) -> S3Client:
+    own_server = settings.endpoint_url is not None
+    checksums = settings.checksums
+    if checksums == "auto":
+        checksums = "when_required" if own_server else "when_supported"
+    addressing_style = settings.addressing_style
+    if addressing_style == "auto" and own_server:
+        addressing_style = "path"
+    config = Config(
+        region_name=settings.region,
+        connect_timeout=settings.connect_timeout_s,
+        read_timeout=settings.read_timeout_s,
+        retries={"total_max_attempts": attempts, "mode": "standard"},
+        max_pool_connections=settings.connections_max,
+        request_checksum_calculation=checksums,
+        response_checksum_validation=checksums,
+        s3={"addressing_style": addressing_style},
+    )
+    return session.client(
+        "s3",
+        endpoint_url=settings.endpoint_url,
+        aws_access_key_id=settings.access_key_id,
+        aws_secret_access_key=settings.secret_access_key,
+        aws_session_token=settings.session_token,
+        config=config,
+    )
+
+
+def _raise_for_conditional(key: str, error: Exception) -> NoReturn:
+    """What a failure means for a write that was sent at most once. What is not known to have failed may have landed."""
+    if isinstance(error, botocore_errors.ClientError):
+        status, code, reason = _answer(error)
+        if status in (409, 412):
+            raise AlreadyExists(key, reason) from error
+        if _is_refusal(status, code):
+            raise StoreRefused(key, reason) from error
+        raise OutcomeUnknown(key, reason) from error
+    if isinstance(error, _NOT_SENT):
+        raise StoreUnavailable(key, _describe(error)) from error
+    if isinstance(error, _TRANSPORT):
+        raise OutcomeUnknown(key, _describe(error)) from error
+    raise StoreRefused(key, _describe(error)) from error
+
+
+@contextmanager
+def _translated(key: str) -> Iterator[None]:
+    """Raises what boto3 says of a request that may be repeated as an error of the store."""
+    try:
+        yield
+    except botocore_errors.ClientError as error:
+        status, code, reason = _answer(error)
+        if code == "NoSuchKey" or (status == 404 and code != "NoSuchBucket"):
+            raise NotFound(key, "no such object") from error
+        if status == 416:
+            raise Damaged(key, f"the body ends before the range: {reason}") from error
+        kind: type[StoreError] = StoreRefused if _is_refusal(status, code) else StoreUnavailable
+        raise kind(key, reason) from error
+    except (*_NOT_SENT, *_TRANSPORT) as error:
+        raise StoreUnavailable(key, _describe(error)) from error
+    except botocore_errors.BotoCoreError as error:
+        raise StoreRefused(key, _describe(error)) from error
+
+
+def _answer(error: botocore_errors.ClientError) -> tuple[int, str, str]:
+    """Status, code, and both in words."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    details = error.response.get("Error", {})
+    code = details.get("Code", "")
+    return status, code, f"the server answered {status} {code}: {details.get('Message', '')}"
+
+
+def _is_refusal(status: int, code: str) -> bool:
+    """Whether the same request will never be accepted: a redirect to elsewhere, a client's error, not implemented."""
+    passing = status in _PASSING_STATUS or code in _PASSING_CODES
+    return status == 501 or (300 <= status < 500 and not passing)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
