@@ -1,0 +1,75 @@
+"""Bytes of a request to its message, with a refusal that says what is wrong with them.
+
+Owns: the limit on a message's size, and naming the field that does not parse. gRPC's own parsing would end the call
+with INTERNAL for a name that is not UTF-8; here it is INVALID_ARGUMENT and names the field.
+Does not own: the meaning of the fields (`columns`, the services, `daemon.core.limits`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from google.protobuf import descriptor, empty_pb2, message, unknown_fields
+
+from daemon import errors
+
+M = TypeVar("M", bound=message.Message)
+
+# A message's descriptor; its class depends on the protobuf runtime.
+Declared = Any
+
+_LENGTH_DELIMITED = 2
+
+
+def parse(message_type: type[M], data: bytes, *, size_bytes_max: int) -> M:
+    """Raises `InvalidArgument`."""
+    if len(data) > size_bytes_max:
+        raise errors.InvalidArgument(f"message: {len(data)} bytes, the limit is {size_bytes_max}")
+    try:
+        return message_type.FromString(data)
+    except message.DecodeError as error:
+        raise errors.InvalidArgument(_fault(data, message_type.DESCRIPTOR)) from error
+
+
+def leading_number(data: bytes) -> int | None:
+    """Field 1 of a message that does not parse, if it is a number: the `request_id` of a request to refuse in band."""
+    for field in _unparsed(data):
+        if field.field_number == 1 and isinstance(field.data, int):
+            return field.data
+    return None
+
+
+def require_known(field: str, number: int, declared: descriptor.EnumDescriptor) -> None:
+    """proto3 lets unknown numbers of an enum through. Raises `InvalidArgument`."""
+    if number not in declared.values_by_number:
+        known = ", ".join(f"{value.number} = {value.name}" for value in declared.values)
+        raise errors.InvalidArgument(f"{field}: {number} is not known; known are {known}")
+
+
+def _unparsed(data: bytes) -> list[Any]:
+    """The fields by number, without a schema; none when the bytes are no message at all."""
+    try:
+        fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data))
+    except message.DecodeError:
+        return []
+    return [fields[place] for place in range(len(fields))]
+
+
+def _fault(data: bytes, declared: Declared) -> str:
+    return _text_fault(data, declared) or f"message: these {len(data)} bytes are no {declared.full_name}"
+
+
+def _text_fault(data: bytes, declared: Declared) -> str:
+    """The first text that is not UTF-8, by the name of its field; empty when there is none."""
+    for unparsed in _unparsed(data):
+        field = declared.fields_by_number.get(unparsed.field_number)
+        if field is None or unparsed.wire_type != _LENGTH_DELIMITED:
+            continue
+        if field.type == descriptor.FieldDescriptor.TYPE_STRING:
+            try:
+                unparsed.data.decode()
+            except UnicodeDecodeError as error:
+                return f"{field.name}: not UTF-8 at byte {error.start}: {unparsed.data[:64]!r}"
+        elif field.message_type is not None and (fault := _text_fault(unparsed.data, field.message_type)):
+            return fault
+    return ""

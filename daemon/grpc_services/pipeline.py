@@ -1,0 +1,107 @@
+"""The requests of one stream that are in flight, and their answers.
+
+Owns: the bound on what a stream may have unanswered (reading stops at it: back-pressure), and writing answers in the
+order in which they become known, by one writer.
+Does not own: what a request is and does (`delayed_delivery`, `dispatch`).
+
+A request costs no task: its work is a future, whose callback queues the answer and wakes the writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from daemon import config, errors
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class Pipeline:
+    """One stream's requests in flight. Used by its reader, which submits, and its writer, which waits and flushes."""
+
+    def __init__(self, context: Context, settings: config.Grpc) -> None:
+        self._context = context
+        self._requests_max = settings.stream_requests_in_flight_max
+        self._bytes_max = settings.stream_bytes_in_flight_max
+        self._requests = 0
+        self._bytes = 0
+        self._answers: collections.deque[tuple[int, bytes | None]] = collections.deque()
+        self._moved: errors.NotOwner | None = None
+        self._room = asyncio.Event()
+        self.wake = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is not answered yet, the answer's writing included."""
+        return self._requests > 0
+
+    async def read(self) -> bytes | None:
+        """The next request; None when the caller has sent its last."""
+        data: object = await self._context.read()
+        return data if isinstance(data, bytes) else None
+
+    def submit(
+        self,
+        size_bytes: int,
+        work: Callable[[], Awaitable[T]],
+        answer: Callable[[T | Exception], bytes | None],
+    ) -> None:
+        """Starts a request. `answer` encodes its outcome or its error, None for no answer."""
+        self._requests += 1
+        self._bytes += size_bytes
+        try:
+            future = asyncio.ensure_future(work())
+        except Exception as error:  # noqa: BLE001 - every refusal is an answer
+            self._finish(size_bytes, answer, error)
+            return
+
+        def finished(done: asyncio.Future[T]) -> None:
+            if done.cancelled():
+                self._finish(size_bytes, answer, errors.Unavailable("the request was cancelled: the daemon stops"))
+                return
+            error = done.exception()
+            if error is None:
+                self._finish(size_bytes, answer, done.result())
+            elif isinstance(error, Exception):
+                self._finish(size_bytes, answer, error)
+
+        future.add_done_callback(finished)
+
+    async def room(self) -> None:
+        """Returns when another request may be read. A request larger than the bound still goes, alone."""
+        while self._requests >= self._requests_max or self._bytes >= self._bytes_max:
+            self._room.clear()
+            await self._room.wait()
+
+    async def flush(self) -> None:
+        """Writes the answers that are known. Raises `NotOwner` when that was the outcome of a request."""
+        while self._answers:
+            size_bytes, answer = self._answers.popleft()
+            if answer is not None:
+                await self._context.write(answer)
+            self._requests -= 1
+            self._bytes -= size_bytes
+            self._room.set()
+        if self._moved is not None:
+            raise self._moved
+
+    def _finish(self, size_bytes: int, answer: Callable[[Any], bytes | None], outcome: object) -> None:
+        if isinstance(outcome, errors.NotOwner):
+            self._moved = outcome
+            self._answers.append((size_bytes, None))
+        else:
+            self._answers.append((size_bytes, answer(outcome)))
+        self.wake.set()
+
+
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels what still runs and waits for it; its outcome does not matter any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,76 @@
+"""The gRPC server: which services it has, on which address, within which bounds.
+
+Owns: the list of services, reflection, the channel's options, start and drain.
+Does not own: the services, and the engine, which is started and stopped by `daemon.main`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from daemon import config, metrics
+from daemon.grpc_services import delayed_delivery, dispatch, health, inspect_service
+
+if TYPE_CHECKING:
+    from daemon.engine.engine import Engine
+
+# A message that is a little too large is still read, so that it can be refused by name; beyond that gRPC itself ends
+# the call with RESOURCE_EXHAUSTED.
+MESSAGE_ROOM_BYTES = 1 << 20
+
+
+class Server:
+    """The daemon's gRPC endpoint."""
+
+    def __init__(self, engine: Engine, settings: config.Config, daemon_metrics: metrics.Metrics) -> None:
+        self._settings = settings
+        services = {
+            delayed_delivery.DESCRIPTOR.full_name: delayed_delivery.DelayedDelivery(engine, settings).handlers(),
+            dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, settings).handlers(),
+            inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, settings).handlers(),
+        }
+        self._health = health.HealthReport(engine, tuple(services), daemon_metrics)
+        self._server = grpc.aio.server(options=_options(settings))
+        self._server.add_generic_rpc_handlers(
+            tuple(grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items())
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((*services, health_name, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> int:
+        """Listens and serves; returns the port. Raises `OSError` when the address cannot be bound."""
+        try:
+            port = self._server.add_insecure_port(self._settings.grpc.listen)
+        except RuntimeError as error:
+            raise OSError(f"grpc.listen: {self._settings.grpc.listen} cannot be bound: {error}") from error
+        await self._health.start()
+        await self._server.start()
+        return port
+
+    async def drain(self) -> None:
+        """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them."""
+        await self._health.close()
+        await self._server.stop(self._settings.grpc.drain_s)
+
+
+def _options(settings: config.Config) -> list[tuple[str, Any]]:
+    server = settings.grpc
+    return [
+        ("grpc.max_receive_message_length", settings.limits.message_bytes_max + MESSAGE_ROOM_BYTES),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", server.concurrent_calls_per_connection_max),
+        ("grpc.keepalive_time_ms", int(server.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(server.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may probe as often as every 5 s, also between calls, without being sent away.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+        # Two daemons on one port would both be reached, by chance.
+        ("grpc.so_reuseport", 0),
+    ]

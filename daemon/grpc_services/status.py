@@ -1,0 +1,88 @@
+"""Errors as gRPC statuses: the only place where one becomes the other.
+
+Owns: the table of codes, `google.rpc.Status` with its `ErrorInfo`, and the trailing metadata (`retry-after-ms`,
+`owner-address`, `grpc-status-details-bin`). A refusal looks the same in band and at the end of a call.
+Does not own: the errors and their texts (`daemon.errors` and who raises them).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from daemon import errors
+
+DOMAIN = "tarry.v1"
+
+CODES: dict[type[BaseException], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.DelayTooLong: grpc.StatusCode.OUT_OF_RANGE,
+    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.NotOwner: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.OutcomeUnknown: grpc.StatusCode.UNKNOWN,
+    errors.Corruption: grpc.StatusCode.DATA_LOSS,
+    errors.InvariantViolated: grpc.StatusCode.INTERNAL,
+}
+
+# Headers of one call may be 8 KiB, and the text is in them twice: plain and in the details.
+_TEXT_LENGTH_MAX = 1000
+
+log = logging.getLogger(__name__)
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """INTERNAL for what is no `TarryError`."""
+    for kind in type(error).__mro__:
+        if kind in CODES:
+            return CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def refusal(error: BaseException) -> status_pb2.Status:
+    """The error as it stands in an answer of a stream. What is our fault goes to the log."""
+    code = code_of(error)
+    text = str(error)
+    if code is grpc.StatusCode.INTERNAL:
+        log.error("request failed by a bug of the daemon", exc_info=error)
+        if not isinstance(error, errors.TarryError):
+            text = f"unexpected {type(error).__name__}; the daemon's log has more"
+    if len(text) > _TEXT_LENGTH_MAX:
+        text = f"{text[:_TEXT_LENGTH_MAX]}..."
+    info = error_details_pb2.ErrorInfo(reason=_reason(error), domain=DOMAIN, metadata=_hints(error))
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    number: int = code.value[0]
+    return status_pb2.Status(code=number, message=text, details=[detail])
+
+
+async def abort(context: grpc.aio.ServicerContext[bytes, bytes], error: BaseException) -> NoReturn:
+    """Ends the call with the error."""
+    status = refusal(error)
+    hints = tuple((name.replace("_", "-"), value) for name, value in _hints(error).items())
+    await context.abort(
+        code_of(error), status.message, (*hints, ("grpc-status-details-bin", status.SerializeToString()))
+    )
+
+
+def _hints(error: BaseException) -> dict[str, str]:
+    """What the caller should do about it, in `ErrorInfo.metadata`, and with hyphens in the trailing metadata."""
+    retry_after_ms: int | None = getattr(error, "retry_after_ms", None)
+    owner_address: str = getattr(error, "owner_address", "")
+    hints = {} if retry_after_ms is None else {"retry_after_ms": str(retry_after_ms)}
+    return hints | ({"owner_address": owner_address} if owner_address else {})
+
+
+def _reason(error: BaseException) -> str:
+    """The class in capitals, such as `DELAY_TOO_LONG`; `INTERNAL` for what is no `TarryError`."""
+    if not isinstance(error, errors.TarryError):
+        return "INTERNAL"
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()

@@ -1,0 +1,265 @@
+"""Every series that the daemon exports, declared once.
+
+Owns: names, labels, buckets and meaning of the series, the bound on the number of topics among them, and the endpoint.
+Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...), and the gauges of topics are read
+from the engine when Prometheus asks. docs/METRICS.md describes the series.
+
+A scrape runs in a thread of its own and never waits for the event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import prometheus_client
+from prometheus_client import metrics_core
+from prometheus_client.registry import Collector, CollectorRegistry
+
+# PIP-195, in seconds.
+BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
+LATENESS_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
+SLOT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
+SLOT_BOUNDS_BYTES = tuple(float(1 << shift) for shift in range(8, 25, 2))
+RECOVERY_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+ALL_TOPICS = "_all"
+OTHER_TOPICS = "_other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicNumbers:
+    """One topic at the moment of a scrape."""
+
+    topic: str
+    pending: int
+    mutable_rows: int
+    loaded_rows: int
+    # Sealed buckets and the mutable one, as PIP-195 counts them.
+    buckets: int
+    bucket_bytes: int
+    backlog: int
+    in_flight: int
+    # 0.0 when nothing is due that was not handed out.
+    oldest_due_age_s: float
+
+
+class Metrics:
+    """What happened, reported by the layers. Methods are cheap and may be called on the event loop or in any thread."""
+
+    def __init__(
+        self, registry: CollectorRegistry | None = None, *, per_topic: bool = True, per_topic_max: int = 1000
+    ) -> None:
+        """`registry`: None for one of its own. `per_topic`, `per_topic_max`: see `daemon.config.Metrics`."""
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self._labels = _TopicLabels(per_topic, per_topic_max)
+        self._lateness = ArrayHistogram(
+            "tarry_lateness_seconds", "Handed out minus due, of rows handed out for the first time.", LATENESS_BOUNDS_S
+        )
+        self.registry.register(self._lateness)
+        counter, histogram, gauge = self._counter, self._histogram, self._gauge
+
+        self._add_rows = counter("tarry_add_rows", "Rows of adds by result.", "topic", "result")
+        self._late = counter("tarry_add_late_on_arrival_rows", "Rows that were due already when they came.", "topic")
+        self._acknowledged = counter("tarry_acknowledge_rows", "Acknowledged rows by result.", "topic", "result")
+        self._handed_out = counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic")
+
+        self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
+        self._slot_seconds = histogram("tarry_journal_slot_seconds", "Time until a slot is durable.", SLOT_BOUNDS_S)
+        self._commits = counter("tarry_commits", "Manifest commits.", "operation", "outcome")
+        self._conflicts = counter("tarry_commit_conflicts", "Commits tried again on a newer tip.", "operation")
+        self._store_errors = counter("tarry_store_errors", "Failed requests to the store.", "operation", "kind")
+
+        name = "tarry_delayed_message_index_bucket_op"
+        self._bucket_count = counter(f"{name}_count", "Operations on bucket snapshots.", "state", "type")
+        self._bucket_seconds = histogram(
+            f"{name}_latency_seconds", "Time of operations on bucket snapshots.", BUCKET_OPERATION_BOUNDS_S, "type"
+        )
+
+        self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
+        self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
+        self._recovery_seconds = histogram("tarry_recovery_seconds", "Time to recover a shard.", RECOVERY_BOUNDS_S)
+        self._rows_replayed = counter("tarry_recovery_rows_replayed", "Rows of journal records that were replayed.")
+
+    def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
+        """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
+        self.registry.register(_TopicGauges(snapshot, self._labels))
+
+    def added(self, topic: str, *, accepted: int, duplicates: int, returned: int, late_on_arrival: int) -> None:
+        label = self._labels.label(topic)
+        for result, rows in (("accepted", accepted), ("duplicate", duplicates), ("returned", returned)):
+            if rows:
+                self._add_rows.labels(label, result).inc(rows)
+        if late_on_arrival:
+            self._late.labels(label).inc(late_on_arrival)
+
+    def acknowledged(self, topic: str, *, acknowledged: int, ignored: int) -> None:
+        label = self._labels.label(topic)
+        for result, rows in (("acknowledged", acknowledged), ("ignored", ignored)):
+            if rows:
+                self._acknowledged.labels(label, result).inc(rows)
+
+    def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.generic]) -> None:
+        """`rows` were handed out; `lateness_ms` is of those that were handed out for the first time."""
+        self._handed_out.labels(self._labels.label(topic)).inc(rows)
+        self._lateness.observe(np.asarray(lateness_ms, dtype=np.float64) / 1000)
+
+    def slot_written(self, *, size_bytes: int, seconds: float) -> None:
+        self._slot_bytes.observe(size_bytes)
+        self._slot_seconds.observe(seconds)
+
+    def commit(
+        self, operation: str, outcome: Literal["committed", "refused", "unknown"], *, conflicts: int = 0
+    ) -> None:
+        """A commit ended; `conflicts`: how often another one came first."""
+        self._commits.labels(operation, outcome).inc()
+        self._conflicts.labels(operation).inc(conflicts)
+
+    def store_error(self, operation: str, kind: str) -> None:
+        """`operation`: put, get ...; `kind`: the class of the error."""
+        self._store_errors.labels(operation, kind).inc()
+
+    def bucket_operation(
+        self, type: Literal["create", "load", "delete"], state: Literal["succeed", "failed"], *, seconds: float
+    ) -> None:
+        self._bucket_count.labels(state, type).inc()
+        self._bucket_seconds.labels(type).observe(seconds)
+
+    def set_epoch(self, shard: int, epoch: int) -> None:
+        self._epoch.labels(str(shard)).set(epoch)
+
+    def set_serving(self, serving: bool) -> None:
+        self._serving.set(int(serving))
+
+    def recovered(self, *, seconds: float, rows_replayed: int) -> None:
+        """A shard is served after a takeover or a start."""
+        self._recovery_seconds.observe(seconds)
+        self._rows_replayed.inc(rows_replayed)
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
+        return prometheus_client.Counter(name, meaning, labels, registry=self.registry)
+
+    def _gauge(self, name: str, meaning: str, *labels: str) -> prometheus_client.Gauge:
+        return prometheus_client.Gauge(name, meaning, labels, registry=self.registry)
+
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float], *labels: str) -> prometheus_client.Histogram:
+        return prometheus_client.Histogram(name, meaning, labels, registry=self.registry, buckets=bounds)
+
+
+class ArrayHistogram(Collector):
+    """A histogram that takes a whole column at once; the library's takes one value at a time, 1 us each."""
+
+    def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
+        self._name = name
+        self._meaning = meaning
+        self._bounds = np.asarray(bounds, dtype=np.float64)
+        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
+        self._sum = 0.0
+        self._lock = threading.Lock()
+
+    def observe(self, values: npt.NDArray[np.float64]) -> None:
+        """Counts each value in the first bucket whose bound is not below it."""
+        places = np.searchsorted(self._bounds, values, side="left")
+        counts = np.bincount(places, minlength=len(self._counts))
+        with self._lock:
+            self._counts += counts
+            self._sum += float(values.sum())
+
+    def collect(self) -> Iterator[metrics_core.Metric]:
+        with self._lock:
+            cumulative, total = np.cumsum(self._counts).tolist(), self._sum
+        bounds = [*map(str, self._bounds.tolist()), "+Inf"]
+        family = metrics_core.HistogramMetricFamily(self._name, self._meaning)
+        family.add_metric([], buckets=list(zip(bounds, cumulative, strict=True)), sum_value=total)
+        yield family
+
+
+class _TopicLabels:
+    """Bounds the label `topic`: the first `per_topic_max` topics have their own, the others share one."""
+
+    def __init__(self, per_topic: bool, per_topic_max: int) -> None:
+        self._per_topic = per_topic
+        self._per_topic_max = per_topic_max
+        self._own: set[str] = set()
+        self._lock = threading.Lock()
+
+    def label(self, topic: str) -> str:
+        if topic in self._own:
+            return topic
+        if not self._per_topic:
+            return ALL_TOPICS
+        with self._lock:
+            if len(self._own) < self._per_topic_max:
+                self._own.add(topic)
+        return topic if topic in self._own else OTHER_TOPICS
+
+
+class _TopicGauges(Collector):
+    """The gauges of topics; topics that share a label are summed, ages are the largest of them."""
+
+    def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: _TopicLabels) -> None:
+        self._snapshot = snapshot
+        self._labels = labels
+
+    def describe(self) -> Iterable[metrics_core.Metric]:
+        """The families without numbers, so that registering does not ask the engine."""
+        return _topic_families().values()
+
+    def collect(self) -> Iterable[metrics_core.Metric]:
+        sums: dict[str, dict[str, float]] = {}
+        for numbers in self._snapshot():
+            mine = sums.setdefault(self._labels.label(numbers.topic), dict.fromkeys(_TOPIC_GAUGES, 0.0))
+            for field in _TOPIC_GAUGES:
+                value = getattr(numbers, field)
+                mine[field] = max(mine[field], value) if field == "oldest_due_age_s" else mine[field] + value
+        families = _topic_families()
+        for label, values in sums.items():
+            for field, value in values.items():
+                families[field].add_metric([label], value)
+        return families.values()
+
+
+_TOPIC_GAUGES = {
+    "buckets": ("tarry_delayed_message_index_bucket_total", "Buckets: the sealed ones and the mutable one."),
+    "loaded_rows": ("tarry_delayed_message_index_loaded", "Rows of the index that are in memory."),
+    "bucket_bytes": ("tarry_delayed_message_index_bucket_snapshot_size_bytes", "Bytes of the sealed buckets' objects."),
+    "pending": ("tarry_pending_rows", "Rows that are not due yet."),
+    "mutable_rows": ("tarry_mutable_rows", "Of these, rows that are in no sealed bucket yet."),
+    "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
+    "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
+    "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
+}
+
+
+def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
+    return {
+        field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
+        for field, (name, meaning) in _TOPIC_GAUGES.items()
+    }
+
+
+class Endpoint:
+    """`/metrics` over HTTP, served by threads of its own."""
+
+    def __init__(self, metrics: Metrics, *, host: str, port: int) -> None:
+        """Binds and serves; port 0 takes a free one. Raises `OSError` when the address is taken."""
+        self._server, self._thread = prometheus_client.start_http_server(port, host, registry=metrics.registry)
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def export_process(registry: CollectorRegistry) -> None:
+    """Adds the `process_` series: memory, CPU, open files, start time."""
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+    prometheus_client.ProcessCollector(registry=registry)
