@@ -1,0 +1,118 @@
+"""Reading a backlog again: the rows that the index has passed, bucket by bucket, in hand-out order.
+
+Owns: a place in every bucket, and what may be taken next.
+Does not own: loading segments (it says which it needs) and whether a row is still owed (the caller filters).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.positions import KeyedRows
+from daemon.core.runs import SortedRun, in_due_order, take_due
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import SegmentCache, SegmentCursor, SegmentRange
+
+# Segments of a bucket that are read with one request.
+READ_AHEAD_SEGMENTS = 4
+_NO_TIME_LIMIT_MS = (1 << 64) - 1
+
+
+@dataclasses.dataclass(slots=True)
+class _LogPlace:
+    """How many batches of a mutable bucket's log were read, and the run made of those that were picked up."""
+
+    batches: int
+    run: SortedRun | None = None
+
+
+class BacklogReader:
+    """From the beginning of every bucket, or from where the index stands now (`at_head`)."""
+
+    def __init__(self, sealed: Iterable[SealedBucket], mutable: Iterable[MutableBucket], *, at_head: bool) -> None:
+        self._cursors: dict[str, SegmentCursor] = {}
+        self._places: dict[int, _LogPlace] = {}
+        if at_head:
+            for bucket in sealed:
+                self._start(bucket, at_head=True)
+            for memory in mutable:
+                self._places[id(memory)] = _LogPlace(len(memory.passed_log))
+
+    def _start(self, bucket: SealedBucket, *, at_head: bool) -> SegmentCursor:
+        number, offset = _head_place(bucket) if at_head else (0, 0)
+        cursor = self._cursors[bucket.name] = SegmentCursor(bucket.name, bucket.table, number, offset)
+        return cursor
+
+    def sealed(self, memory: MutableBucket, bucket: SealedBucket) -> None:
+        """A mutable bucket became a sealed one. What was read of it is not read again, unless it was only read in part:
+        then from the beginning, and the caller leaves out what is in hand."""
+        place = self._places.pop(id(memory), _LogPlace(0))
+        all_read = place.batches == len(memory.passed_log) and not (place.run and len(place.run))
+        self._start(bucket, at_head=all_read)
+
+    def dropped(self, bucket: SealedBucket | MutableBucket) -> None:
+        """The bucket is no more; nothing in it was owed."""
+        self._cursors.pop(bucket.name, None)
+        self._places.pop(id(bucket), None)
+
+    def needs(self, sealed: Iterable[SealedBucket], cache: SegmentCache) -> list[SegmentRange]:
+        """The segments that must be in memory for the next `take`; empty when it can go on."""
+        wanted = []
+        for bucket in sealed:
+            cursor = self._cursors.get(bucket.name) or self._start(bucket, at_head=False)
+            run = cursor.settle(cache)
+            head = _head_place(bucket)
+            if run is None and (cursor.number, cursor.offset) < head and not cursor.at_end:
+                last = min(head[0] if head[1] else head[0] - 1, cursor.number + READ_AHEAD_SEGMENTS - 1)
+                while last > cursor.number and (bucket.name, last) in cache:
+                    last -= 1
+                wanted.append(SegmentRange(bucket.name, cursor.number, last))
+        return wanted
+
+    def take(
+        self,
+        sealed: Sequence[SealedBucket],
+        mutable: Sequence[MutableBucket],
+        limit: int,
+    ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
+        """About `limit` rows, by bucket; empty when everything that was passed has been read. Call when nothing is needed."""
+        sources: list[SealedBucket | MutableBucket] = []
+        runs: list[SortedRun] = []
+        for bucket in sealed:
+            run = self._cursors[bucket.name].run
+            if run is None:
+                continue
+            number, offset = _head_place(bucket)
+            if self._cursors[bucket.name].number == number:
+                run.stop, run.continues = offset, False
+            else:
+                run.stop, run.continues = len(run.rows), True
+            if len(run):
+                sources.append(bucket)
+                runs.append(run)
+        for memory in mutable:
+            log_run = self._log_run(memory)
+            if log_run is not None:
+                sources.append(memory)
+                runs.append(log_run)
+        return [(sources[number], rows) for number, rows in take_due(runs, _NO_TIME_LIMIT_MS, limit)]
+
+    def _log_run(self, memory: MutableBucket) -> SortedRun | None:
+        place = self._places.setdefault(id(memory), _LogPlace(0))
+        fresh = memory.passed_log[place.batches :]
+        if fresh:
+            place.batches = len(memory.passed_log)
+            rest = [place.run.take(place.run.stop)] if place.run else []
+            place.run = SortedRun(in_due_order([*rest, *fresh]))
+        return place.run if place.run and len(place.run) else None
+
+
+def _head_place(bucket: SealedBucket) -> tuple[int, int]:
+    head = bucket.head
+    if head.run is None:
+        return head.number, head.offset
+    if head.run.offset == len(head.run.rows):
+        return head.number + 1, 0
+    return head.number, head.run.offset

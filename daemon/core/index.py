@@ -1,0 +1,310 @@
+"""The index of a topic: every row that is not gone, in a mutable bucket or a sealed one, and what comes due next.
+
+Owns: the buckets, membership over all of them, passing rows as they come due, what leaves, and the cut for a seal.
+Does not own: who receives rows (`subscription`), requests (`topic`), and everything that is stored (`daemon.durability`).
+
+    add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
+    a row waits in its bucket until the head passes it: then it is due, until it is gone
+
+The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in
+hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.bucket import Bucket
+from daemon.core.mutable_bucket import MutableBucket, MutableRows
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.runs import SortedRun, take_due
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import SegmentCache, SegmentRange
+from daemon.errors import InvariantViolated
+from storage_backends.formats.rows import U64
+
+# Segments of one bucket that are loaded with one read, ahead of the head.
+LOAD_AHEAD_SEGMENTS = 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BucketBits:
+    """What is gone and acknowledged in one named bucket as of one moment. `gone`: parts whose union it is."""
+
+    bucket: str
+    gone: tuple[BitMap64, ...]
+    acknowledged: Mapping[int, BitMap64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class IndexCut:
+    """The index as of one slot: what a checkpoint stores, and what a seal commits.
+
+    """
+
+    mutable: MutableRows
+    bits: tuple[BucketBits, ...]
+
+
+class Index:
+    """The shared index of a topic."""
+
+    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int) -> None:
+        self.pages = pages
+        self.cache = cache
+        self.sealed: dict[str, SealedBucket] = {}
+        self.sealing: list[MutableBucket] = []
+        self.mutable = MutableBucket(pages, horizon_ms=now_ms)
+        self._left_out: set[str] = set()
+
+    # ---- counts
+
+    @property
+    def memory_buckets(self) -> list[MutableBucket]:
+        return [*self.sealing, self.mutable]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [*self.sealed.values(), *self.sealing, self.mutable]
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(bucket.waiting_rows for bucket in self.buckets)
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows of this topic's segments that are in memory."""
+        return sum(self.cache.rows_of(name) for name in self.sealed)
+
+    @property
+    def readable(self) -> list[SealedBucket]:
+        """The sealed buckets whose objects can be read."""
+        if not self._left_out:
+            return list(self.sealed.values())
+        return [bucket for name, bucket in self.sealed.items() if name not in self._left_out]
+
+    def leave_out(self, name: str) -> None:
+        """The bucket's object is damaged: its rows stay where they are, the other buckets go on."""
+        self._left_out.add(name)
+
+    # ---- membership
+
+    def present_among(self, asked: BitMap64) -> BitMap64:
+        """Those of the positions that have a row that is not gone, waiting or due."""
+        found = BitMap64()
+        for bucket in self.buckets:
+            if bucket.present_rows and bucket.present.intersect(asked):
+                found |= bucket.present & asked
+        return found
+
+    def find_loaded(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, list[SegmentRange]]:
+        """The rows of due positions with those times: (rows found in memory, segments that must be loaded to tell more)."""
+        found = [memory.find_passed(keys) for memory in self.memory_buckets]
+        missing: list[SegmentRange] = []
+        for bucket in self.readable:
+            wanted = bitmap_of(keys) & bucket.passed
+            if not wanted:
+                continue
+            times = np.unique(deliver_at_ms[contained(keys, wanted)]).tolist()
+            for number in sorted({number for time in times for number in bucket.table.holding(time)}):
+                rows = self.cache.get(bucket.name, number)
+                if rows is None:
+                    missing.append(SegmentRange(bucket.name, number, number))
+                else:
+                    found.append(rows.take(contained(rows.keys, wanted)))
+        rows = KeyedRows.concat(found)
+        named = set(zip(keys.tolist(), deliver_at_ms.tolist(), strict=True))
+        same = [row in named for row in zip(rows.keys.tolist(), rows.rows.deliver_at_ms.tolist(), strict=True)]
+        return rows.take(np.array(same, np.bool_)), missing
+
+    # ---- changes
+
+    def remove(self, keys: BitMap64) -> None:
+        """Positions are gone."""
+        for bucket in self.buckets:
+            bucket.remove(keys)
+
+    def acknowledge(self, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> int:
+        """A subscription acknowledged positions; those that nobody is owed any longer are gone.
+
+        `entitled`: subscription id -> since_ms of every subscription, this one included. A row that came due before a
+        subscription was created counts as acknowledged by it. The number of acknowledged rows that the head had passed.
+        """
+        keys = bitmap_of(rows.keys)
+        passed_rows = 0
+        for bucket in self.buckets:
+            if not bucket.present_rows or not bucket.present.intersect(keys):
+                continue
+            hit = bucket.present & keys
+            if len(entitled) > 1:
+                hit -= bucket.acknowledged_by(by)
+            passed_rows += hit.intersection_cardinality(bucket.passed)
+            bucket.remove(self._no_longer_owed(bucket, hit, rows, by, entitled))
+        return passed_rows
+
+    def _no_longer_owed(
+        self, bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]
+    ) -> BitMap64:
+        others = [number for number in entitled if number != by]
+        if not others:
+            return hit
+        bucket.acknowledged_by(by).update(hit)
+        gone = hit
+        for number in others:
+            acknowledged = bucket.acknowledged_by(number)
+            before = rows.rows.deliver_at_ms <= np.uint64(entitled[number])
+            if before.any():
+                acknowledged |= bitmap_of(rows.keys[before]) & hit
+            gone = gone & acknowledged
+        return gone
+
+    def admit(self, subscription_id: int) -> None:
+        """A subscription was created: what others have acknowledged before is not owed to it."""
+        for bucket in self.buckets:
+            sets = [keys for keys in bucket.acknowledged.values() if keys]
+            if sets:
+                bucket.acknowledged_by(subscription_id).update(BitMap64.union(*sets))
+
+    def dismiss(self, subscription_id: int, remaining: Iterable[int]) -> None:
+        """A subscription was deleted: what all others have acknowledged is gone."""
+        others = list(remaining)
+        for bucket in self.buckets:
+            bucket.acknowledged.pop(subscription_id, None)
+            if others:
+                sets = [bucket.acknowledged.get(number) for number in others]
+                if all(sets):
+                    bucket.remove(BitMap64.intersection(*[keys for keys in sets if keys]))
+
+    # ---- due
+
+    def next_due_ms(self) -> int | None:
+        """No waiting row is due before; None when nothing waits."""
+        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
+        times += [bucket.head.next_due_ms() for bucket in self.readable if bucket.waiting_rows]
+        return min((time for time in times if time is not None), default=None)
+
+    def next_due_in_memory_ms(self) -> int | None:
+        """The same, of rows that can be passed without loading anything."""
+        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
+        for bucket in self.readable:
+            if bucket.waiting_rows and bucket.head.settle(self.cache) is not None:
+                times.append(bucket.head.next_due_ms())
+        return min((time for time in times if time is not None), default=None)
+
+    def pass_due(self, now_ms: int, limit: int) -> list[tuple[Bucket, KeyedRows]]:
+        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
+        while True:
+            sources, runs = self._runs_at(now_ms)
+            taken = take_due(runs, now_ms, limit)
+            if not taken:
+                return []
+            passed = [(sources[number], sources[number].pass_rows(rows)) for number, rows in taken]
+            passed = [(bucket, rows) for bucket, rows in passed if len(rows)]
+            if passed:
+                return passed
+
+    def _runs_at(self, now_ms: int) -> tuple[list[Bucket], list[SortedRun]]:
+        sources: list[Bucket] = []
+        runs: list[SortedRun] = []
+        for memory in self.memory_buckets:
+            for run in memory.runs_at(now_ms):
+                sources.append(memory)
+                runs.append(run)
+        for bucket in self.readable:
+            if bucket.head.at_end:
+                continue
+            loaded = bucket.head.settle(self.cache)
+            if loaded is not None:
+                sources.append(bucket)
+                runs.append(loaded)
+        return sources, runs
+
+    def wanted_segments(self, before_ms: int) -> list[SegmentRange]:
+        """The segments to load for the head: they begin before a time and are not in memory; the earliest first."""
+        wanted = []
+        for bucket in self.readable:
+            if not bucket.waiting_rows or bucket.head.at_end:
+                continue
+            bucket.head.settle(self.cache)
+            segments = bucket.head.wanted(before_ms, LOAD_AHEAD_SEGMENTS, self.cache)
+            if segments is not None:
+                wanted.append((int(bucket.table.min_ms[segments.first]), segments))
+        wanted.sort(key=lambda item: item[0])
+        return [segments for _, segments in wanted]
+
+    def next_load_ms(self) -> int | None:
+        """The time of the earliest segment that the head will need and that is not in memory."""
+        times = []
+        for bucket in self.readable:
+            if bucket.waiting_rows and not bucket.head.at_end:
+                number = bucket.head.number + (bucket.head.run is not None)
+                if number < len(bucket.table) and (bucket.name, number) not in self.cache:
+                    times.append(int(bucket.table.min_ms[number]))
+        return min(times, default=None)
+
+    def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
+        """A segment is in memory."""
+        if bucket in self.sealed:
+            self.cache.put(bucket, number, rows)
+
+    # ---- the life of buckets
+
+    def begin_seal(self, name: str, *, now_ms: int) -> MutableBucket:
+        """The mutable bucket is cut: it takes the object's name and serves on from memory; a new one takes its place."""
+        bucket = self.mutable
+        bucket.begin_seal(name)
+        self.sealing.append(bucket)
+        self.mutable = MutableBucket(self.pages, horizon_ms=now_ms)
+        return bucket
+
+    def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
+        """The seal is committed. `rows`: what was stored, in due order; `sealed` is None when no row was left to store.
+
+        Segments that come due before `near_ms` need not be read: their rows are here.
+        """
+        self.sealing.remove(memory)
+        if sealed is not None:
+            sealed.passed, sealed.passed_rows = memory.passed, memory.passed_rows
+            sealed.acknowledged = memory.acknowledged
+            next_due_ms = memory.next_due_ms() if memory.waiting_rows else None
+            times = rows.rows.deliver_at_ms
+            start = len(rows) if next_due_ms is None else int(np.searchsorted(times, np.uint64(next_due_ms)))
+            sealed.head.move_to_row(start)
+            self.sealed[sealed.name] = sealed
+            for number, (first, end) in enumerate(sealed.table.row_ranges()):
+                if end > start and int(sealed.table.min_ms[number]) <= near_ms:
+                    self.cache.put(sealed.name, number, rows.take(slice(first, end)))
+        elif memory.present_rows:
+            raise InvariantViolated(f"bucket {memory.name} was sealed empty with {memory.present_rows} rows present")
+        memory.release_pages()
+
+    def add_sealed(self, bucket: SealedBucket) -> None:
+        self.sealed[bucket.name] = bucket
+
+    def droppable(self) -> list[SealedBucket]:
+        """Buckets every row of which is gone."""
+        return [bucket for bucket in self.sealed.values() if not bucket.present_rows]
+
+    def drop(self, name: str) -> SealedBucket:
+        """The manifest names the bucket no longer."""
+        bucket = self.sealed.pop(name)
+        self._left_out.discard(name)
+        self.cache.discard_bucket(name)
+        bucket.release_pages()
+        return bucket
+
+    def cut(self) -> IndexCut:
+        """The index as it is now: for a checkpoint or the progress of a seal."""
+        bits = tuple(
+            BucketBits(
+                bucket.name,
+                bucket.gone.freeze() if bucket.gone is not None else (),
+                {number: keys.copy() for number, keys in bucket.acknowledged.items() if keys},
+            )
+            for bucket in [*self.sealed.values(), *self.sealing]
+        )
+        return IndexCut(self.mutable.snapshot(), bits)

@@ -1,0 +1,60 @@
+"""What a request may ask for.
+
+Owns: the limits of requests and the checks that need nothing but the request, the limits and the time.
+Does not own: the shape of columns (`daemon.grpc_services.columns`) and where the numbers come from (`daemon.config`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from daemon.errors import DelayTooLong, InvalidArgument
+from storage_backends.formats.rows import U64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """`delay_max_ms`: how far ahead of now a row may be due."""
+
+    rows_max: int
+    topic_max_bytes: int
+    subscription_max_bytes: int
+    subscriptions_max: int
+    delay_max_ms: int
+
+
+def check_name(field: str, name: str, max_bytes: int) -> None:
+    """Raises InvalidArgument for a name that is empty or too long in UTF-8."""
+    size_bytes = len(name.encode())
+    if not 1 <= size_bytes <= max_bytes:
+        raise InvalidArgument(f"{field} has {size_bytes} bytes in UTF-8; it must have 1 to {max_bytes}")
+
+
+def check_rows(field: str, rows: int, rows_max: int) -> None:
+    """Raises InvalidArgument for no rows or too many."""
+    if not 1 <= rows <= rows_max:
+        raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
+
+
+def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: int, delay_max_ms: int) -> U64:
+    """The absolute times of a request that gives one of the two columns, u64[n], Unix ms.
+
+    Raises DelayTooLong when a row is further ahead than the limit.
+    """
+    if delay_ms is not None:
+        _check_delay("delay_ms", delay_ms, int(delay_ms.max()), delay_max_ms, delay_max_ms)
+        return delay_ms + np.uint64(now_ms)
+    if deliver_at_ms is None:
+        raise InvalidArgument("deliver_at_ms and delay_ms are both missing; give one of them")
+    _check_delay("deliver_at_ms", deliver_at_ms, int(deliver_at_ms.max()), now_ms + delay_max_ms, delay_max_ms)
+    return deliver_at_ms
+
+
+def _check_delay(field: str, column: U64, largest: int, allowed: int, delay_max_ms: int) -> None:
+    if largest > allowed:
+        row = int(column.argmax())
+        raise DelayTooLong(
+            f"{field}[{row}] is {largest}; the largest delay is {delay_max_ms} ms, so it may be at most {allowed}"
+        )

@@ -1,0 +1,226 @@
+"""The bucket that takes new rows, in memory until its seal is committed.
+
+Owns: the rows in the order they came, as growing columns; which of them come due next; the test for sealing.
+Does not own: sealing itself (`daemon.durability.sealing`) and who receives rows.
+
+Rows that are far from due lie in the columns unsorted; those near are in sorted runs. Every row with a time at or
+below `_horizon_ms` is or was in a run, so the horizon is moved by one scan about once a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.runs import SortedRun, TieredRuns
+from daemon.errors import InvariantViolated
+from storage_backends.formats.rows import U32, U64, Rows
+
+# How far ahead of the clock rows are sorted, and how early the next stretch is.
+HORIZON_STEP_MS = 2_000
+HORIZON_MARGIN_MS = 500
+# What a row takes in the journal's and the bucket's columns before compression.
+ROW_BYTES = 24
+_FIRST_CAPACITY = 1024
+
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SealLimits:
+    """When a mutable bucket is sealed (PIP-195 and beyond).
+
+    `rows_min`: with that many rows it is sealed when a higher ledger arrives. `rows_max`, `size_max_bytes`,
+    `age_max_ms`: it is sealed whatever the ledger.
+    """
+
+    rows_min: int
+    rows_max: int
+    size_max_bytes: int
+    age_max_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class MutableRows:
+    """The columns of a mutable bucket as of one moment: they do not change any more.
+
+    They may hold rows that have left; `present` says which have not. `acknowledged`: by subscription id.
+    """
+
+    pages: PageTable
+    keys: U64
+    deliver_at_ms: U64
+    key_hash: U32 | None
+    present: BitMap64
+    acknowledged: dict[int, BitMap64]
+
+    def kept(self) -> KeyedRows:
+        """The rows that are there, each position once. O(n): not for the event loop."""
+        index = np.arange(len(self.keys))
+        if len(self.present) != len(self.keys):
+            index = np.flatnonzero(contained(self.keys, self.present))
+            if len(index) != len(self.present):
+                # A position that left and came back has several rows: the last one is it.
+                _, last = np.unique(self.keys[index][::-1], return_index=True)
+                index = index[np.sort(len(index) - 1 - last)]
+        keys = self.keys[index]
+        ledger_id, entry_id = self.pages.positions(keys)
+        key_hash = None if self.key_hash is None else self.key_hash[index]
+        return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
+
+
+class MutableBucket(Bucket):
+    """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
+
+    def __init__(self, pages: PageTable, *, horizon_ms: int) -> None:
+        super().__init__("", BitMap64(), None)
+        self._pages = pages
+        self._held_pages: set[int] = set()
+        self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
+        self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
+        self._key_hash: U32 | None = None
+        self._rows = 0
+        self._runs = TieredRuns()
+        self._horizon_ms = horizon_ms
+        self._far_min_ms: int | None = None
+        self.highest_ledger_id = 0
+        self.first_row_at_ms: int | None = None
+        # What was passed, in the order it was: a subscription that reads behind finds it here.
+        self.passed_log: list[KeyedRows] = []
+
+    # ---- rows come
+
+    def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
+        """Rows of positions that are in no bucket; `added` is the set of them. `elapsed_ms`: a clock that never steps."""
+        if self.first_row_at_ms is None:
+            self.first_row_at_ms = elapsed_ms
+        fresh_pages = pages_of(added) - self._held_pages
+        if fresh_pages:
+            self._pages.hold(fresh_pages)
+            self._held_pages |= fresh_pages
+        self.present |= added
+        self.present_rows += len(rows)
+        self._append(rows)
+        self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
+        near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
+        if near.all():
+            self._runs.add(rows)
+            return
+        far_min_ms = int(rows.rows.deliver_at_ms[~near].min())
+        self._far_min_ms = far_min_ms if self._far_min_ms is None else min(self._far_min_ms, far_min_ms)
+        if near.any():
+            self._runs.add(rows.take(near))
+
+    def _append(self, rows: KeyedRows) -> None:
+        end = self._rows + len(rows)
+        if end > len(self._keys):
+            capacity = max(end, 2 * len(self._keys))
+            self._keys = _grown(self._keys, capacity)
+            self._deliver_at_ms = _grown(self._deliver_at_ms, capacity)
+            if self._key_hash is not None:
+                self._key_hash = _grown(self._key_hash, capacity)
+        if rows.rows.key_hash is not None and self._key_hash is None:
+            self._key_hash = np.zeros(len(self._keys), np.uint32)
+        self._keys[self._rows : end] = rows.keys
+        self._deliver_at_ms[self._rows : end] = rows.rows.deliver_at_ms
+        if self._key_hash is not None:
+            self._key_hash[self._rows : end] = 0 if rows.rows.key_hash is None else rows.rows.key_hash
+        self._rows = end
+
+    def wants_seal(self, limits: SealLimits, *, elapsed_ms: int) -> bool:
+        return self.first_row_at_ms is not None and (
+            self._rows >= limits.rows_max
+            or self._rows * ROW_BYTES >= limits.size_max_bytes
+            or elapsed_ms - self.first_row_at_ms >= limits.age_max_ms
+        )
+
+    def wants_seal_before(self, highest_ledger_id: int, limits: SealLimits) -> bool:
+        """PIP-195's rule: enough rows, and rows of a higher ledger come."""
+        return self._rows >= limits.rows_min and highest_ledger_id > self.highest_ledger_id
+
+    @property
+    def rows_held(self) -> int:
+        """Rows in memory, those included that have left."""
+        return self._rows
+
+    # ---- rows come due
+
+    def next_due_ms(self) -> int | None:
+        """No row is due before; a row that has left may still count."""
+        near = self._runs.next_due_ms()
+        far = self._far_min_ms
+        return near if far is None else far if near is None else min(near, far)
+
+    def runs_at(self, now_ms: int) -> list[SortedRun]:
+        """The sorted runs that hold every row due at `now_ms`."""
+        if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
+            self._move_horizon(now_ms + HORIZON_STEP_MS)
+        return self._runs.runs
+
+    def _move_horizon(self, horizon_ms: int) -> None:
+        if horizon_ms <= self._horizon_ms:
+            return
+        times = self._deliver_at_ms[: self._rows]
+        far = times > np.uint64(self._horizon_ms)
+        near = np.flatnonzero(far & (times <= np.uint64(horizon_ms)))
+        far = times > np.uint64(horizon_ms)
+        self._far_min_ms = int(times[far].min()) if far.any() else None
+        self._horizon_ms = horizon_ms
+        if len(near):
+            self._runs.add(self._take(near))
+
+    def pass_rows(self, due: KeyedRows) -> KeyedRows:
+        passed = super().pass_rows(due)
+        if len(passed):
+            self.passed_log.append(passed)
+        return passed
+
+    def find_passed(self, keys: U64) -> KeyedRows:
+        """The rows of those positions that are due here. O(rows of the bucket)."""
+        wanted = bitmap_of(keys) & self.passed
+        return self._snapshot_of(wanted, {}).kept() if wanted else KeyedRows.empty()
+
+    def _take(self, index: npt.NDArray[np.integer[Any]]) -> KeyedRows:
+        keys = self._keys[index]
+        ledger_id, entry_id = self._pages.positions(keys)
+        key_hash = None if self._key_hash is None else self._key_hash[index]
+        return KeyedRows(Rows(self._deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
+
+    # ---- sealing
+
+    def snapshot(self) -> MutableRows:
+        """The bucket as it is now; as much work as its bitmaps are large."""
+        acknowledged = {number: keys.copy() for number, keys in self.acknowledged.items() if keys}
+        return self._snapshot_of(self.present.copy(), acknowledged)
+
+    def _snapshot_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
+        end = self._rows
+        key_hash = None if self._key_hash is None else self._key_hash[:end]
+        return MutableRows(self._pages, self._keys[:end], self._deliver_at_ms[:end], key_hash, present, acknowledged)
+
+    def begin_seal(self, name: str) -> None:
+        """From now on the bucket has the name of the object it is being written as, and what goes is kept as gone."""
+        self.name = name
+        self.gone = GoneSet()
+
+    def gone_since_cut(self) -> GoneSet:
+        """What has left since `begin_seal`."""
+        if self.gone is None:
+            raise InvariantViolated("a mutable bucket that is not being sealed has no gone set")
+        return self.gone
+
+    def release_pages(self) -> None:
+        self._pages.release(self._held_pages)
+        self._held_pages = set()
+
+
+def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
+    grown = np.empty(capacity, column.dtype)
+    grown[: len(column)] = column
+    return grown

@@ -1,0 +1,244 @@
+"""Positions as 64-bit keys, and sets of positions as Roaring bitmaps of keys.
+
+Owns: the table that gives every page of a topic (2^32 entry ids of one ledger) an ordinal; a position's key is the
+ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger.
+Does not own: what a set of positions means (`bucket`, `subscription`) and how it is stored (`storage_backends.formats`).
+
+Keys live in memory only and mean nothing in another table. Their order is not the order of positions.
+"""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import struct
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import U64, Index, Rows
+
+PAGE_BITS = 32
+LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
+_SHIFT = np.uint64(PAGE_BITS)
+# A key that no table gives out: lookups of unknown positions.
+UNKNOWN_KEY = np.uint64((1 << 64) - 1)
+_HEADER = struct.Struct("<Q")
+_PAGE_HEADER = struct.Struct("<I")
+# The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
+# carries no offsets; a container is never larger than a plain bit set.
+_COOKIE_WITH_RUNS = 12347
+_CONTAINERS_WITHOUT_OFFSETS = 4
+_BITSET_BYTES = 8192
+
+
+def bitmap_of(keys: U64) -> BitMap64:
+    """The set of the keys. (Passing numpy itself to pyroaring is several times dearer.)"""
+    return BitMap64(array.array("Q", np.ascontiguousarray(keys).tobytes()))
+
+
+def keys_of(bitmap: BitMap64) -> U64:
+    """The keys of the set, ascending."""
+    return np.frombuffer(bitmap.to_array(), np.uint64) if bitmap else np.empty(0, np.uint64)
+
+
+def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
+    """Which of the keys are in the set."""
+    hits = keys_of(bitmap_of(keys) & bitmap)
+    if not len(hits):
+        return np.zeros(len(keys), np.bool_)
+    places = np.searchsorted(hits, keys)
+    places[places == len(hits)] = 0
+    return hits[places] == keys
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class KeyedRows:
+    """Rows with the keys of their positions, u64[n]."""
+
+    rows: Rows
+    keys: U64
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def take(self, index: Index) -> KeyedRows:
+        return KeyedRows(self.rows.take(index), self.keys[index])
+
+    @staticmethod
+    def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
+        parts = [part for part in parts if len(part)]
+        if len(parts) == 1:
+            return parts[0]
+        keys = np.concatenate([part.keys for part in parts]) if parts else np.empty(0, np.uint64)
+        return KeyedRows(Rows.concat([part.rows for part in parts]), keys)
+
+    @staticmethod
+    def empty() -> KeyedRows:
+        return KeyedRows(Rows.empty(), np.empty(0, np.uint64))
+
+
+class PageTable:
+    """The pages of one topic and their ordinals. An ordinal is never given out twice.
+
+    A page stays while a bucket holds it (`hold`, `release`); lookups may run in another thread beside an `intern`.
+    """
+
+    def __init__(self) -> None:
+        self._ordinals: dict[tuple[int, int], int] = {}
+        self._holders: dict[int, int] = {}
+        self._ledgers = np.zeros(16, np.uint64)
+        self._pages = np.zeros(16, np.uint64)
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._ordinals)
+
+    def find(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
+        return self._keys(ledger_id, entry_id, self._ordinals.get)
+
+    def intern(self, ledger_id: U64, entry_id: U64) -> U64:
+        """The keys of positions; new pages get an ordinal."""
+        return self._keys(ledger_id, entry_id, self._ordinal)
+
+    def keyed(self, rows: Rows) -> KeyedRows:
+        """Rows of pages that are known, with their keys."""
+        return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
+
+    def positions(self, keys: U64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of keys of this table."""
+        ordinals = (keys >> _SHIFT).astype(np.int64)
+        return self._ledgers[ordinals], (self._pages[ordinals] << _SHIFT) | (keys & LOW_MASK)
+
+    def hold(self, ordinals: Iterable[int]) -> None:
+        for ordinal in ordinals:
+            self._holders[ordinal] = self._holders.get(ordinal, 0) + 1
+
+    def release(self, ordinals: Iterable[int]) -> None:
+        """A bucket is gone; pages that none holds any more are forgotten."""
+        for ordinal in ordinals:
+            self._holders[ordinal] -= 1
+            if not self._holders[ordinal]:
+                del self._holders[ordinal]
+                del self._ordinals[(int(self._ledgers[ordinal]), int(self._pages[ordinal]))]
+
+    def forget_unheld(self, ordinals: Iterable[int]) -> None:
+        """Pages that a lookup interned and no bucket holds are forgotten."""
+        for ordinal in ordinals:
+            if ordinal not in self._holders:
+                del self._ordinals[(int(self._ledgers[ordinal]), int(self._pages[ordinal]))]
+
+    def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: object) -> U64:
+        if not len(ledger_id):
+            return np.empty(0, np.uint64)
+        page = entry_id >> _SHIFT
+        low = entry_id & LOW_MASK
+        first = (int(ledger_id[0]), int(page[0]))
+        if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
+            ordinal = ordinal_of(first)  # type: ignore[operator]
+            if ordinal is None:
+                return np.full(len(ledger_id), UNKNOWN_KEY)
+            return low | np.uint64(ordinal << PAGE_BITS)
+        distinct, inverse = _distinct_pages(ledger_id, page)
+        found = [ordinal_of(pair) for pair in distinct]  # type: ignore[operator]
+        known = np.array([ordinal is not None for ordinal in found], np.bool_)
+        bases = np.array([0 if ordinal is None else ordinal << PAGE_BITS for ordinal in found], np.uint64)
+        keys = bases[inverse] | low
+        if not known.all():
+            keys[~known[inverse]] = UNKNOWN_KEY
+        return keys
+
+    def _ordinal(self, page: tuple[int, int]) -> int:
+        ordinal = self._ordinals.get(page)
+        if ordinal is None:
+            ordinal = self._next
+            self._next += 1
+            if ordinal == len(self._ledgers):
+                self._ledgers = np.concatenate([self._ledgers, np.zeros(ordinal, np.uint64)])
+                self._pages = np.concatenate([self._pages, np.zeros(ordinal, np.uint64)])
+            self._ledgers[ordinal], self._pages[ordinal] = page
+            self._ordinals[page] = ordinal
+        return ordinal
+
+    def to_stored(self, bitmap: BitMap64) -> tuple[PositionBitmap, ...]:
+        """A set of this table's keys as it is stored: a 32-bit bitmap for each page. May run in another thread."""
+        compact = bitmap.copy()
+        compact.run_optimize()
+        data = memoryview(compact.serialize())
+        (pages,) = _HEADER.unpack_from(data)
+        offset = _HEADER.size
+        stored = []
+        for _ in range(pages):
+            (ordinal,) = _PAGE_HEADER.unpack_from(data, offset)
+            offset += _PAGE_HEADER.size
+            length = _portable_length(data[offset:])
+            entries = bytes(data[offset : offset + length])
+            offset += length
+            stored.append(PositionBitmap(int(self._ledgers[ordinal]), int(self._pages[ordinal]), entries))
+        return tuple(stored)
+
+    def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
+        """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
+        pages: dict[int, bytes] = {}
+        for part in stored:
+            pages[self._ordinal((part.ledger_id, part.page))] = part.entries
+        if not pages:
+            return BitMap64()
+        body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
+        return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+
+
+def pages_of(bitmap: BitMap64) -> set[int]:
+    """The ordinals of the pages that the set touches; as many steps as there are pages."""
+    ordinals = set()
+    if bitmap:
+        key = bitmap.min()
+        while True:
+            ordinal = key >> PAGE_BITS
+            ordinals.add(ordinal)
+            try:
+                key = bitmap.next_set_bit((ordinal + 1) << PAGE_BITS)
+            except ValueError:
+                return ordinals
+    return ordinals
+
+
+def _portable_length(data: memoryview) -> int:
+    """Bytes of the 32-bit Roaring bitmap in portable form that `data` begins with (Roaring format specification)."""
+    (cookie,) = struct.unpack_from("<I", data)
+    if cookie & 0xFFFF == _COOKIE_WITH_RUNS:
+        containers = (cookie >> 16) + 1
+        offset = 4 + (containers + 7) // 8
+        is_run = [bool(data[4 + number // 8] >> (number % 8) & 1) for number in range(containers)]
+        has_offsets = containers >= _CONTAINERS_WITHOUT_OFFSETS
+    else:
+        (containers,) = struct.unpack_from("<I", data, 4)
+        offset = 8
+        is_run = [False] * containers
+        has_offsets = True
+    if not containers:
+        return offset
+    rows = struct.unpack_from(f"<{2 * containers}H", data, offset)[1::2]
+    offset += 4 * containers
+    first = 0
+    if has_offsets:
+        (last_offset,) = struct.unpack_from("<I", data, offset + 4 * (containers - 1))
+        offset, first = last_offset, containers - 1
+    for number in range(first, containers):
+        if is_run[number]:
+            offset += 2 + 4 * int(struct.unpack_from("<H", data, offset)[0])
+        else:
+            offset += min(2 * (rows[number] + 1), _BITSET_BYTES)
+    return offset
+
+
+def _distinct_pages(ledger_id: U64, page: U64) -> tuple[list[tuple[int, int]], npt.NDArray[np.intp]]:
+    if not page.any():
+        ledgers, inverse = np.unique(ledger_id, return_inverse=True)
+        return [(ledger, 0) for ledger in ledgers.tolist()], inverse
+    pairs, inverse = np.unique(np.stack([ledger_id, page], axis=1), axis=0, return_inverse=True)
+    return [(ledger, number) for ledger, number in pairs.tolist()], inverse.reshape(-1)

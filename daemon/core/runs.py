@@ -1,0 +1,118 @@
+"""Sorted runs and their merge: the order of hand-out, (deliver_at_ms, ledger_id, entry_id), across many sources.
+
+Owns: a run (rows in that order, read from the front) and taking what is due from several runs in one order.
+Does not own: where runs come from (`mutable_bucket`, `segments`) and what taking a row means (`index`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from daemon.core.positions import KeyedRows
+
+Place = tuple[int, int, int]
+
+
+class SortedRun:
+    """Rows in hand-out order, read from the front.
+
+    `stop`: rows from there on are not to be taken yet. `continues`: more rows of the same source, later ones, follow
+    in another run, so nothing after this run's last row may overtake them.
+    """
+
+    __slots__ = ("continues", "offset", "rows", "stop")
+
+    def __init__(self, rows: KeyedRows, *, offset: int = 0, stop: int | None = None, continues: bool = False) -> None:
+        self.rows = rows
+        self.offset = offset
+        self.stop = len(rows) if stop is None else stop
+        self.continues = continues
+
+    def __len__(self) -> int:
+        return self.stop - self.offset
+
+    def next_due_ms(self) -> int | None:
+        return int(self.rows.rows.deliver_at_ms[self.offset]) if self.offset < self.stop else None
+
+    def due_end(self, now_ms: int) -> int:
+        """The index behind the last row that is due."""
+        times = self.rows.rows.deliver_at_ms
+        return self.offset + int(np.searchsorted(times[self.offset : self.stop], np.uint64(now_ms), side="right"))
+
+    def place(self, index: int) -> Place:
+        rows = self.rows.rows
+        return int(rows.deliver_at_ms[index]), int(rows.ledger_id[index]), int(rows.entry_id[index])
+
+    def end_of(self, bound: Place, end: int) -> int:
+        """The index, at most `end`, behind the last row at or before the bound."""
+        rows, start = self.rows.rows, self.offset
+        for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
+            part = column[start:end]
+            end = start + int(np.searchsorted(part, np.uint64(value), side="right"))
+            start += int(np.searchsorted(part, np.uint64(value), side="left"))
+            if start == end:
+                return end
+        return end
+
+    def take(self, end: int) -> KeyedRows:
+        taken = self.rows.take(slice(self.offset, end))
+        self.offset = end
+        return taken
+
+
+def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[int, KeyedRows]]:
+    """About `limit` of the due rows: (index of the run, its rows).
+
+    What is left in the runs, or follows them, comes after everything taken in hand-out order. Empty only when no run
+    has a due row.
+    """
+    due = [(number, run, run.due_end(now_ms)) for number, run in enumerate(runs)]
+    due = [(number, run, end) for number, run, end in due if end > run.offset]
+    if not due:
+        return []
+    quota = max(1, limit // len(due))
+    if len(due) == 1 and len(due[0][1]) <= quota:
+        number, run, end = due[0]
+        return [(number, run.take(end))]
+    bounds = []
+    for _, run, end in due:
+        if end - run.offset > quota:
+            bounds.append(run.place(run.offset + quota - 1))
+        elif run.continues and end == run.stop:
+            bounds.append(run.place(end - 1))
+    bound = min(bounds) if bounds else None
+    taken = []
+    for number, run, end in due:
+        stop = end if bound is None else run.end_of(bound, end)
+        if stop > run.offset:
+            taken.append((number, run.take(stop)))
+    return taken
+
+
+def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
+    """The rows of all parts in hand-out order."""
+    parts = [part for part in parts if len(part)]
+    merged = KeyedRows.concat(parts)
+    return merged if len(parts) == 1 else merged.take(merged.rows.due_order())
+
+
+class TieredRuns:
+    """Runs that rows are added to in small batches; each is at least twice as long as the next, so there are few."""
+
+    def __init__(self) -> None:
+        self.runs: list[SortedRun] = []
+
+    def add(self, rows: KeyedRows) -> None:
+        """Rows in any order."""
+        run = SortedRun(rows.take(rows.rows.due_order()))
+        while self.runs and 2 * len(run) >= len(self.runs[-1]):
+            previous = self.runs.pop()
+            run = SortedRun(in_due_order([previous.take(previous.stop), run.take(run.stop)]))
+        if len(run):
+            self.runs.append(run)
+
+    def next_due_ms(self) -> int | None:
+        self.runs = [run for run in self.runs if len(run)]
+        return min((run.next_due_ms() for run in self.runs), default=None)  # type: ignore[type-var]

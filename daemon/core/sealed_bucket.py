@@ -1,0 +1,45 @@
+"""A sealed, immutable bucket: its rows are on the object store, its sets in memory.
+
+Owns: what is known of a live bucket, and how far the index has passed its rows.
+Does not own: its object (`storage_backends.formats.bucket`) and the segments in memory (`segments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyroaring import BitMap64
+
+from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.positions import PageTable, pages_of
+from daemon.core.segments import SegmentCursor, SegmentTable
+from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.manifest import LiveBucket
+
+
+class SealedBucket(Bucket):
+    """One live bucket of the topic's manifest.
+
+    `head`: rows before it have been passed. `live`: what the manifest says of it.
+    """
+
+    def __init__(
+        self,
+        live: LiveBucket,
+        segments: Sequence[SegmentInfo],
+        *,
+        present: BitMap64,
+        gone: GoneSet,
+        pages: PageTable,
+    ) -> None:
+        super().__init__(live.object.name, present, gone)
+        self.live = live
+        self.table = SegmentTable(segments)
+        self.head = SegmentCursor(self.name, self.table)
+        self._pages = pages
+        self._held_pages = pages_of(present)
+        pages.hold(self._held_pages)
+
+    def release_pages(self) -> None:
+        self._pages.release(self._held_pages)
+        self._held_pages = set()

@@ -1,0 +1,156 @@
+"""Segments of sealed buckets: which are in memory, and reading a bucket segment by segment.
+
+Owns: the cache of loaded segments with its budget, and cursors over a bucket's segments.
+Does not own: loading (the engine does it and puts the rows here) and what reading a row means.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from daemon.core.positions import KeyedRows
+from daemon.core.runs import SortedRun
+from storage_backends.formats.bucket import SegmentInfo
+
+# Three u64 columns and the keys; key hashes are counted with them.
+LOADED_ROW_BYTES = 36
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SegmentRange:
+    """Consecutive segments of one bucket to load with one read; numbers count from 0, `last` is included."""
+
+    bucket: str
+    first: int
+    last: int
+
+
+class SegmentTable:
+    """What is known of a bucket's segments without reading them."""
+
+    def __init__(self, segments: Sequence[SegmentInfo]) -> None:
+        self.infos = tuple(segments)
+        self.min_ms = np.array([segment.min_deliver_at_ms for segment in segments], np.uint64)
+        self.max_ms = np.array([segment.max_deliver_at_ms for segment in segments], np.uint64)
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+    def row_ranges(self) -> list[tuple[int, int]]:
+        """The (first, behind the last) row of each segment, counted over the bucket."""
+        ends = np.cumsum([segment.rows for segment in self.infos]).tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def holding(self, deliver_at_ms: int) -> range:
+        """The segments that may hold rows of that time."""
+        first = int(np.searchsorted(self.max_ms, np.uint64(deliver_at_ms), side="left"))
+        end = int(np.searchsorted(self.min_ms, np.uint64(deliver_at_ms), side="right"))
+        return range(first, max(first, end))
+
+
+class SegmentCache:
+    """Loaded segments, the least recently used ones dropped beyond the budget; what a cursor reads stays with it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_rows = max(1, budget_bytes // LOADED_ROW_BYTES)
+        self._segments: collections.OrderedDict[tuple[str, int], KeyedRows] = collections.OrderedDict()
+        self._of_bucket: dict[str, set[int]] = {}
+        self.rows = 0
+
+    def get(self, bucket: str, number: int) -> KeyedRows | None:
+        rows = self._segments.get((bucket, number))
+        if rows is not None:
+            self._segments.move_to_end((bucket, number))
+        return rows
+
+    def __contains__(self, segment: tuple[str, int]) -> bool:
+        return segment in self._segments
+
+    @property
+    def room_rows(self) -> int:
+        return self._budget_rows - self.rows
+
+    def rows_of(self, bucket: str) -> int:
+        return sum(len(self._segments[bucket, number]) for number in self._of_bucket.get(bucket, ()))
+
+    def put(self, bucket: str, number: int, rows: KeyedRows) -> None:
+        self.discard(bucket, number)
+        self._segments[bucket, number] = rows
+        self._of_bucket.setdefault(bucket, set()).add(number)
+        self.rows += len(rows)
+        while self.rows > self._budget_rows and len(self._segments) > 1:
+            self.discard(*next(iter(self._segments)))
+
+    def discard(self, bucket: str, number: int) -> None:
+        rows = self._segments.pop((bucket, number), None)
+        if rows is not None:
+            self.rows -= len(rows)
+            self._of_bucket[bucket].discard(number)
+
+    def discard_bucket(self, bucket: str) -> None:
+        for number in tuple(self._of_bucket.get(bucket, ())):
+            self.discard(bucket, number)
+        self._of_bucket.pop(bucket, None)
+
+
+class SegmentCursor:
+    """A place in a sealed bucket: a segment and an offset in it. `run` is the rest of the segment once it is loaded."""
+
+    __slots__ = ("_table", "bucket", "number", "offset", "run")
+
+    def __init__(self, bucket: str, table: SegmentTable, number: int = 0, offset: int = 0) -> None:
+        self.bucket = bucket
+        self._table = table
+        self.number = number
+        self.offset = offset
+        self.run: SortedRun | None = None
+
+    @property
+    def at_end(self) -> bool:
+        return self.number >= len(self._table)
+
+    def settle(self, cache: SegmentCache) -> SortedRun | None:
+        """Moves past what was read, and picks the next segment up if it is loaded; None if it is not, or at the end."""
+        if self.run is not None:
+            self.offset = self.run.offset
+            if self.offset < len(self.run.rows):
+                return self.run
+            self.number, self.offset, self.run = self.number + 1, 0, None
+        if self.at_end:
+            return None
+        rows = cache.get(self.bucket, self.number)
+        if rows is not None:
+            self.run = SortedRun(rows, offset=self.offset, continues=self.number + 1 < len(self._table))
+        return self.run
+
+    def move_to_row(self, row: int) -> None:
+        """To a row counted over the bucket."""
+        self.run = None
+        for number, (first, end) in enumerate(self._table.row_ranges()):
+            if row < end:
+                self.number, self.offset = number, row - first
+                return
+        self.number, self.offset = len(self._table), 0
+
+    def next_due_ms(self) -> int | None:
+        """No row from here on is due before; None at the end."""
+        if self.run is not None and self.run.offset < len(self.run.rows):
+            return int(self.run.rows.rows.deliver_at_ms[self.run.offset])
+        number = self.number + (self.run is not None)
+        return int(self._table.min_ms[number]) if number < len(self._table) else None
+
+    def wanted(self, before_ms: int, ahead: int, cache: SegmentCache) -> SegmentRange | None:
+        """The next segments to load: at most `ahead`, that begin before a time and are not in memory."""
+        first = self.number + (self.run is not None)
+        while first < len(self._table) and first < self.number + ahead and (self.bucket, first) in cache:
+            first += 1
+        last = first
+        while last < len(self._table) and last < self.number + ahead and int(self._table.min_ms[last]) <= before_ms:
+            if (self.bucket, last) in cache:
+                break
+            last += 1
+        return SegmentRange(self.bucket, first, last - 1) if last > first else None

@@ -1,0 +1,140 @@
+"""The backlog of one subscription: READY, IN_FLIGHT, and what waits for an acknowledgement to become durable.
+
+Owns: who is owed what, the queue of READY rows with its bound, reading the backlog again when the queue was full or
+nobody listened, and what each dispatcher holds.
+Does not own: which rows are due and which are gone (`index`), and streams and permits on the wire (the engine).
+
+READY is a bounded queue that the index feeds as rows come due. Where it cannot be fed (no dispatcher, or full) the
+subscription falls behind, and a `BacklogReader` derives READY from the buckets: due, not gone, not acknowledged,
+owed, and not in hand already.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.backlog_reader import BacklogReader
+from daemon.core.in_flight import InFlight, Mask
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from storage_backends.formats.manifest import Subscription
+
+
+class SubscriptionState:
+    """One subscription of a topic that is served.
+
+    `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
+    """
+
+    def __init__(self, stored: Subscription, *, ready_rows_max: int) -> None:
+        self.stored = stored
+        self.backlog = 0
+        self.in_flight = InFlight()
+        self.acknowledging = BitMap64()
+        self.reader: BacklogReader | None = None
+        self.ready_rows = 0
+        self._ready_rows_max = ready_rows_max
+        self._returned: KeyedRows = KeyedRows.empty()
+        self._ready: collections.deque[KeyedRows] = collections.deque()
+        self._dispatchers: set[int] = set()
+
+    @property
+    def subscription_id(self) -> int:
+        return self.stored.subscription_id
+
+    @property
+    def dispatchers(self) -> int:
+        return len(self._dispatchers)
+
+    def owes(self, rows: KeyedRows) -> Mask | None:
+        """Which of the rows the subscription is owed; None for all of them."""
+        since_ms = np.uint64(self.stored.since_ms)
+        owed = rows.rows.deliver_at_ms > since_ms
+        return None if owed.all() else owed
+
+    # ---- dispatchers
+
+    def open(self, dispatcher: int, reader: BacklogReader) -> None:
+        """A dispatcher listens. `reader` stands at the beginning; the first one starts it."""
+        if not self._dispatchers:
+            self.reader = reader
+        self._dispatchers.add(dispatcher)
+
+    def close(self, dispatcher: int) -> None:
+        """What the dispatcher holds is READY again; when it was the last one READY is not kept."""
+        self._dispatchers.discard(dispatcher)
+        held = self.in_flight.take_dispatcher(dispatcher)
+        if not self._dispatchers:
+            self.reader = None
+            self._ready.clear()
+            self._returned = KeyedRows.empty()
+            self.ready_rows = 0
+        elif len(held):
+            returned = KeyedRows.concat([self._returned, held])
+            self._returned = returned.take(np.lexsort((returned.rows.entry_id, returned.rows.ledger_id)))
+            self.ready_rows += len(held)
+
+    # ---- READY
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether rows that come due are appended to READY."""
+        return bool(self._dispatchers) and self.reader is None
+
+    @property
+    def is_full(self) -> bool:
+        return self.ready_rows >= self._ready_rows_max
+
+    def feed(self, rows: KeyedRows) -> None:
+        """Rows in hand-out order, all owed and not acknowledged."""
+        if len(rows):
+            self._ready.append(rows)
+            self.ready_rows += len(rows)
+
+    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
+        """At most `limit` READY rows, which become IN_FLIGHT: what came back first, then in hand-out order."""
+        parts: list[KeyedRows] = []
+        room = min(limit, self.ready_rows)
+        if len(self._returned) and room:
+            parts.append(self._returned.take(slice(0, room)))
+            self._returned = self._returned.take(slice(room, None))
+            room -= len(parts[0])
+        while room:
+            rows = self._ready.popleft()
+            if len(rows) > room:
+                self._ready.appendleft(rows.take(slice(room, None)))
+                rows = rows.take(slice(0, room))
+            parts.append(rows)
+            room -= len(rows)
+        taken = KeyedRows.concat(parts)
+        if len(taken):
+            self.ready_rows -= len(taken)
+            self.in_flight.add(taken, dispatcher)
+        return taken
+
+    def oldest_ready_ms(self) -> int | None:
+        """The time of the oldest row in READY; what a reader has not derived yet does not count."""
+        times = [int(self._returned.rows.deliver_at_ms.min())] if len(self._returned) else []
+        if self._ready:
+            times.append(int(self._ready[0].rows.deliver_at_ms[0]))
+        return min(times, default=None)
+
+    def in_hand(self) -> BitMap64:
+        """Every position that is READY, IN_FLIGHT or being acknowledged."""
+        sets = [bitmap_of(rows.keys) for rows in (self._returned, *self._ready) if len(rows)]
+        return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
+
+    def withdraw(self, keys: BitMap64) -> None:
+        """Takes positions out of READY and IN_FLIGHT: they are no longer in the backlog, or not for the taking. O(READY)."""
+        self._returned = _without([self._returned], keys)[0]
+        self._ready = collections.deque(rows for rows in _without(self._ready, keys) if len(rows))
+        self.ready_rows = len(self._returned) + sum(map(len, self._ready))
+        if len(self.in_flight):
+            self.in_flight.take_keys(keys)
+
+
+def _without(parts: Iterable[KeyedRows], keys: BitMap64) -> list[KeyedRows]:
+    return [rows.take(~contained(rows.keys, keys)) if len(rows) else rows for rows in parts]

@@ -1,0 +1,388 @@
+"""One topic that is served: requests become decisions, decisions change the index and the backlogs.
+
+Owns: checking a request against what is applied and what is staged, applying decisions in the order of their slots,
+and feeding what comes due to the subscriptions.
+Does not own: waiting for slots, timers and loading (`daemon.engine`), and what is stored (`daemon.durability`).
+
+    request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
+
+Nothing that is staged is visible: it neither comes due nor is it handed out. Adds and acknowledgements that are staged
+together commute: an add names positions that have no row, an acknowledgement positions that have one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core import limits
+from daemon.core.backlog_reader import BacklogReader
+from daemon.core.bucket import Bucket
+from daemon.core.index import Index
+from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.runs import in_due_order
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import SegmentCache, SegmentRange
+from daemon.core.subscription import SubscriptionState
+from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord, Record
+from storage_backends.formats.manifest import Subscription
+from storage_backends.formats.rows import U32, U64, Rows
+
+# Rows of one Gone record when the last subscription is deleted.
+GONE_RECORD_ROWS = 200_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AddBatch:
+    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given.
+
+    `return_already_due`: rows whose time has come are not stored but returned.
+    """
+
+    ledger_id: U64
+    entry_id: U64
+    deliver_at_ms: U64 | None
+    delay_ms: U64 | None
+    key_hash: U32 | None
+    return_already_due: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AddOutcome:
+    """What became of a batch. `returned_index`, `raised_index`: rows of the request."""
+
+    accepted: int
+    duplicates: int
+    returned_index: U32
+    late_on_arrival: int
+    raised_index: U32
+    raised_deliver_at_ms: U64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class HeldPositions:
+    """Positions with the time they were handed out with, columns of one length."""
+
+    ledger_id: U64
+    entry_id: U64
+    deliver_at_ms: U64
+
+    def __len__(self) -> int:
+        return len(self.ledger_id)
+
+
+class Topic:
+    """The state of one topic, changed only by its methods.
+
+    `applied_slot`: the last slot of the shard whose decisions are in it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        topic_id: str,
+        incarnation: int,
+        subscriptions: Iterable[Subscription],
+        *,
+        now_ms: int,
+        cache: SegmentCache,
+        ready_rows_max: int,
+    ) -> None:
+        self.name = name
+        self.topic_id = topic_id
+        self.incarnation = incarnation
+        self.index = Index(PageTable(), cache, now_ms=now_ms)
+        self._ready_rows_max = ready_rows_max
+        self.subscriptions: dict[int, SubscriptionState] = {}
+        for stored in subscriptions:
+            self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
+        self._staged = BitMap64()
+
+    # ---- adds
+
+    def stage_add(
+        self, batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits
+    ) -> tuple[AddRecord | None, AddOutcome]:
+        """Which rows are accepted, and with which time. The record is to be journaled; None when nothing is new."""
+        times = limits.absolute_times(
+            batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
+        )
+        keys = self.index.pages.intern(batch.ledger_id, batch.entry_id)
+        fresh = self._without_row(keys)
+        duplicates = len(times) - (len(times) if fresh is None else len(fresh))
+        late = times <= np.uint64(now_ms)
+        nothing = np.empty(0, np.uint32)
+        returned = nothing
+        if batch.return_already_due and late.any():
+            chosen = np.arange(len(times)) if fresh is None else fresh
+            returned = chosen[late[chosen]].astype(np.uint32)
+            fresh = chosen[~late[chosen]]
+        rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
+        if fresh is not None:
+            rows = rows.take(fresh)
+        rows, raised = self._raised(rows)
+        raised_index = nothing if raised is None else raised if fresh is None else fresh[raised]
+        outcome = AddOutcome(
+            accepted=len(rows),
+            duplicates=duplicates,
+            returned_index=returned,
+            late_on_arrival=int(late.sum() if fresh is None else late[fresh].sum()),
+            raised_index=raised_index.astype(np.uint32),
+            raised_deliver_at_ms=np.empty(0, np.uint64) if raised is None else rows.deliver_at_ms[raised],
+        )
+        staged = bitmap_of(keys if fresh is None else keys[fresh])
+        if fresh is not None:
+            self.index.pages.forget_unheld(pages_of(bitmap_of(keys)) - pages_of(staged) - pages_of(self._staged))
+        if not len(rows):
+            return None, outcome
+        self._staged |= staged
+        return AddRecord(self.topic_id, self.incarnation, 0, rows), outcome
+
+    def _without_row(self, keys: U64) -> npt.NDArray[np.intp] | None:
+        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows."""
+        asked = bitmap_of(keys)
+        present = self.index.present_among(asked)
+        if self._staged.intersect(asked):
+            present |= self._staged & asked
+        if not present and len(asked) == len(keys):
+            return None
+        chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
+        _, first = np.unique(keys[chosen], return_index=True)
+        return chosen[np.sort(first)]
+
+    def _raised(self, rows: Rows) -> tuple[Rows, npt.NDArray[np.intp] | None]:
+        """A row is stored later than every subscription was created, so that all of them are owed it."""
+        floor_ms = max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
+        if not floor_ms or not len(rows):
+            return rows, None
+        below = rows.deliver_at_ms <= np.uint64(floor_ms)
+        if not below.any():
+            return rows, None
+        times = np.where(below, np.uint64(floor_ms + 1), rows.deliver_at_ms)
+        return Rows(times, rows.ledger_id, rows.entry_id, rows.key_hash), np.flatnonzero(below)
+
+    # ---- acknowledgements
+
+    def stage_acknowledge(
+        self, state: SubscriptionState, claims: HeldPositions
+    ) -> tuple[AcknowledgeRecord | None, HeldPositions]:
+        """Acknowledges what is IN_FLIGHT with that time: (the record to journal, the claims that are not IN_FLIGHT)."""
+        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
+        found = state.in_flight.take(keys, claims.deliver_at_ms)
+        record = self._acknowledge_record(state, claims, keys, found)
+        if found.all():
+            return record, HeldPositions(keys[:0], keys[:0], keys[:0])
+        rest = ~found
+        return record, HeldPositions(claims.ledger_id[rest], claims.entry_id[rest], claims.deliver_at_ms[rest])
+
+    def stage_acknowledge_found(self, state: SubscriptionState, found: KeyedRows) -> AcknowledgeRecord | None:
+        """Acknowledges rows of the backlog that `find_in_backlog` found."""
+        if not len(found):
+            return None
+        state.withdraw(bitmap_of(found.keys))
+        rows = found.rows
+        claims = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
+        return self._acknowledge_record(state, claims, found.keys, np.ones(len(found), np.bool_))
+
+    def _acknowledge_record(
+        self, state: SubscriptionState, claims: HeldPositions, keys: U64, chosen: npt.NDArray[np.bool_]
+    ) -> AcknowledgeRecord | None:
+        if not chosen.any():
+            return None
+        state.acknowledging |= bitmap_of(keys[chosen])
+        rows = Rows(claims.deliver_at_ms, claims.ledger_id, claims.entry_id)
+        if not chosen.all():
+            rows = rows.take(chosen)
+        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows)
+
+    def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
+        """The claims that may be in the backlog; whether the times are right only the rows can tell."""
+        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
+        due = BitMap64()
+        asked = bitmap_of(keys)
+        for bucket in self.index.buckets:
+            here = asked & bucket.passed
+            if here:
+                here -= bucket.acknowledged.get(state.subscription_id, BitMap64())
+                due |= here
+        due -= state.acknowledging
+        mask = contained(keys, due)
+        return HeldPositions(claims.ledger_id[mask], claims.entry_id[mask], claims.deliver_at_ms[mask])
+
+    def find_in_backlog(
+        self, state: SubscriptionState, claims: HeldPositions
+    ) -> tuple[KeyedRows, list[SegmentRange]]:
+        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell)."""
+        claims = self.in_backlog(state, claims)
+        if not len(claims):
+            return KeyedRows.empty(), []
+        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
+        found, missing = self.index.find_loaded(keys, claims.deliver_at_ms)
+        owed = state.owes(found) if len(found) else None
+        return (found if owed is None else found.take(owed)), missing
+
+    def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows) -> None:
+        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them."""
+        if len(found):
+            state.withdraw(bitmap_of(found.keys))
+            state.in_flight.add(found, dispatcher)
+
+    # ---- decisions are applied
+
+    def apply(self, record: Record, slot: int, *, elapsed_ms: int) -> None:
+        """Applies one decision of a slot that is durable; also at replay. Records of another incarnation do nothing."""
+        if record.incarnation != self.incarnation:
+            return
+        if isinstance(record, AddRecord):
+            rows = KeyedRows(record.rows, self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id))
+            added = bitmap_of(rows.keys)
+            self._staged -= added
+            self.index.mutable.add(rows, added, elapsed_ms=elapsed_ms)
+        elif isinstance(record, AcknowledgeRecord):
+            self._apply_acknowledge(record, slot)
+        else:
+            keys = self.index.pages.find(record.ledger_id, record.entry_id)
+            self.index.remove(bitmap_of(keys))
+
+    def _apply_acknowledge(self, record: AcknowledgeRecord, slot: int) -> None:
+        state = self.subscriptions.get(record.subscription_id)
+        if state is None:
+            # Deleted since: its claims are waived.
+            return
+        rows = self.index.pages.keyed(record.rows)
+        entitled = {
+            number: other.stored.since_ms
+            for number, other in self.subscriptions.items()
+            if other.stored.created_slot < slot
+        }
+        if len(state.acknowledging):
+            state.acknowledging -= bitmap_of(rows.keys)
+        state.backlog -= self.index.acknowledge(rows, record.subscription_id, entitled)
+
+    def reach_slot(self, slot: int) -> None:
+        """Replay has applied every slot up to this one: subscriptions that were created there are owed from here on."""
+        for number, state in self.subscriptions.items():
+            if state.stored.created_slot == slot:
+                self.index.admit(number)
+
+    def add_subscription(self, stored: Subscription) -> SubscriptionState:
+        """The subscription is in the topic's manifest. What was due before is counted for the first one."""
+        state = SubscriptionState(stored, ready_rows_max=self._ready_rows_max)
+        self.index.admit(stored.subscription_id)
+        if not self.subscriptions:
+            state.backlog = sum(bucket.passed_rows for bucket in self.index.buckets)
+        self.subscriptions[stored.subscription_id] = state
+        return state
+
+    def remove_subscription(self, subscription_id: int) -> None:
+        """The subscription is no longer in the topic's manifest."""
+        del self.subscriptions[subscription_id]
+        self.index.dismiss(subscription_id, self.subscriptions)
+
+    def gone_with_last_subscription(self) -> list[GoneRecord]:
+        """The decisions that make everything that is due gone."""
+        records = []
+        for bucket in self.index.buckets:
+            keys = keys_of(bucket.passed)
+            for first in range(0, len(keys), GONE_RECORD_ROWS):
+                ledger_id, entry_id = self.index.pages.positions(keys[first : first + GONE_RECORD_ROWS])
+                records.append(
+                    GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, ledger_id, entry_id)
+                )
+        return records
+
+    # ---- due
+
+    def pass_due(self, now_ms: int, limit: int) -> int:
+        """Passes about `limit` due rows into the backlogs; how many. 0 when none is due, or none that is in memory."""
+        passed = self.index.pass_due(now_ms, limit)
+        if not passed:
+            return 0
+        everything: KeyedRows | None = None
+        for state in self.subscriptions.values():
+            owed, complete = self._owed(state, passed)
+            state.backlog += sum(map(len, owed))
+            if not state.is_fed:
+                continue
+            if complete:
+                everything = in_due_order(owed) if everything is None else everything
+                state.feed(everything)
+            else:
+                state.feed(in_due_order(owed))
+            if state.is_full:
+                state.reader = self._reader(at_head=True)
+        return sum(len(rows) for _, rows in passed)
+
+    @staticmethod
+    def _owed(state: SubscriptionState, passed: Sequence[tuple[Bucket, KeyedRows]]) -> tuple[list[KeyedRows], bool]:
+        """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them."""
+        owed = []
+        complete = True
+        for bucket, rows in passed:
+            mask = state.owes(rows)
+            kept = rows if mask is None else rows.take(mask)
+            if bucket.acknowledged.get(state.subscription_id) and len(kept):
+                kept = bucket.unacknowledged(kept, state.subscription_id)
+            complete = complete and len(kept) == len(rows)
+            owed.append(kept)
+        return owed, complete
+
+    # ---- reading a backlog again
+
+    def _reader(self, *, at_head: bool) -> BacklogReader:
+        return BacklogReader(self.index.sealed.values(), self.index.memory_buckets, at_head=at_head)
+
+    def open(self, state: SubscriptionState, dispatcher: int) -> None:
+        """A dispatcher listens to a subscription."""
+        state.open(dispatcher, self._reader(at_head=False))
+
+    def catch_up(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+        """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
+
+        When there is nothing left to derive the subscription is fed again.
+        """
+        sealed = self.index.readable
+        while state.reader is not None and not state.is_full:
+            needed = state.reader.needs(sealed, self.index.cache)
+            if needed:
+                return needed
+            taken = state.reader.take(sealed, self.index.memory_buckets, limit)
+            if not taken:
+                state.reader = None
+                return []
+            in_hand = state.in_hand()
+            ready = []
+            for bucket, rows in taken:
+                owed = bucket.unacknowledged(rows, state.subscription_id)
+                mask = state.owes(owed) if len(owed) else None
+                owed = owed if mask is None else owed.take(mask)
+                ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
+            rows = in_due_order(ready)
+            if len(rows):
+                state.feed(rows)
+                return []
+        return []
+
+    # ---- seals
+
+    def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
+        """See `Index.finish_seal`; readers go on in the sealed bucket."""
+        for state in self.subscriptions.values():
+            if state.reader is not None:
+                if sealed is not None:
+                    state.reader.sealed(memory, sealed)
+                else:
+                    state.reader.dropped(memory)
+        self.index.finish_seal(memory, sealed, rows, near_ms=near_ms)
+
+    def drop(self, name: str) -> None:
+        """A bucket every row of which is gone left the manifest."""
+        bucket = self.index.drop(name)
+        for state in self.subscriptions.values():
+            if state.reader is not None:
+                state.reader.dropped(bucket)

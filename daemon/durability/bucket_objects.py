@@ -1,0 +1,55 @@
+"""Reading bucket objects: what a bucket holds, and its segments.
+
+Owns: which ranges are read, and that what is read is whole.
+Does not own: the format (`storage_backends.formats.bucket`), writing (`sealing`), and what is kept in memory.
+
+Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from daemon.errors import Corruption
+from storage_backends import object_store
+from storage_backends.formats import bucket, errors
+from storage_backends.formats.manifest import LiveBucket
+from storage_backends.formats.rows import Rows
+
+
+def open_bucket(
+    store: object_store.ObjectStore, live: LiveBucket
+) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+    """The table of a live bucket and its entry 0: two ranged reads."""
+    key = live.object.name
+    with _naming(key):
+        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
+        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
+        entry = store.get_range(key, table.metadata.offset, table.metadata.length)
+        return table, bucket.decode_metadata(entry, table.metadata)
+
+
+def read_segments(
+    store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]
+) -> list[Rows]:
+    """The rows of consecutive segments, with one ranged read."""
+    with _naming(key):
+        start = segments[0].offset
+        data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))
+        return [
+            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info)
+            for info in segments
+        ]
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.FormatError as error:
+        raise Corruption(f"bucket {key}: {error}") from error
+    except object_store.Damaged as error:
+        raise Corruption(f"bucket {error}") from error
+    except object_store.NotFound as error:
+        raise Corruption(f"bucket {key}: the object is missing") from error

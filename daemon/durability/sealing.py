@@ -1,0 +1,83 @@
+"""Sealing: the rows of a mutable bucket become an immutable object, and the topic's manifest names it.
+
+Owns: what is stored for a cut: the bucket object and the progress as of the cut's slot.
+Does not own: when to seal and what serves the rows meanwhile (the engine, `daemon.core.index`), the manifest's
+operations (`storage_backends.topic_manifest`).
+
+The cut is made at a slot boundary; everything here is O(n) and runs in an executor, while the rows are served from
+memory. A crash before the manifest leaves an object that no manifest names; the rows are in journal or checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from daemon.core.index import BucketBits
+from daemon.core.mutable_bucket import MutableRows
+from daemon.core.positions import KeyedRows
+from daemon.durability import progress
+from daemon.durability.crash_points import crash_point
+from storage_backends import object_store
+from storage_backends.formats import bucket, manifest
+from storage_backends.formats.segment import SegmentLimits
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class SealCut:
+    """A topic's mutable bucket and progress as of `slot`.
+
+    `key`: the object that the bucket will be; `base`: the manifest number that it was started from. `bits`: of the
+    buckets that were sealed or being sealed before this one.
+    """
+
+    topic: str
+    key: str
+    base: int
+    slot: int
+    rows: MutableRows
+    bits: tuple[BucketBits, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class WrittenBucket:
+    """The object of a cut. `rows`: what it holds, in due order."""
+
+    live: manifest.LiveBucket
+    table: bucket.BucketTable
+    rows: KeyedRows
+
+
+def write_bucket(
+    store: object_store.ObjectStore, cut: SealCut, *, limits: SegmentLimits, compatible: bool
+) -> WrittenBucket | None:
+    """Puts the bucket object; None when no row is left. May be repeated: the object is the same."""
+    kept = cut.rows.kept()
+    if not len(kept):
+        return None
+    rows = kept.take(kept.rows.due_order())
+    encoded = bucket.encode_bucket(rows.rows, topic=cut.topic, subscription_id=0, limits=limits, compatible=compatible)
+    crash_point("seal.before_bucket_put")
+    store.put(cut.key, encoded.body)
+    crash_point("seal.after_bucket_put")
+    reference = manifest.ObjectReference(
+        name=cut.key, base=cut.base, size_bytes=len(encoded.body), sha256=encoded.sha256
+    )
+    live = manifest.LiveBucket(
+        object=reference,
+        rows=encoded.rows,
+        first_ledger_id=encoded.first_ledger_id,
+        last_ledger_id=encoded.last_ledger_id,
+        min_deliver_at_ms=encoded.min_deliver_at_ms,
+        max_deliver_at_ms=encoded.max_deliver_at_ms,
+        hash_low=encoded.hash_low,
+        hash_high=encoded.hash_high,
+        compatible_form=encoded.compatible,
+        segments=len(encoded.segments),
+    )
+    return WrittenBucket(live, encoded.table, rows)
+
+
+def progress_of(cut: SealCut) -> manifest.Progress:
+    """Everything that is gone or acknowledged as of the cut, that of the rows that are being sealed included."""
+    own = BucketBits(cut.key, (), cut.rows.acknowledged)
+    return progress.to_stored(cut.rows.pages, (*cut.bits, own))

@@ -1,0 +1,212 @@
+"""The life of a topic's buckets: cut, sealed, committed, dropped when every row is gone.
+
+Owns: when a bucket is cut, the seals of one topic one after the other, and dropping empty buckets from the manifest.
+Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`).
+
+A cut is made between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a thread. Cuts are committed
+in their order: the manifest's `applied` moves from one cut's slot to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.positions import KeyedRows
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.topic import Topic
+from daemon.durability import backoff, checkpoint, sealing
+from daemon.engine.environment import Environment
+from daemon.engine.manifests import TopicCommits
+from storage_backends import topic_manifest
+from storage_backends.formats import manifest, names
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# An object that left the manifest may be deleted after this time.
+TOMBSTONE_GRACE_MS = 3_600_000
+# Progress up to this size is part of the manifest.
+INLINE_PROGRESS_BYTES = 256 << 10
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Seal:
+    cut: sealing.SealCut
+    memory: MutableBucket
+
+
+class BucketLife:
+    """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed."""
+
+    def __init__(
+        self,
+        topic: Topic,
+        commits: TopicCommits,
+        environment: Environment,
+        *,
+        lost: Callable[[BaseException], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._topic = topic
+        self._commits = commits
+        self._environment = environment
+        self._lost = lost
+        self._changed = changed
+        self._seals: collections.deque[_Seal] = collections.deque()
+        self._work: asyncio.Task[None] | None = None
+
+    # ---- deciding
+
+    def before_rows(self, highest_ledger_id: int, slot: int) -> None:
+        """Rows up to that ledger are about to be applied; everything up to `slot` is applied (PIP-195's rule)."""
+        if self._topic.index.mutable.wants_seal_before(highest_ledger_id, self._environment.seal_limits):
+            self.seal(slot)
+
+    def after_slot(self, slot: int) -> None:
+        """Everything up to `slot` is applied."""
+        elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
+        if self._topic.index.mutable.wants_seal(self._environment.seal_limits, elapsed_ms=elapsed_ms):
+            self.seal(slot)
+        elif self._topic.index.droppable():
+            self._start()
+
+    def seal(self, slot: int) -> None:
+        """Cuts the mutable bucket now. Call between two slots; `slot` is the last one that is applied."""
+        index = self._topic.index
+        if index.mutable.first_row_at_ms is None:
+            return
+        now_ms = self._environment.clock.now_ms()
+        base = self._commits.number
+        key = names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
+        taken = index.cut()
+        cut = sealing.SealCut(
+            topic=self._topic.name, key=key, base=base, slot=slot, rows=taken.mutable, bits=taken.bits
+        )
+        self._seals.append(_Seal(cut, index.begin_seal(key, now_ms=now_ms)))
+        self._start()
+
+    def cut(self) -> checkpoint.TopicCut:
+        """The topic as it is now, for a checkpoint."""
+        return checkpoint.TopicCut(
+            topic_id=self._topic.topic_id,
+            topic=self._topic.name,
+            incarnation=self._topic.incarnation,
+            index=self._topic.index.cut(),
+            sealing=tuple(seal.cut for seal in self._seals),
+        )
+
+    # ---- doing
+
+    async def settled(self) -> None:
+        """Returns when no seal and no drop is under way."""
+        while self._work is not None and not self._work.done():
+            await asyncio.wait([self._work])
+
+    def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    def _start(self) -> None:
+        if self._work is None or self._work.done():
+            self._work = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        try:
+            while self._seals:
+                await self._seal(self._seals[0])
+            await self._drop()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._lost(error)
+
+    async def _seal(self, seal: _Seal) -> None:
+        environment = self._environment
+        started_s = environment.clock.elapsed_s()
+        written = await self._until_written(
+            lambda: sealing.write_bucket(
+                environment.store,
+                seal.cut,
+                limits=environment.segment_limits,
+                compatible=environment.config.bucket.form == "compatible",
+            )
+        )
+        progress, progress_object = await self._progress(seal.cut)
+        await self._commits.commit(
+            lambda tip: topic_manifest.Seal(
+                buckets=() if written is None else (written.live,),
+                progress=progress,
+                progress_object=progress_object,
+                slot_from=tip.applied,
+                slot_to=seal.cut.slot,
+                epoch=self._commits.epoch,
+            )
+        )
+        self._finish(seal, written)
+        seconds = environment.clock.elapsed_s() - started_s
+        environment.metrics.bucket_operation("create", "succeed", seconds=seconds)
+        rows = 0 if written is None else len(written.rows)
+        log.info("sealed a bucket topic=%s rows=%d slot=%d seconds=%.3f", self._topic.name, rows, seal.cut.slot, seconds)
+
+    def _finish(self, seal: _Seal, written: sealing.WrittenBucket | None) -> None:
+        self._seals.popleft()
+        sealed = None
+        if written is not None:
+            memory = seal.memory
+            sealed = SealedBucket(
+                written.live,
+                written.table.segments,
+                present=memory.present,
+                gone=memory.gone_since_cut(),
+                pages=self._topic.index.pages,
+            )
+        near_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
+        rows = KeyedRows.empty() if written is None else written.rows
+        self._topic.finish_seal(seal.memory, sealed, rows, near_ms=near_ms)
+        self._changed()
+
+    async def _progress(
+        self, cut: sealing.SealCut
+    ) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
+        """The progress of a cut: itself where it is small, or the object that it was written to."""
+        progress, encoded = await self._environment.run(lambda: _encoded(cut))
+        if len(encoded) <= INLINE_PROGRESS_BYTES:
+            return progress, None
+        key = names.progress_key(self._commits.shard, self._topic.topic_id, cut.base, self._environment.new_id())
+        await self._until_written(lambda: self._environment.store.put(key, encoded))
+        return None, topic_manifest.reference_to(key, cut.base, encoded)
+
+    async def _drop(self) -> None:
+        empty = [bucket.name for bucket in self._topic.index.droppable()]
+        if not empty:
+            return
+        now_ms = self._environment.clock.now_ms()
+        await self._commits.commit(
+            lambda tip: topic_manifest.DropBuckets(
+                names=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + TOMBSTONE_GRACE_MS
+            )
+        )
+        for name in empty:
+            self._topic.drop(name)
+        self._changed()
+
+    async def _until_written[T](self, work: Callable[[], T]) -> T:
+        """Runs a repeatable write until the store takes it; the rows are served from memory meanwhile."""
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self._environment.run(work)
+            except StoreError as error:
+                self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)
+                log.warning("topic %s: a seal cannot be written, trying again: %s", self._topic.name, error)
+                await self._environment.sleep(delay_s)
+        raise AssertionError
+
+
+def _encoded(cut: sealing.SealCut) -> tuple[manifest.Progress, bytes]:
+    progress = sealing.progress_of(cut)
+    return progress, manifest.encode_progress(progress)

@@ -1,0 +1,94 @@
+"""One dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in.
+
+Owns: the stream's permits, and waiting until there is something to hand out.
+Does not own: which rows (`daemon.core.subscription`), durability (`shard`) and the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from daemon.core.subscription import SubscriptionState
+from daemon.core.topic import HeldPositions
+from daemon.engine.calls import HandedOut
+from storage_backends.formats.rows import U64
+
+if TYPE_CHECKING:
+    from daemon.engine.served_topic import ServedTopic
+
+# The largest hand-out at once.
+MESSAGES_ROWS_MAX = 10_000
+# A grant beyond this is cut: nobody holds more.
+PERMITS_MAX = (1 << 32) - 1
+
+
+class StreamClosed(Exception):
+    """The stream was closed while somebody waited for its messages."""
+
+
+class DispatchStream:
+    """A dispatcher that listens. `held`: how many of the declared positions it holds; `epoch`: under which it was opened.
+
+    Close it always; what it holds is READY again then.
+    """
+
+    def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+        self.epoch = epoch
+        self.held = 0
+        self.permits = 0
+        self.state = state
+        self.dispatcher = dispatcher
+        self._topic = topic
+        self._changed = asyncio.Event()
+        self._ended: Exception | None = None
+
+    def grant(self, permits: int) -> None:
+        """That many more rows may be handed out."""
+        self.permits = min(self.permits + permits, PERMITS_MAX)
+        self.notify()
+
+    def notify(self) -> None:
+        """There may be something to hand out."""
+        self._changed.set()
+
+    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64) -> int:
+        """Acknowledges positions with the times they were handed out with; returns when that is durable.
+
+        The number of positions that were not in the backlog with that time: nothing happened to them.
+        """
+        if self._ended is not None:
+            raise self._ended
+        return await self._topic.acknowledge(self.state, HeldPositions(ledger_id, entry_id, deliver_at_ms))
+
+    async def next_messages(self) -> HandedOut:
+        """Waits for rows and permits. Raises NotOwner or Unavailable when the shard is lost, StreamClosed after `close`."""
+        while True:
+            if self._ended is not None:
+                raise self._ended
+            if self.permits and self.state.ready_rows and self._topic.may_hand_out:
+                rows = self._topic.hand_out(self, min(self.permits, MESSAGES_ROWS_MAX))
+                if len(rows):
+                    self.permits -= len(rows)
+                    return HandedOut(self.epoch, rows.rows)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def end(self, error: Exception) -> None:
+        """The topic is served here no longer."""
+        if self._ended is None:
+            self._ended = error
+            self.notify()
+
+    def close(self) -> None:
+        """May be called more than once."""
+        if self._ended is None:
+            self._topic.close_stream(self)
+        self.end(StreamClosed())
+
+
+def no_positions() -> HeldPositions:
+    nothing = np.empty(0, np.uint64)
+    return HeldPositions(nothing, nothing, nothing)

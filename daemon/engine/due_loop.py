@@ -1,0 +1,87 @@
+"""The timer of the daemon: wakes each topic when its next row comes due or its next segment is to be loaded.
+
+Owns: one heap of wake-up times, one task, and fairness: a topic passes a bounded number of rows, then the next has
+its turn.
+Does not own: what is due (`daemon.core.index`) and what a topic does when it wakes (`served_topic`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from typing import Protocol
+
+from daemon.engine.environment import Clock
+
+# The wall clock may step while the loop sleeps: it looks again at least this often.
+SLEEP_MAX_MS = 500
+
+
+class Sleeper(Protocol):
+    """Something to wake at a time."""
+
+    # The time it is in the heap for; None when it is not.
+    wake_at_ms: int | None
+
+    def wake(self, now_ms: int) -> int | None:
+        """Does a bounded amount of what is due; the time of the next wake-up, not after `now_ms` when more is due."""
+        ...
+
+
+class DueLoop:
+    """Wakes sleepers. `tick_ms`: wake-ups are batched by as much, only ever later."""
+
+    def __init__(self, clock: Clock, *, tick_ms: int) -> None:
+        self._clock = clock
+        self._tick_ms = tick_ms
+        self._heap: list[tuple[int, int, Sleeper]] = []
+        self._numbers = itertools.count()
+        self._sooner = asyncio.Event()
+        self._sleeping_until_ms: int | None = None
+
+    def schedule(self, sleeper: Sleeper, wake_at_ms: int | None) -> None:
+        """Wakes the sleeper at that time, or at the time it is scheduled for if that is sooner."""
+        if wake_at_ms is None or (sleeper.wake_at_ms is not None and sleeper.wake_at_ms <= wake_at_ms):
+            return
+        sleeper.wake_at_ms = wake_at_ms
+        heapq.heappush(self._heap, (wake_at_ms, next(self._numbers), sleeper))
+        if self._sleeping_until_ms is None or wake_at_ms < self._sleeping_until_ms:
+            self._sooner.set()
+
+    async def run(self) -> None:
+        while True:
+            now_ms = self._clock.now_ms()
+            due = self._pop_due(now_ms)
+            for sleeper in due:
+                self.schedule(sleeper, sleeper.wake(now_ms))
+            if due and self._heap and self._heap[0][0] <= now_ms:
+                # More is due: streams and requests have their turn first.
+                await asyncio.sleep(0)
+                continue
+            await self._sleep()
+
+    def _pop_due(self, now_ms: int) -> list[Sleeper]:
+        due = []
+        while self._heap and self._heap[0][0] <= now_ms:
+            wake_at_ms, _, sleeper = heapq.heappop(self._heap)
+            if sleeper.wake_at_ms == wake_at_ms:
+                sleeper.wake_at_ms = None
+                due.append(sleeper)
+        return due
+
+    async def _sleep(self) -> None:
+        now_ms = self._clock.now_ms()
+        until_ms = now_ms + SLEEP_MAX_MS
+        if self._heap:
+            tick_ms = self._tick_ms
+            until_ms = min(until_ms, max(now_ms + 1, -(-self._heap[0][0] // tick_ms) * tick_ms))
+        self._sleeping_until_ms = until_ms
+        self._sooner.clear()
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later((until_ms - now_ms) / 1000, self._sooner.set)
+        try:
+            await self._sooner.wait()
+        finally:
+            timer.cancel()
+            self._sleeping_until_ms = None

@@ -1,0 +1,103 @@
+"""What the engine is given by the composition root: nothing in it reads a clock or draws a number by itself.
+
+Owns: the shape of that environment.
+Does not own: how any of it is made (`daemon.main`, tests).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
+
+from daemon.config import Config
+from daemon.core.limits import RequestLimits
+from daemon.core.mutable_bucket import SealLimits
+from daemon.durability import backoff
+from daemon.metrics import Metrics
+from storage_backends.formats.segment import SegmentLimits
+from storage_backends.object_store import ObjectStore
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """Time, as the daemon sees it."""
+
+    def now_ms(self) -> int:
+        """The wall clock, Unix time in ms; it may step."""
+        ...
+
+    def elapsed_s(self) -> float:
+        """Seconds of a clock that never steps and counts while the machine is suspended."""
+        ...
+
+
+class LocalLocks(Protocol):
+    """Locks that end with the process that holds them, one for each daemon id on this machine."""
+
+    def try_lock(self, name: str) -> object | None:
+        """A held lock, or None when another process holds it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Environment:
+    """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
+    for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
+    """
+
+    config: Config
+    store: ObjectStore
+    locks: LocalLocks | None
+    metrics: Metrics
+    clock: Clock
+    threads: concurrent.futures.Executor
+    parts: concurrent.futures.Executor
+    sleep: backoff.Sleep
+    blocking_sleep: backoff.BlockingSleep
+    jitter: backoff.Jitter
+    new_id: Callable[[], str]
+
+    def run(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Runs work that may block in a thread."""
+        return asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    @property
+    def linger_s(self) -> float:
+        linger_ms = self.config.journal.commit_linger_ms
+        if linger_ms is None:
+            linger_ms = 2 if self.config.store.kind == "local" else 50
+        return linger_ms / 1000
+
+    @property
+    def seal_limits(self) -> SealLimits:
+        bucket = self.config.bucket
+        return SealLimits(
+            rows_min=bucket.min_index_count_per_bucket,
+            rows_max=bucket.rows_max,
+            size_max_bytes=bucket.bytes_max,
+            age_max_ms=int(bucket.age_max_s * 1000),
+        )
+
+    @property
+    def segment_limits(self) -> SegmentLimits:
+        bucket = self.config.bucket
+        return SegmentLimits(
+            time_step_ms=bucket.max_time_step_per_bucket_snapshot_segment_seconds * 1000,
+            rows_max=bucket.max_indexes_per_bucket_snapshot_segment,
+            rows_min=bucket.min_indexes_per_bucket_snapshot_segment,
+        )
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        limits = self.config.limits
+        return RequestLimits(
+            rows_max=limits.rows_per_request_max,
+            topic_max_bytes=limits.topic_bytes_max,
+            subscription_max_bytes=limits.subscription_bytes_max,
+            subscriptions_max=limits.subscriptions_per_topic_max,
+            delay_max_ms=limits.delay_max_ms,
+        )

@@ -1,0 +1,168 @@
+"""Group commit: the decisions of a shard that arrive while a slot is being written are the next slot.
+
+Owns: what is staged, the loop that writes slot after slot, and when each waiting request hears of its slot.
+Does not own: what a decision is (`daemon.core.topic`), the slot's PUT (`daemon.durability.journal`), and what is done
+with a slot that is certain (`applied`, given by the shard).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from daemon.durability.epoch_confirmation import EpochConfirmation
+from daemon.durability.journal import JournalWriter
+from daemon.engine.environment import Environment
+from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
+from storage_backends.formats.journal import Record, SlotBuilder, size_max
+
+# What may wait for its slot before requests are refused; four full slots by default.
+STAGED_SLOTS_MAX = 4
+BACK_PRESSURE_RETRY_MS = 100
+# So long may a slot be uncertain before new requests are refused, and before those that wait are told so.
+STALL_REFUSE_S = 2.0
+STALL_ANSWER_S = 10.0
+# Records that nobody awaits go with the next slot, or after this time.
+UNAWAITED_S = 1.0
+
+Applied = Callable[[int, Sequence[Record]], None]
+
+
+@dataclasses.dataclass(slots=True)
+class _Slot:
+    """A slot that is being filled or written. `certain` is set when it is durable and applied."""
+
+    builder: SlotBuilder
+    certain: asyncio.Future[int]
+
+
+class GroupCommit:
+    """The staged decisions of one shard. `run` must be running; it ends with the shard."""
+
+    def __init__(
+        self,
+        journal: JournalWriter,
+        confirmation: EpochConfirmation,
+        environment: Environment,
+        applied: Applied,
+    ) -> None:
+        self._journal = journal
+        self._confirmation = confirmation
+        self._environment = environment
+        self._applied = applied
+        self._slots: collections.deque[_Slot] = collections.deque()
+        self._writing: _Slot | None = None
+        self._staged = asyncio.Event()
+        self._slot_bytes_max = environment.config.journal.slot_bytes_max
+        self._ended: Exception | None = None
+
+    def check_accepting(self) -> None:
+        """Raises what a request is to be answered with when nothing can be staged now."""
+        if self._ended is not None:
+            raise self._ended
+        stalled_since_s = self._journal.stalled_since_s
+        if stalled_since_s is not None:
+            stalled_s = self._environment.clock.elapsed_s() - stalled_since_s
+            if stalled_s > STALL_REFUSE_S:
+                raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
+        if len(self._slots) >= STAGED_SLOTS_MAX:
+            raise QuotaExceeded(
+                f"{len(self._slots)} full slots wait to be written, the limit is {STAGED_SLOTS_MAX}; try again",
+                retry_after_ms=BACK_PRESSURE_RETRY_MS,
+            )
+
+    def stage(self, record: Record, *, awaited: bool = True) -> asyncio.Future[int]:
+        """The decision is in the slot that this future names once it is durable and applied. Never cancel the future."""
+        if self._ended is not None:
+            raise self._ended
+        slot = self._slots[-1] if self._slots else None
+        if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_max(record) > self._slot_bytes_max):
+            slot = _Slot(SlotBuilder(), _future())
+            self._slots.append(slot)
+        slot.builder.append(record)
+        if awaited:
+            self._staged.set()
+        else:
+            asyncio.get_running_loop().call_later(UNAWAITED_S, self._staged.set)
+        return slot.certain
+
+    async def confirmed(self) -> None:
+        """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
+
+        For answers without a decision of their own: they ride with the next slot, or one probe.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if self._slots:
+            self._staged.set()
+            await asyncio.shield(self._slots[-1].certain)
+            return
+        asked_s = self._environment.clock.elapsed_s()
+        if self._writing is not None:
+            await asyncio.shield(self._writing.certain)
+        await self._confirmation.confirm_after(asked_s)
+
+    async def flush(self) -> None:
+        """Returns when everything that is staged now is durable and applied."""
+        self._staged.set()
+        slot = self._slots[-1] if self._slots else self._writing
+        if slot is not None:
+            await asyncio.shield(slot.certain)
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the slot that is being written has been uncertain; 0.0 when it is not."""
+        since_s = self._journal.stalled_since_s
+        return 0.0 if since_s is None else self._environment.clock.elapsed_s() - since_s
+
+    def answer_stalled(self) -> None:
+        """Whoever has waited too long is told that the outcome is unknown; the slot is still being tried."""
+        if self.stalled_s > STALL_ANSWER_S:
+            error = OutcomeUnknown(f"the store has not answered for {self.stalled_s:.0f} s; a retry is safe")
+            for slot in (self._writing, *self._slots):
+                if slot is not None and not slot.certain.done():
+                    slot.certain.set_exception(error)
+                    slot.certain = _future()
+
+    async def run(self) -> None:
+        """Writes slots until the journal raises: then the shard is lost, and everybody who waits is told."""
+        try:
+            while True:
+                await self._staged.wait()
+                self._staged.clear()
+                while self._slots:
+                    self._writing = self._slots.popleft()
+                    await self._write(self._writing)
+                    self._writing = None
+                    if self._slots and self._environment.linger_s and len(self._slots) == 1:
+                        await self._environment.sleep(self._environment.linger_s)
+        except BaseException as error:
+            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            raise
+
+    async def _write(self, slot: _Slot) -> None:
+        records = slot.builder.freeze()
+        number = await self._journal.write(records)
+        self._applied(number, records)
+        if not slot.certain.done():
+            slot.certain.set_result(number)
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is written; whoever waits gets the error."""
+        if self._ended is not None:
+            return
+        self._ended = error
+        for slot in (self._writing, *self._slots):
+            if slot is not None and not slot.certain.done():
+                slot.certain.set_exception(error)
+        self._slots.clear()
+        self._writing = None
+
+
+def _future() -> asyncio.Future[int]:
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    # Nobody may be waiting when it fails.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future
