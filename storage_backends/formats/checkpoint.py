@@ -98,4 +98,4 @@ def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.
 
 
 def _rows(message: checkpoint_pb2.MutableRows, what: str) -> Rows:
-    return journal.rows_of_add(message.columns, message.rows, what)
+    return journal.rows_of_add(message.columns, message.rows, what, framing.HEADER_BYTES)

@@ -183,14 +183,16 @@ def _record(message: journal_pb2.Record, number: int) -> Record:
     what = f"{_WHAT} record {number}"
     match message.WhichOneof("decision"):
         case "add":
-            rows = rows_of_add(message.add, message.rows, what)
+            rows = rows_of_add(message.add, message.rows, what, HEADER_BYTES)
             return AddRecord(message.topic_id, message.incarnation, message.add.subscription_id, rows)
         case "acknowledge":
             columns_of = message.acknowledge
             rows = Rows(
-                columns.decode_u64(columns_of.deliver_at_ms, message.rows, what=f"{what} deliver_at_ms"),
-                columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id"),
-                columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id"),
+                columns.decode_u64(
+                    columns_of.deliver_at_ms, message.rows, what=f"{what} deliver_at_ms", offset=HEADER_BYTES
+                ),
+                columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id", offset=HEADER_BYTES),
+                columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id", offset=HEADER_BYTES),
             )
             return AcknowledgeRecord(message.topic_id, message.incarnation, columns_of.subscription_id, rows)
         case "gone":
@@ -199,8 +201,8 @@ def _record(message: journal_pb2.Record, number: int) -> Record:
                 message.incarnation,
                 message.gone.subscription_id,
                 GoneReason(message.gone.reason),
-                columns.decode_u64(message.gone.ledger_id, message.rows, what=f"{what} ledger_id"),
-                columns.decode_u64(message.gone.entry_id, message.rows, what=f"{what} entry_id"),
+                columns.decode_u64(message.gone.ledger_id, message.rows, what=f"{what} ledger_id", offset=HEADER_BYTES),
+                columns.decode_u64(message.gone.entry_id, message.rows, what=f"{what} entry_id", offset=HEADER_BYTES),
             )
         case _:
             raise errors.FormatError(what, HEADER_BYTES, "its decision is of no kind that is known here")
@@ -221,13 +223,15 @@ def fill_add(message: journal_pb2.Add, rows: Rows, zstd: zstandard.ZstdCompresso
         message.key_hash = columns.encode_u32(rows.key_hash, zstd)
 
 
-def rows_of_add(message: journal_pb2.Add, rows: int, what: str) -> Rows:
-    """The rows of an `Add` message. `what` names it in a FormatError, whose offset is that within the column."""
+def rows_of_add(message: journal_pb2.Add, rows: int, what: str, offset: int) -> Rows:
+    """The rows of an `Add` message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
     return Rows(
-        columns.decode_u64(message.deliver_at_ms, rows, what=f"{what} deliver_at_ms"),
-        columns.decode_u64(message.ledger_id, rows, what=f"{what} ledger_id"),
-        columns.decode_u64(message.entry_id, rows, what=f"{what} entry_id"),
-        columns.decode_u32(message.key_hash, rows, what=f"{what} key_hash") if message.HasField("key_hash") else None,
+        columns.decode_u64(message.deliver_at_ms, rows, what=f"{what} deliver_at_ms", offset=offset),
+        columns.decode_u64(message.ledger_id, rows, what=f"{what} ledger_id", offset=offset),
+        columns.decode_u64(message.entry_id, rows, what=f"{what} entry_id", offset=offset),
+        columns.decode_u32(message.key_hash, rows, what=f"{what} key_hash", offset=offset)
+        if message.HasField("key_hash")
+        else None,
     )
 
 

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_backends.formats import manifest, mirror
+from storage_backends.formats.generated import bucket_pb2, manifest_pb2
+from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
+from storage_backends.formats.position_bitmap import PositionBitmap
+
+u32 = st.integers(0, (1 << 32) - 1)
+u64 = st.integers(0, (1 << 64) - 1)
+text = st.text(st.characters(codec="utf-8"), max_size=8)
+sha256 = st.binary(max_size=32)
+bitmaps = st.lists(st.builds(PositionBitmap, u64, u64, st.binary(max_size=9)), max_size=2).map(tuple)
+heads = st.builds(
+    manifest.ManifestHead,
+    number=u64,
+    previous_sha256=sha256,
+    commit_id=text,
+    writer=text,
+    created_ms=u64,
+    lineage=st.lists(text, max_size=3).map(tuple),
+    orphan_floor=u64,
+)
+objects = st.builds(manifest.ObjectReference, name=text, base=u64, size_bytes=u64, sha256=sha256)
+tombstones = st.builds(manifest.Tombstone, object=objects, removed_in=u64, delete_after_ms=u64, attempts=u32)
+checkpoints = st.builds(manifest.CheckpointReference, object=objects, slot=u64, replay_from=u64)
+live_buckets = st.builds(
+    manifest.LiveBucket,
+    object=objects,
+    rows=u64,
+    first_ledger_id=u64,
+    last_ledger_id=u64,
+    min_deliver_at_ms=u64,
+    max_deliver_at_ms=u64,
+    hash_low=u64,
+    hash_high=u64,
+    level=u32,
+    subscription_id=u64,
+    quarantined=st.booleans(),
+    compatible_form=st.booleans(),
+    segments=u32,
+)
+subscriptions = st.builds(manifest.Subscription, subscription_id=u64, name=text, since_ms=u64, created_slot=u64)
+acknowledged = st.builds(manifest.SubscriptionProgress, subscription_id=u64, positions=bitmaps)
+bucket_progress = st.builds(
+    manifest.BucketProgress, bucket=text, gone=bitmaps, acknowledged=st.lists(acknowledged, max_size=2).map(tuple)
+)
+progress = st.builds(Progress, buckets=st.lists(bucket_progress, max_size=2).map(tuple))
+root_formats = st.builds(RootFormat, format_version=u32, shards=u32, created_ms=u64, root_id=text)
+shard_manifests = st.builds(
+    ShardManifest,
+    head=heads,
+    shard=u32,
+    epoch=u64,
+    owner=text,
+    address=text,
+    checkpoint=st.none() | checkpoints,
+    previous_checkpoint=st.none() | checkpoints,
+    replay_from=u64,
+    tombstones=st.lists(tombstones, max_size=2).map(tuple),
+    fence_slot=u64,
+)
+topic_manifests = st.builds(
+    TopicManifest,
+    head=heads,
+    topic=text,
+    topic_id=text,
+    incarnation=u64,
+    owner_epoch=u64,
+    applied=u64,
+    live=st.lists(live_buckets, max_size=2).map(tuple),
+    tombstones=st.lists(tombstones, max_size=2).map(tuple),
+    subscriptions=st.lists(subscriptions, max_size=2).map(tuple),
+    last_subscription_id=u64,
+    progress=st.none() | progress,
+    progress_object=st.none() | objects,
+    deleted=st.booleans(),
+)
+
+
+@given(root_formats)
+def test_the_root_format_comes_back_as_it_was(value: RootFormat) -> None:
+    assert manifest.decode_root_format(manifest.encode_root_format(value)) == value
+
+
+@given(shard_manifests)
+def test_a_shard_manifest_comes_back_as_it_was(value: ShardManifest) -> None:
+    assert manifest.decode_shard_manifest(manifest.encode_shard_manifest(value)) == value
+
+
+@given(topic_manifests)
+def test_a_topic_manifest_comes_back_as_it_was(value: TopicManifest) -> None:
+    assert manifest.decode_topic_manifest(manifest.encode_topic_manifest(value)) == value
+
+
+@given(progress)
+def test_a_progress_object_comes_back_as_it_was(value: Progress) -> None:
+    assert manifest.decode_progress(manifest.encode_progress(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [(getattr(manifest, name), message) for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items()]
+    + [(PositionBitmap, bucket_pb2.PositionBitmap.DESCRIPTOR)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_each_dataclass_has_exactly_the_fields_of_its_message(cls: type, message: object) -> None:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    assert fields == set(message.fields_by_name)  # type: ignore[attr-defined]
+
+
+def test_an_absent_progress_and_an_empty_one_are_told_apart() -> None:
+    message = manifest_pb2.TopicManifest()
+    assert mirror.made_from(TopicManifest, message).progress is None
+    message.progress.SetInParent()
+    assert mirror.made_from(TopicManifest, message).progress == Progress()
+
+
+@given(topic_manifests)
+def test_the_same_manifest_gives_the_same_bytes(value: TopicManifest) -> None:
+    assert manifest.encode_topic_manifest(value) == manifest.encode_topic_manifest(dataclasses.replace(value))

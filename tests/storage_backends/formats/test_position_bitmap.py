@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import pyroaring
+import pytest
+from hypothesis import given
+
+from storage_backends.formats import errors, position_bitmap
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import Rows
+from tests.storage_backends.formats import examples
+
+
+@given(examples.rows())
+def test_bitmaps_hold_exactly_the_positions_ascending(rows: Rows) -> None:
+    bitmaps = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    ledger_id, entry_id = position_bitmap.positions_of(bitmaps)
+    expected = sorted({row[1:3] for row in examples.tuples(rows)})
+    assert list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True)) == expected
+
+
+@given(examples.rows())
+def test_there_is_one_bitmap_for_each_ledger_and_page(rows: Rows) -> None:
+    bitmaps = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    expected = sorted({(ledger, entry >> 32) for _, ledger, entry, _ in examples.tuples(rows)})
+    assert [(bitmap.ledger_id, bitmap.page) for bitmap in bitmaps] == expected
+
+
+def test_entries_in_order_take_a_few_bytes() -> None:
+    entry_id = np.arange(200_000, dtype=np.uint64)
+    (bitmap,) = position_bitmap.position_bitmaps(np.full(200_000, 5, np.uint64), entry_id)
+    assert len(bitmap.entries) < 100
+
+
+@pytest.mark.parametrize("ledgers", [3, 100_000])
+def test_positions_of_many_ledgers_in_any_order_are_grouped_by_ledger(ledgers: int) -> None:
+    generator = np.random.default_rng(2)
+    ledger_id = generator.choice(np.array([0, ledgers, 5], np.uint64), 5_000)
+    entry_id = generator.permutation(5_000).astype(np.uint64)
+    bitmaps = position_bitmap.position_bitmaps(ledger_id, entry_id)
+    assert {bitmap.ledger_id: len(bitmap.bitmap()) for bitmap in bitmaps} == {
+        int(ledger): int((ledger_id == ledger).sum()) for ledger in np.unique(ledger_id)
+    }
+
+
+def test_the_bytes_are_the_portable_serialization_after_run_optimize() -> None:
+    expected = pyroaring.BitMap(range(1_000))
+    expected.run_optimize()
+    (bitmap,) = position_bitmap.position_bitmaps(np.zeros(1_000, np.uint64), np.arange(1_000, dtype=np.uint64))
+    assert bitmap == PositionBitmap(0, 0, expected.serialize())
+
+
+@pytest.mark.parametrize("entries", [b"", b"\xff" * 20, pyroaring.BitMap([1, 2]).serialize() + b"x"])
+def test_bytes_that_are_no_bitmap_are_refused_with_their_ledger(entries: bytes) -> None:
+    with pytest.raises(errors.FormatError, match="bitmap of ledger 9 page 1"):
+        PositionBitmap(9, 1, entries).bitmap()
+
+
+def test_a_truncated_bitmap_is_refused() -> None:
+    entries = pyroaring.BitMap([1, 70_000, 5_000_000]).serialize()
+    for kept in range(len(entries)):
+        with pytest.raises(errors.FormatError):
+            PositionBitmap(9, 0, entries[:kept]).bitmap()
