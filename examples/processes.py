@@ -1,0 +1,327 @@
+"""Servers as child processes: started on free ports, killed, stopped, and never left behind.
+
+Owns: `DaemonProcess` (a `tarryd` that can be killed and started again on its root and its ports) and the S3 server for
+those who want one; what a process uses of the machine. It ends only what it started.
+Does not own: what the daemon is asked to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import boto3
+import grpc
+from grpc_health.v1 import health_pb2
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# Below the range from which Linux takes the ports of outgoing connections: a client that keeps knocking at the port of
+# a dead daemon must not end up connected to itself.
+_PORTS = range(20_000, 32_000)
+_POLL_S = 0.01
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_LOG_TAIL_CHARACTERS = 6_000
+# Of no account anywhere; the S3 server asks for some.
+S3_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+class ProcessFailed(Exception):
+    """A child process ended or kept silent; the message ends with the end of its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a process uses: resident bytes now and at most so far, and CPU seconds (user and system) since its start."""
+
+    resident_bytes: int
+    resident_bytes_max: int
+    cpu_s: float
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as candidate:
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+
+
+def usage(pid: int) -> Usage:
+    """Reads /proc; raises `OSError` when the process is gone."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return Usage(
+        resident_bytes=int(status["VmRSS"].split()[0]) * 1024,
+        resident_bytes_max=int(status["VmHWM"].split()[0]) * 1024,
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+    )
+
+
+class ChildProcess:
+    """One child with its log in a file. Leaving the context kills it."""
+
+    def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = directory / f"{name}.log"
+        self._environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "TARRY_"))
+        } | dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL, also when it is stopped; idempotent."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """SIGSTOP: it keeps everything and does nothing."""
+        self._running().send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self._running().send_signal(signal.SIGCONT)
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM; the exit status. Raises `ProcessFailed` when it does not end in time."""
+        process = self._running()
+        process.terminate()
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self.failed(f"did not end within {timeout_s:g} s of SIGTERM") from None
+
+    def usage(self) -> Usage:
+        return usage(self.pid)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait_for_log(self, text: str, timeout_s: float = 20.0) -> None:
+        """Waits until the log holds `text`. Raises `ProcessFailed`."""
+        deadline_s = time.monotonic() + timeout_s
+        while text not in self.log_text():
+            self._check_waiting(deadline_s, f"did not log {text!r} within {timeout_s:g} s")
+
+    def failed(self, what: str) -> ProcessFailed:
+        return ProcessFailed(f"{self.name} {what}; the end of {self.log}:\n{self.log_text()[-_LOG_TAIL_CHARACTERS:]}")
+
+    def _spawn(self, *arguments: str) -> None:
+        if self.alive:
+            raise ProcessFailed(f"{self.name} is running")
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # An interrupt at the terminal is for the program that started it, which then ends its children.
+                start_new_session=True,
+            )
+
+    def _wait_for_file(self, path: Path, timeout_s: float) -> bytes:
+        """Waits for a file that is put in place whole."""
+        deadline_s = time.monotonic() + timeout_s
+        while not path.exists():
+            self._check_waiting(deadline_s, f"did not write {path.name} within {timeout_s:g} s")
+        return path.read_bytes()
+
+    def _check_waiting(self, deadline_s: float, too_late: str) -> None:
+        """One step of waiting: raises `ProcessFailed` when the process has ended or the time is over."""
+        process = self._running()
+        if process.poll() is not None:
+            raise self.failed(f"ended with status {process.returncode}")
+        if time.monotonic() >= deadline_s:
+            raise self.failed(too_late)
+        time.sleep(_POLL_S)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ProcessFailed(f"{self.name} was never started")
+        return self._process
+
+
+class DaemonProcess(ChildProcess):
+    """A `tarryd`. `start` after `kill` or `terminate` starts it again on the same ports, so that clients find it.
+
+    `settings`: `section.key` -> value, the store among them (`local_store`, `S3ServerProcess.settings`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        settings: Mapping[str, object],
+        *,
+        daemon_id: str | None = None,
+    ) -> None:
+        super().__init__(name, directory, S3_CREDENTIALS)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.metrics_address = f"127.0.0.1:{free_port()}"
+        self._settings = {
+            "daemon.id": daemon_id or name,
+            "grpc.listen": self.address,
+            "metrics.listen": self.metrics_address,
+            **settings,
+        }
+        self._ready_file = directory / f"{name}.ready"
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Returns when its ports are bound. Raises `ProcessFailed`."""
+        self._ready_file.unlink(missing_ok=True)
+        overrides = [f"--set={name}={_text(value)}" for name, value in self._settings.items()]
+        self._spawn("-m", "daemon.main", "--ready-file", str(self._ready_file), *overrides)
+        ready = json.loads(self._wait_for_file(self._ready_file, timeout_s))
+        if ready["grpc"] != self.address:
+            raise self.failed(f"listens on {ready['grpc']}, not on {self.address}")
+
+    def start_serving(self, timeout_s: float = 30.0) -> float:
+        """Starts and waits until health says SERVING; the seconds it took. Raises `ProcessFailed`."""
+        began_s = time.monotonic()
+        self.start(timeout_s)
+        self.wait_for_health(serving=True, timeout_s=timeout_s - (time.monotonic() - began_s))
+        return time.monotonic() - began_s
+
+    def wait_for_health(self, *, serving: bool, timeout_s: float = 30.0) -> None:
+        """Watches its health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
+        status = _SERVING if serving else _NOT_SERVING
+        deadline_s = time.monotonic() + timeout_s
+        with grpc.insecure_channel(self.address) as channel:
+            method = channel.unary_stream(
+                "/grpc.health.v1.Health/Watch",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            while True:
+                # Cut into short watches, to notice the end of the process.
+                watch = method(health_pb2.HealthCheckRequest(), timeout=1.0, wait_for_ready=True)
+                try:
+                    if any(response.status == status for response in watch):
+                        watch.cancel()
+                        return
+                except grpc.RpcError as error:
+                    if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                        raise
+                wanted = "SERVING" if serving else "NOT_SERVING"
+                self._check_waiting(deadline_s, f"was not {wanted} within {timeout_s:g} s")
+
+    def is_serving(self, timeout_s: float = 5.0) -> bool:
+        """What its health says now; raises `grpc.RpcError`."""
+        with grpc.insecure_channel(self.address) as channel:
+            method = channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            answer = method(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=True)
+            return bool(answer.status == _SERVING)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a series over the samples that have these labels; 0.0 when there is none."""
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
+            text: str = response.read().decode()
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        total = 0.0
+        for line in text.splitlines():
+            series, _, value = line.rpartition(" ")
+            if series.partition("{")[0] == name and all(label in series for label in wanted):
+                total += float(value)
+        return total
+
+
+class S3ServerProcess(ChildProcess):
+    """moto as an S3 server, one request at a time (its conditional PUT is atomic only so), with one empty bucket."""
+
+    BUCKET = "tarry"
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(name, directory, S3_CREDENTIALS)
+        self.port = free_port()
+        self._ready_file = directory / f"{name}.ready"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Returns when the bucket exists. Raises `ProcessFailed`."""
+        self._ready_file.unlink(missing_ok=True)
+        self._spawn("-m", "examples.s3_server", "--port", str(self.port), "--ready-file", str(self._ready_file))
+        self._wait_for_file(self._ready_file, timeout_s)
+        self._client().create_bucket(Bucket=self.BUCKET)
+
+    def settings(self, *, port: int | None = None) -> dict[str, object]:
+        """The settings of a daemon that uses it, through `port` if something stands between."""
+        return {
+            "store.kind": "s3",
+            "store.s3.bucket": self.BUCKET,
+            "store.s3.endpoint_url": f"http://127.0.0.1:{port or self.port}",
+            "store.s3.addressing": "path",
+        }
+
+    def stored_bytes(self) -> int:
+        """Bytes of all objects in the bucket."""
+        pages = self._client().get_paginator("list_objects_v2").paginate(Bucket=self.BUCKET)
+        return sum(found["Size"] for page in pages for found in page.get("Contents", ()))
+
+    def _client(self) -> S3Client:
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            aws_access_key_id=S3_CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=S3_CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            region_name=S3_CREDENTIALS["AWS_DEFAULT_REGION"],
+        )
+
+
+def local_store(path: Path) -> dict[str, object]:
+    """The settings of a daemon on a local directory."""
+    return {"store.kind": "local", "store.path": path}
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
