@@ -1,0 +1,205 @@
+"""Objects of version 1 that a former build wrote: this build must read the same values from them.
+
+A new version adds files; those that are here never change. Running this file as a module (`python -m`) writes the
+missing ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage_backends.formats import bucket, checkpoint, journal, manifest, position_bitmap
+from storage_backends.formats.rows import Rows
+from storage_backends.formats.segment import SegmentLimits
+from tests.storage_backends.formats import examples
+
+GOLDEN = Path(__file__).parent / "golden"
+COUNT = 120
+
+
+def golden_rows() -> Rows:
+    """120 rows of two ledgers, worked out without a generator."""
+    number = np.arange(COUNT, dtype=np.uint64)
+    return Rows(
+        np.uint64(examples.NOON_MS) + number * np.uint64(7919) % np.uint64(100_003),
+        np.uint64(5) + number // np.uint64(80),
+        number * np.uint64(3) % np.uint64(80) + number // np.uint64(80) * np.uint64(1000),
+        (number * np.uint64(2_654_435_761) % np.uint64(1 << 32)).astype(np.uint32),
+    )
+
+
+def golden_bucket(compatible: bool) -> bytes:
+    limits = SegmentLimits(time_step_ms=10_000, rows_max=50, rows_min=10)
+    return bucket.encode_bucket(
+        golden_rows().sorted_by_due(), topic="orders", subscription_id=0, limits=limits, compatible=compatible
+    ).body
+
+
+def golden_records() -> tuple[journal.Record, ...]:
+    rows = golden_rows()
+    acknowledged = Rows(rows.deliver_at_ms[:9], rows.ledger_id[:9], rows.entry_id[:9])
+    return (
+        journal.AddRecord("id", 1, 0, rows),
+        journal.AcknowledgeRecord("id", 1, 2, acknowledged),
+        journal.GoneRecord("id", 1, 0, journal.GoneReason.NO_SUBSCRIPTION, rows.ledger_id[:4], rows.entry_id[:4]),
+    )
+
+
+def golden_slot() -> bytes:
+    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3), golden_records())
+
+
+def golden_progress() -> manifest.Progress:
+    rows = golden_rows()
+    positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    acknowledged = manifest.SubscriptionProgress(subscription_id=1, positions=positions[:1])
+    return manifest.Progress(
+        buckets=(manifest.BucketProgress(bucket="b", gone=positions, acknowledged=(acknowledged,)),)
+    )
+
+
+def golden_object() -> manifest.ObjectReference:
+    return manifest.ObjectReference(name="key", base=3, size_bytes=4, sha256=bytes(32))
+
+
+def golden_head() -> manifest.ManifestHead:
+    return manifest.ManifestHead(
+        number=9,
+        previous_sha256=bytes(32),
+        commit_id="c2",
+        writer="w",
+        created_ms=7,
+        lineage=("c1", "c2"),
+        orphan_floor=2,
+    )
+
+
+def golden_topic_manifest() -> manifest.TopicManifest:
+    live = manifest.LiveBucket(
+        object=golden_object(),
+        rows=COUNT,
+        first_ledger_id=5,
+        last_ledger_id=6,
+        min_deliver_at_ms=1,
+        max_deliver_at_ms=2,
+        hash_low=11,
+        hash_high=12,
+        level=1,
+        subscription_id=3,
+        quarantined=True,
+        compatible_form=True,
+        segments=4,
+    )
+    return manifest.TopicManifest(
+        head=golden_head(),
+        topic="orders",
+        topic_id="id",
+        incarnation=1,
+        owner_epoch=2,
+        applied=3,
+        live=(live,),
+        tombstones=(manifest.Tombstone(object=golden_object(), removed_in=8, delete_after_ms=9, attempts=1),),
+        subscriptions=(manifest.Subscription(subscription_id=1, name="s", since_ms=4, created_slot=5),),
+        last_subscription_id=1,
+        progress=golden_progress(),
+        progress_object=golden_object(),
+        deleted=True,
+    )
+
+
+def golden_shard_manifest() -> manifest.ShardManifest:
+    reference = manifest.CheckpointReference(object=golden_object(), slot=6, replay_from=5)
+    return manifest.ShardManifest(
+        head=golden_head(),
+        shard=3,
+        epoch=4,
+        owner="d1",
+        address="127.0.0.1:7461",
+        checkpoint=reference,
+        previous_checkpoint=reference,
+        replay_from=5,
+        fence_slot=2,
+    )
+
+
+def golden_root_format() -> manifest.RootFormat:
+    return manifest.RootFormat(format_version=1, shards=16, created_ms=7, root_id="r")
+
+
+def golden_checkpoint() -> bytes:
+    rows = golden_rows()
+    part = checkpoint.TopicPart(
+        "id", "orders", 1, rows, (checkpoint.SealingPart("b", 6, rows.take(slice(0, 50))),), golden_progress()
+    )
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part,)))
+
+
+OBJECTS: dict[str, Callable[[], bytes]] = {
+    "bucket-columnar-1.bin": lambda: golden_bucket(compatible=False),
+    "bucket-compatible-1.bin": lambda: golden_bucket(compatible=True),
+    "slot-1.bin": golden_slot,
+    "root-format-1.bin": lambda: manifest.encode_root_format(golden_root_format()),
+    "shard-manifest-1.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest()),
+    "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
+    "progress-1.bin": lambda: manifest.encode_progress(golden_progress()),
+    "checkpoint-1.bin": golden_checkpoint,
+}
+
+
+def stored(name: str) -> bytes:
+    return (GOLDEN / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["bucket-columnar-1.bin", "bucket-compatible-1.bin"])
+def test_a_bucket_of_version_1_is_read(name: str) -> None:
+    metadata, rows = bucket.decode_bucket(stored(name))
+    assert examples.tuples(rows) == examples.tuples(golden_rows().sorted_by_due())
+    assert metadata.topic == "orders"
+    assert metadata.positions == position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+
+
+def test_a_slot_of_version_1_is_read() -> None:
+    header, (add, acknowledge, gone) = journal.decode_slot(stored("slot-1.bin"))
+    assert header == journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3)
+    expected = golden_rows()
+    assert isinstance(add, journal.AddRecord)
+    assert examples.tuples(add.rows) == examples.tuples(expected)
+    assert isinstance(acknowledge, journal.AcknowledgeRecord)
+    assert acknowledge.subscription_id == 2
+    assert acknowledge.rows.entry_id.tolist() == expected.entry_id[:9].tolist()
+    assert isinstance(gone, journal.GoneRecord)
+    assert gone.reason is journal.GoneReason.NO_SUBSCRIPTION
+    assert gone.entry_id.tolist() == expected.entry_id[:4].tolist()
+
+
+def test_manifests_of_version_1_are_read() -> None:
+    assert manifest.decode_root_format(stored("root-format-1.bin")) == golden_root_format()
+    assert manifest.decode_shard_manifest(stored("shard-manifest-1.bin")) == golden_shard_manifest()
+    assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")) == golden_topic_manifest()
+    assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()
+
+
+def test_a_checkpoint_of_version_1_is_read() -> None:
+    value = checkpoint.decode_checkpoint(stored("checkpoint-1.bin"))
+    assert (value.shard, value.epoch, value.slot) == (3, 4, 7)
+    (part,) = value.topics
+    assert (part.topic_id, part.topic, part.incarnation) == ("id", "orders", 1)
+    assert examples.tuples(part.mutable_rows) == examples.tuples(golden_rows())
+    assert part.progress == golden_progress()
+    (sealing,) = part.sealing
+    assert (sealing.bucket, sealing.slot) == ("b", 6)
+    assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
+
+
+def test_nothing_else_is_stored_there() -> None:
+    assert {path.name for path in GOLDEN.iterdir()} == set(OBJECTS)
+
+
+if __name__ == "__main__":
+    for name, encode in OBJECTS.items():
+        if not (GOLDEN / name).exists():
+            (GOLDEN / name).write_bytes(encode())
