@@ -125,14 +125,14 @@ class S3Store(ObjectStore):
         check_key(key)
         check_metadata(metadata)
         with _translated(key):
-            self._data.put_object(Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=metadata)
+            self._data.put_object(Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=dict(metadata))
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         check_key(key)
         check_metadata(metadata)
         try:
             self._conditional.put_object(
-                Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=metadata, IfNoneMatch="*"
+                Bucket=self._bucket, Key=self._front + key, Body=body, Metadata=dict(metadata), IfNoneMatch="*"
             )
         except (botocore_errors.ClientError, botocore_errors.BotoCoreError, *_TRANSPORT) as error:
             _raise_for_conditional(key, error)

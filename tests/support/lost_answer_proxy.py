@@ -1,0 +1,150 @@
+"""A proxy before an S3 server that loses answers.
+
+Fault model: a conditional PUT may take effect while its answer is lost (the connection is closed without a byte, or
+stays silent), or be answered with an error before it takes effect. Nothing else: requests arrive as they were sent,
+answers that arrive are whole.
+
+Owns: the proxy, and which answer it loses. Does not own: what was the fault's effect; that is the test's to say.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+from urllib.parse import urlsplit
+
+_HOP_BY_HOP: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect"})
+_UPSTREAM_TIMEOUT_S: Final = 30.0
+
+
+class Loss(Enum):
+    """How an answer is lost."""
+
+    CLOSED = "the connection is closed without an answer"
+    SILENT = "no answer comes, until the client gives up"
+
+
+class LostAnswerProxy:
+    """The proxy; it listens when it is made, and forwards from `start` to `stop`.
+
+    `requests` counts what arrived by method, `conditional_puts` the conditional PUTs among it, `lost_answers` what
+    was forwarded and not answered. All may be read at any time.
+    """
+
+    def __init__(self, upstream_url: str) -> None:
+        self._upstream: Final = urlsplit(upstream_url).netloc
+        self._lock = threading.Lock()
+        self._put_faults: deque[Loss | int] = deque()
+        self._stopping = threading.Event()
+        self.requests: Counter[str] = Counter()
+        self.conditional_puts = 0
+        self.lost_answers = 0
+        self._server = _Server(("127.0.0.1", 0), self._handler_class())
+        self._thread = threading.Thread(target=self._server.serve_forever, name="lost-answer-proxy", daemon=True)
+        self.endpoint_url: Final = f"http://127.0.0.1:{self._server.server_port}"
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def drop_next_put_answer(self, *, count: int = 1, loss: Loss = Loss.CLOSED) -> None:
+        """The next conditional PUTs reach the server; their answers reach nobody."""
+        with self._lock:
+            self._put_faults.extend([loss] * count)
+
+    def answer_next_put_with(self, status: int) -> None:
+        """The next conditional PUT is answered with this status and does not reach the server."""
+        with self._lock:
+            self._put_faults.append(status)
+
+    def _next_fault(self, handler: BaseHTTPRequestHandler) -> Loss | int | None:
+        conditional = handler.command == "PUT" and "If-None-Match" in handler.headers
+        with self._lock:
+            self.requests[handler.command] += 1
+            self.conditional_puts += conditional
+            fault = self._put_faults.popleft() if conditional and self._put_faults else None
+            self.lost_answers += isinstance(fault, Loss)
+            return fault
+
+    def _handler_class(self) -> type[BaseHTTPRequestHandler]:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def forward(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                fault = proxy._next_fault(self)
+                if isinstance(fault, int):
+                    self.answer(fault, {}, b"")
+                    return
+                status, headers, answer = proxy._forward(self, body)
+                if fault is Loss.SILENT:
+                    proxy._stopping.wait(_UPSTREAM_TIMEOUT_S)
+                if fault is not None:
+                    self.close_connection = True
+                    return
+                self.answer(status, headers, answer)
+
+            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response_only(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                if self.command == "HEAD" and "Content-Length" in headers:
+                    pass  # the length of what a GET would bring
+                else:
+                    self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: a line for each request is of no use here."""
+
+        return Handler
+
+    def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(self._upstream, timeout=_UPSTREAM_TIMEOUT_S)
+        try:
+            headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_BY_HOP}
+            headers["Content-Length"] = str(len(body))
+            connection.request(handler.command, handler.path, body, headers)
+            response = connection.getresponse()
+            answer = response.read()
+            kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP_BY_HOP}
+            length = response.getheader("Content-Length")
+            if handler.command == "HEAD" and length is not None:
+                kept["Content-Length"] = length
+            return response.status, kept, answer
+        finally:
+            connection.close()
+
+
+@contextmanager
+def lost_answer_proxy(upstream_url: str) -> Iterator[LostAnswerProxy]:
+    """A proxy that forwards while the block runs."""
+    proxy = LostAnswerProxy(upstream_url)
+    proxy.start()
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: clients that give up while an answer is withheld are what this proxy is for."""
