@@ -114,8 +114,10 @@ def decode_u64(
         return np.full(rows, base, np.uint64)
     offsets = _from_planes(body, rows, width) if form & _PLANES else _from_row_major(body, rows, width)
     if form & _DELTAS:
-        values = np.cumsum(offsets, dtype=np.uint64)
-        wrapped = bool((values[1:] < values[:-1]).any()) or int(values[-1]) > _U64_MAX - base
+        values = offsets.cumsum()
+        # So few rows of so small a width cannot add up to 2^64.
+        can_wrap = rows.bit_length() + 8 * width > 64
+        wrapped = (can_wrap and bool((values[1:] < values[:-1]).any())) or int(values[-1]) > _U64_MAX - base
     else:
         values = offsets
         wrapped = base > _U64_MAX - (1 << 8 * width) + 1 and int(values.max()) > _U64_MAX - base
