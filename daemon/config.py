@@ -40,7 +40,7 @@ class Daemon(Section, frozen=True):
         Annotated[
             str,
             Meta(
-                pattern=r"^[A-Za-z0-9._-]{1,128}\Z",
+                pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z",
                 description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. It "
                 "must stay the same when the daemon restarts, since a daemon takes its own shards back at once, and no "
                 "two daemons may use one id at a time. Default: host name and port of `grpc.listen`. Set it where the "
@@ -83,25 +83,32 @@ class S3(Section, frozen=True):
 
     bucket: Annotated[str, Meta(description="Name of the bucket; required.")] = ""
     prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
-    region: Annotated[str, Meta(description="Default: that of the AWS SDK.")] | None = None
+    region: Annotated[str, Meta(min_length=1, description="Region of the bucket.")] = "us-east-1"
     endpoint_url: (
         Annotated[str, Meta(pattern=r"^https?://", description="For S3-compatible stores. Default: AWS.")] | None
     ) = None
     addressing: Annotated[
         Literal["auto", "path", "virtual"],
-        Meta(description="Where the bucket's name goes: into the path or the host name."),
+        Meta(
+            description="Where the bucket's name goes: into the path or the host name. `auto`: the path for an "
+            "`endpoint_url`, and what the AWS SDK chooses for AWS."
+        ),
     ] = "auto"
     checksums: Annotated[
-        Literal["when_supported", "when_required"],
+        Literal["auto", "when_supported", "when_required"],
         Meta(
-            description="Checksums that the AWS SDK adds and verifies; some S3-compatible stores need `when_required`."
+            description="Checksums that the AWS SDK adds and verifies. `auto`: `when_required` for an `endpoint_url`, "
+            "since many S3-compatible stores refuse the others, and `when_supported` for AWS."
         ),
-    ] = "when_supported"
-    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect.")] = 5.0
-    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a request fails.")] = (
-        20.0
-    )
-    connections_max: Annotated[int, Meta(ge=1, le=1000, description="Connections kept open.")] = 32
+    ] = "auto"
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each try.")] = 1.0
+    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a try fails.")] = 5.0
+    attempts: Annotated[
+        int, Meta(ge=1, le=100, description="Tries of a request; conditional writes are never repeated by the SDK.")
+    ] = 4
+    connections_max: Annotated[
+        int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")
+    ] = 32
 
 
 class Store(Section, frozen=True):

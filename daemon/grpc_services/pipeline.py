@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
 from daemon import config, errors
 
 T = TypeVar("T")
-Context = grpc.aio.ServicerContext[bytes, bytes]
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class Pipeline:

@@ -25,37 +25,41 @@ MESSAGE_ROOM_BYTES = 1 << 20
 
 
 class Server:
-    """The daemon's gRPC endpoint."""
+    """The daemon's gRPC endpoint: bind, start, drain."""
 
-    def __init__(self, engine: Engine, settings: config.Config, daemon_metrics: metrics.Metrics) -> None:
+    def __init__(self, settings: config.Config) -> None:
         self._settings = settings
-        services = {
-            delayed_delivery.DESCRIPTOR.full_name: delayed_delivery.DelayedDelivery(engine, settings).handlers(),
-            dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, settings).handlers(),
-            inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, settings).handlers(),
-        }
-        self._health = health.HealthReport(engine, tuple(services), daemon_metrics)
         self._server = grpc.aio.server(options=_options(settings))
+        self._health: health.HealthReport | None = None
+
+    def bind(self) -> int:
+        """Takes the address, so that the daemon knows its port before it serves. Raises `OSError` when it is taken."""
+        try:
+            return self._server.add_insecure_port(self._settings.grpc.listen)
+        except RuntimeError as error:
+            raise OSError(f"grpc.listen: {self._settings.grpc.listen} cannot be bound: {error}") from error
+
+    async def start(self, engine: Engine, daemon_metrics: metrics.Metrics) -> None:
+        """Serves. An engine that is not ready refuses by itself; health follows it."""
+        services = {
+            delayed_delivery.DESCRIPTOR.full_name: delayed_delivery.DelayedDelivery(engine, self._settings).handlers(),
+            dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, self._settings).handlers(),
+            inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, self._settings).handlers(),
+        }
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items())
         )
+        self._health = health.HealthReport(engine, tuple(services), daemon_metrics)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*services, health_name, reflection.SERVICE_NAME), self._server)
-
-    async def start(self) -> int:
-        """Listens and serves; returns the port. Raises `OSError` when the address cannot be bound."""
-        try:
-            port = self._server.add_insecure_port(self._settings.grpc.listen)
-        except RuntimeError as error:
-            raise OSError(f"grpc.listen: {self._settings.grpc.listen} cannot be bound: {error}") from error
         await self._health.start()
         await self._server.start()
-        return port
 
     async def drain(self) -> None:
         """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them."""
-        await self._health.close()
+        if self._health is not None:
+            await self._health.close()
         await self._server.stop(self._settings.grpc.drain_s)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf import message
@@ -16,7 +16,7 @@ from daemon.grpc_services import parsing, status
 from daemon.grpc_services.pipeline import Context
 
 M = TypeVar("M", bound=message.Message)
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 def handler(request_type: type[M], call: Callable[[M], Awaitable[message.Message]], *, size_bytes_max: int) -> Handler:

@@ -1,0 +1,120 @@
+"""A server on a free loopback port over an engine, and a client that sends bytes as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+from google.protobuf import message
+
+from daemon import config, metrics
+from daemon.engine import calls
+from daemon.grpc_services import server
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests.support.fake_engine import FakeEngine
+
+ANSWERS: dict[str, type[message.Message]] = {
+    "DelayedDelivery/AddMessages": delayed_delivery_pb2.AddMessagesResponse,
+    "DelayedDelivery/StreamAddMessages": delayed_delivery_pb2.StreamAddMessagesResponse,
+    "Dispatch/Subscribe": dispatch_pb2.SubscribeResponse,
+    "Dispatch/CreateSubscription": dispatch_pb2.CreateSubscriptionResponse,
+    "Dispatch/DeleteSubscription": dispatch_pb2.DeleteSubscriptionResponse,
+    "Inspect/ListTopics": inspect_pb2.ListTopicsResponse,
+    "Inspect/GetTopicStats": inspect_pb2.GetTopicStatsResponse,
+}
+
+
+class Caller:
+    """A client that takes messages or any bytes, so that it can send what no client library would."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+
+    async def unary(self, method: str, request: message.Message | bytes) -> Any:
+        call = self.channel.unary_unary(
+            f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
+        )
+        return await call(_encoded(request), timeout=20)
+
+    def stream(self, method: str) -> Stream:
+        call = self.channel.stream_stream(
+            f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
+        )
+        return Stream(call(timeout=20))
+
+
+class Stream:
+    """One bidirectional call."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def send(self, request: message.Message | bytes) -> None:
+        await self.call.write(_encoded(request))
+
+    async def done_sending(self) -> None:
+        await self.call.done_writing()
+
+    async def receive(self) -> Any:
+        """The next answer. Raises `EOFError` at the end, `grpc.aio.AioRpcError` when the call failed."""
+        answer = await self.call.read()
+        if answer is grpc.aio.EOF:
+            if await self.call.code() is not grpc.StatusCode.OK:
+                await self.call.wait_for_connection()
+            raise EOFError
+        return answer
+
+
+def _encoded(request: message.Message | bytes) -> bytes:
+    return request if isinstance(request, bytes) else request.SerializeToString()
+
+
+@dataclasses.dataclass
+class Edge:
+    """What a test of the edge has at hand."""
+
+    engine: FakeEngine
+    caller: Caller
+    metrics: metrics.Metrics
+    server: server.Server
+    port: int
+
+
+@pytest.fixture
+def settings() -> config.Config:
+    """Small limits, so that a test can reach them, with the defaults of everything else."""
+    return config.load(
+        environment={},
+        overrides=[
+            "grpc.listen=127.0.0.1:0",
+            "grpc.drain_s=0",
+            "limits.rows_per_request_max=1000",
+            "limits.message_bytes_max=1048576",
+            "limits.subscriptions_per_topic_max=3",
+        ],
+    )
+
+
+@pytest.fixture
+def engine(settings: config.Config) -> FakeEngine:
+    return FakeEngine(settings)
+
+
+@pytest.fixture
+async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+    daemon_metrics = metrics.Metrics()
+    endpoint = server.Server(settings)
+    port = endpoint.bind()
+    await endpoint.start(cast(Any, engine), daemon_metrics)
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        yield Edge(engine, Caller(channel), daemon_metrics, endpoint, port)
+    await endpoint.drain()
+
+
+@pytest.fixture
+def unhealthy() -> calls.Health:
+    return calls.Health(serving=False, reason="the store does not answer")
