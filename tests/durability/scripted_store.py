@@ -1,7 +1,7 @@
 """A store in memory whose answers a test scripts, one by one.
 
-Fault model: a conditional PUT may land and lose its answer, be lost, land after its caller was told nothing, be repeated
-underneath so that its own success looks like a conflict, or be turned away; a HEAD may fail.
+Fault model: a conditional PUT may land and lose its answer, be lost, land after its caller was told nothing, be
+repeated underneath so that its own success looks like a conflict, or be turned away; a HEAD may fail.
 """
 
 from __future__ import annotations

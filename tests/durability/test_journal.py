@@ -1,4 +1,4 @@
-"""A slot is reported as written exactly when it is certain, and nothing of an owner lands behind a successor's fence."""
+"""A slot counts as written when that is certain, and nothing of an owner lands behind a successor's fence."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ async def test_without_head_the_shard_stalls_and_says_since_when_and_why() -> No
     store.head_faults.clear()
     await clock.advance(2.0)
     assert await writing == 10
-    assert (owner.writer.stalled_since_s, owner.writer.stall_reason) == (None, "")
+    assert [owner.writer.stalled_since_s, owner.writer.stall_reason] == [None, ""]
 
 
 async def test_an_owner_that_meets_a_fence_is_fenced_and_writes_nothing_more() -> None:

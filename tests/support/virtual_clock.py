@@ -17,8 +17,8 @@ SETTLE_TURNS = 30
 class VirtualClock:
     """`now`, `sleep` and `block` stand in for time.monotonic, asyncio.sleep and time.sleep.
 
-    `now_s` is the time in seconds. A sleeper wakes when `advance` reaches its time; `block` advances by itself, as there
-    is nobody else to do it.
+    `now_s` is the time in seconds. A sleeper wakes when `advance` reaches its time; `block` advances by itself, as
+    there is nobody else to do it.
     """
 
     def __init__(self, now_s: float = 1000.0) -> None:
