@@ -1,0 +1,110 @@
+"""A TCP proxy that can be shut: the network between a daemon and its store goes away.
+
+Fault model: while it is shut, open connections are reset and new ones are refused. Nothing is delayed or changed.
+
+Owns: the listening port, which stays the same, and the connections. Does not own: what is said on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from types import TracebackType
+from typing import Self
+
+_CHUNK_BYTES = 1 << 16
+# Closing with this sends a reset instead of an orderly end.
+_RESET = struct.pack("ii", 1, 0)
+
+
+class TcpProxy:
+    """A context manager; it is open when it is entered."""
+
+    def __init__(self, upstream_port: int) -> None:
+        self._upstream_port = upstream_port
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self.port = 0
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shut()
+
+    def open(self) -> None:
+        """Accepts connections."""
+        listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
+        self.port = listener.getsockname()[1]
+        with self._lock:
+            self._listener = listener
+        self._start(self._accept, listener)
+
+    def shut(self) -> None:
+        """Refuses new connections and resets the open ones."""
+        with self._lock:
+            listener, self._listener = self._listener, None
+            connections = list(self._connections)
+            self._connections.clear()
+        if listener is not None:
+            # Closing alone does not wake a thread that accepts.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for connection in connections:
+            _reset(connection)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _start(self, run: object, *arguments: socket.socket) -> None:
+        thread = threading.Thread(target=run, args=arguments, name="tcp-proxy", daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(("127.0.0.1", self._upstream_port))
+            except OSError:
+                _reset(near)
+                continue
+            with self._lock:
+                if self._listener is not listener:
+                    _reset(near)
+                    _reset(far)
+                    return
+                self._connections |= {near, far}
+                for source, sink in ((near, far), (far, near)):
+                    self._start(self._copy, source, sink)
+
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
+        """Passes on what comes, and its end, until either side is gone."""
+        try:
+            while chunk := source.recv(_CHUNK_BYTES):
+                sink.sendall(chunk)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            with self._lock:
+                self._connections -= {source, sink}
+            _reset(source)
+            _reset(sink)
+
+
+def _reset(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        # A thread that reads it is woken by this, not by closing.
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
