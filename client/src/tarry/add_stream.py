@@ -30,7 +30,7 @@ class _InFlight:
 
 
 class AddStream:
-    """Made by `Client.add_stream`. A context manager: leaving it waits for every answer.
+    """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
 
     Safe to use from several threads. A stream is opened with the first batch, and again when there is one to send.
     """
@@ -123,7 +123,8 @@ class AddStream:
     ) -> None:
         try:
             if kind is None:
-                self.flush()
+                # By then every request is answered or given up.
+                self.flush(self._timeout_s)
         finally:
             self.close()
 

@@ -117,7 +117,12 @@ class Client:
         if create:
             self.create_subscription(topic, subscription_name, timeout_s=timeout_s)
         opened = subscription.Subscription(
-            self._shared, topic, subscription_name, permits=permits, rows_max=self._rows_max
+            self._shared,
+            topic,
+            subscription_name,
+            permits=permits,
+            rows_max=self._rows_max,
+            timeout_s=self._timeout_s,
         )
         self._streams.add(opened)
         try:

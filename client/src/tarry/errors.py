@@ -190,13 +190,13 @@ def from_rpc(error: grpc.RpcError) -> TarryError:
 
 
 def from_status(status: status_pb2.Status) -> TarryError:
-    """The failure of one request of a stream, answered in band. Its hints are the metadata of an ErrorInfo."""
+    """The failure of one request of a stream, answered in band. Its hints are the ErrorInfo's, with underscores."""
     hints: dict[str, str] = {}
     for detail in status.details:
         info = error_details_pb2.ErrorInfo()
         try:
             if detail.Unpack(info):
-                hints.update(info.metadata)
+                hints.update((key.replace("_", "-"), value) for key, value in info.metadata.items())
         except protobuf_message.DecodeError as damaged:
             return Internal(f"the details of a status cannot be read ({damaged}): {status.message}")
     code = _CODE_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN)

@@ -16,7 +16,7 @@ from tarry import errors
 
 @dataclasses.dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential back-off with full jitter: the n-th delay is uniform from 0 to `initial_s * 2^(n-1)`, capped at `max_s`.
+    """Exponential back-off with full jitter: the n-th is uniform from 0 to `initial_s * 2^(n-1)`, at most `max_s`.
 
     A daemon that says when to come back (`retry-after-ms`) is obeyed, and the owner it names is asked at once.
     """

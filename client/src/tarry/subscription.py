@@ -49,12 +49,20 @@ class _Unconfirmed:
 class Subscription:
     """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
 
-    Leaving it waits until every acknowledgement is durable. Safe to use from several threads. A failure that no retry
-    cures (the subscription was deleted, say) is raised from the iteration, after what was received before it.
+    Leaving it waits until every acknowledgement is durable, for the client's `timeout_s` at most. Safe to use from
+    several threads. A failure that no retry cures (the subscription was deleted, say) is raised from the iteration,
+    after what was received before it.
     """
 
     def __init__(
-        self, shared: connections.Connections, topic: str, subscription: str, *, permits: int, rows_max: int
+        self,
+        shared: connections.Connections,
+        topic: str,
+        subscription: str,
+        *,
+        permits: int,
+        rows_max: int,
+        timeout_s: float,
     ) -> None:
         if not 1 <= permits <= PERMITS_MAX:
             raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")
@@ -62,6 +70,7 @@ class Subscription:
         self._subscription = subscription
         self._permits = permits
         self._rows_max = rows_max
+        self._timeout_s = timeout_s
         self._policy = shared.policy
         # Guards everything below; settled futures are told after it is released.
         self._changed = threading.Condition()
@@ -201,7 +210,7 @@ class Subscription:
     ) -> None:
         try:
             if kind is None and not self._closed:
-                self.flush()
+                self.flush(self._timeout_s)
         finally:
             self.close()
 

@@ -1,0 +1,24 @@
+"""The `tarry` command.
+
+Owns: being there without the extra `cli`, to say what to install.
+Does not own: the commands (`tarry.cli.commands`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits with its status."""
+    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"tarry: {' and '.join(missing)} missing: install the command with: pip install 'tarry[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    from tarry.cli import commands
+
+    commands.tarry()

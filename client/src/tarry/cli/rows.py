@@ -1,0 +1,152 @@
+"""The rows that `tarry add` is given, as batches of columns.
+
+Owns: ranges of entries, durations and times as people write them, and CSV files.
+Does not own: adding them.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import re
+from collections.abc import Iterable, Iterator
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import hashing
+
+U64_MAX = 2**64 - 1
+
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Columns for `AddStream.add`; one of the two times is None."""
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    deliver_at_ms: NDArray[np.uint64] | None
+    delay_ms: NDArray[np.uint64] | None
+    key_hash: NDArray[np.uint32] | None
+
+    def __len__(self) -> int:
+        return len(self.entry_id)
+
+
+class Duration(click.ParamType[int]):
+    """`500ms`, `5s`, `1.5h`, `1h30m`: milliseconds."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        parts = _DURATION.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            self.fail(f"{text!r} is not a duration; write for example 500ms, 5s, 2m, 1h30m or 7d", param, ctx)
+        return round(sum(float(number) * _UNIT_MS[unit] for number, unit in parts))
+
+
+class Moment(click.ParamType[int]):
+    """An ISO 8601 time (local when it has no offset) or Unix time in ms: Unix time in ms."""
+
+    name = "time"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        if text.isascii() and text.isdigit():
+            return int(text)
+        try:
+            at = datetime.datetime.fromisoformat(text).astimezone()
+        except (ValueError, OverflowError):
+            self.fail(f"{text!r} is not a time; write for example 2030-01-31T12:00:00Z or 1896091200000", param, ctx)
+        epoch = datetime.datetime.fromtimestamp(0, tz=datetime.UTC)
+        moment_ms = (at - epoch) // datetime.timedelta(milliseconds=1)
+        if moment_ms < 0:
+            self.fail(f"{text!r} is before 1970", param, ctx)
+        return moment_ms
+
+
+class EntryRange(click.ParamType[range]):
+    """`7` or `0-999`, both ends included."""
+
+    name = "entries"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> range:
+        if isinstance(value, range):
+            return value
+        text = str(value)
+        matched = re.fullmatch(r"(\d+)(?:-(\d+))?", text, flags=re.ASCII)
+        if matched is None:
+            self.fail(f"{text!r} is not a range of entries; write for example 7 or 0-999", param, ctx)
+        first, last = int(matched[1]), int(matched[2] or matched[1])
+        if first > last or last > U64_MAX:
+            self.fail(f"{text!r} must go from a lower to a higher entry, {U64_MAX} at most", param, ctx)
+        return range(first, last + 1)
+
+
+def from_options(
+    ledger: int, entries: range, *, deliver_at_ms: int | None, delay_ms: int | None, key: str | None, batch_rows: int
+) -> Iterator[RowBatch]:
+    """Consecutive entries of one ledger, all with one time and one key."""
+    for first in range(entries.start, entries.stop, batch_rows):
+        last = min(first + batch_rows, entries.stop) - 1
+        yield RowBatch(
+            ledger_id=np.array([ledger], dtype=np.uint64),
+            # Not arange(first, last + 1): the end may be 2^64.
+            entry_id=np.arange(last - first + 1, dtype=np.uint64) + np.uint64(first),
+            deliver_at_ms=None if deliver_at_ms is None else np.array([deliver_at_ms], dtype=np.uint64),
+            delay_ms=None if delay_ms is None else np.array([delay_ms], dtype=np.uint64),
+            key_hash=None if key is None else hashing.key_hash(key),
+        )
+
+
+def from_csv(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
+    """Rows of a CSV file with a header: ledger, entry, deliver_at_ms and perhaps key (empty = none).
+
+    Raises click.UsageError, which names the line.
+    """
+    reader = csv.reader(lines)
+    header = [column.strip() for column in next(reader, [])]
+    where = {column: header.index(column) for column in _COLUMNS if column in header}
+    unknown = [column for column in header if column not in _COLUMNS]
+    lacking = [column for column in _COLUMNS[:3] if column not in where]
+    if lacking or unknown:
+        wrong = f"lacks {', '.join(lacking)}" if lacking else f"has the unknown column {unknown[0]!r}"
+        raise click.UsageError(f"{name}: the first line {wrong}; it must be ledger,entry,deliver_at_ms[,key]")
+    numbers: list[list[int]] = [[], [], []]
+    keys: list[str | None] = []
+    for row in reader:
+        if not row:
+            continue
+        for column, target in zip(_COLUMNS[:3], numbers, strict=True):
+            target.append(_number(row, where[column], column, f"{name}, line {reader.line_num}"))
+        if "key" in where:
+            keys.append((row[where["key"]] if where["key"] < len(row) else "") or None)
+        if len(numbers[0]) == batch_rows:
+            yield _batch(numbers, keys)
+            numbers, keys = [[], [], []], []
+    if numbers[0]:
+        yield _batch(numbers, keys)
+
+
+def _number(row: list[str], index: int, column: str, place: str) -> int:
+    text = row[index].strip() if index < len(row) else ""
+    if text.isascii() and text.isdigit() and int(text) <= U64_MAX:
+        return int(text)
+    raise click.UsageError(f"{place}: {column} is {text!r}; it must be an integer from 0 to {U64_MAX}")
+
+
+def _batch(numbers: list[list[int]], keys: list[str | None]) -> RowBatch:
+    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in numbers)
+    key_hash = hashing.key_hash(keys) if any(key is not None for key in keys) else None
+    return RowBatch(ledger_id, entry_id, deliver_at_ms, None, key_hash)

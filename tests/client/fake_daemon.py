@@ -1,0 +1,222 @@
+"""A daemon that does what the test says: real gRPC on a free port of loopback, behaviour scripted call by call.
+
+Owns: serving, recording what came, answering from the script. Fault model: a call may be refused with any status and
+metadata, a stream may be dropped after any answer, a request may be left unanswered, and epochs may go back.
+Does not own: any rule of the product; it stores nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from tarry.v1 import (
+    delayed_delivery_pb2,
+    delayed_delivery_pb2_grpc,
+    dispatch_pb2,
+    dispatch_pb2_grpc,
+    inspect_pb2_grpc,
+)
+
+WAIT_S = 20.0
+
+Unary: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]
+"""(request, context) -> response"""
+Streaming: TypeAlias = Callable[["Requests", grpc.ServicerContext], Iterator[Any]]
+"""(requests, context) -> responses; returning drops the stream"""
+
+
+class Requests:
+    """What comes on one stream."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self.taken: list[Any] = []
+
+    def take(self) -> Any:
+        """The next request; StopIteration when the client has closed."""
+        request = next(self._iterator)
+        self.taken.append(request)
+        return request
+
+    def __iter__(self) -> Iterator[Any]:
+        for request in self._iterator:
+            self.taken.append(request)
+            yield request
+
+
+class FakeDaemon(
+    delayed_delivery_pb2_grpc.DelayedDeliveryServicer,
+    dispatch_pb2_grpc.DispatchServicer,
+    inspect_pb2_grpc.InspectServicer,
+):
+    """Each call takes the next step of its method's script; the last step is repeated."""
+
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
+        self._scripts: dict[str, list[Callable[..., Any]]] = {}
+        self._lock = threading.Lock()
+        self.calls: list[tuple[str, Any]] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
+        delayed_delivery_pb2_grpc.add_DelayedDeliveryServicer_to_server(self, self._server)
+        dispatch_pb2_grpc.add_DispatchServicer_to_server(self, self._server)
+        inspect_pb2_grpc.add_InspectServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
+        self._server.start()
+
+    def script(self, method: str, *steps: Callable[..., Any]) -> None:
+        self._scripts[method] = list(steps)
+
+    def count(self, method: str) -> int:
+        return sum(name == method for name, _ in self.calls)
+
+    def requests(self, method: str) -> list[Any]:
+        """Requests of unary calls, `Requests` of streams."""
+        return [request for name, request in self.calls if name == method]
+
+    def stop(self) -> None:
+        self._server.stop(0).wait(WAIT_S)
+
+    def _step(self, method: str, request: Any) -> Callable[..., Any]:
+        with self._lock:
+            self.calls.append((method, request))
+            steps = self._scripts[method]
+            return steps.pop(0) if len(steps) > 1 else steps[0]
+
+    def AddMessages(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step("AddMessages", request)(request, context)
+
+    def CreateSubscription(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step("CreateSubscription", request)(request, context)
+
+    def DeleteSubscription(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step("DeleteSubscription", request)(request, context)
+
+    def ListTopics(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step("ListTopics", request)(request, context)
+
+    def GetTopicStats(self, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step("GetTopicStats", request)(request, context)
+
+    def StreamAddMessages(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        requests = Requests(request_iterator)
+        yield from _until_gone(self._step("StreamAddMessages", requests), requests, context)
+
+    def Subscribe(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        requests = Requests(request_iterator)
+        yield from _until_gone(self._step("Subscribe", requests), requests, context)
+
+
+def _until_gone(step: Streaming, requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+    try:
+        yield from step(requests, context)
+    except (StopIteration, RuntimeError) as ended:
+        # The client is gone: `take` has nothing more to give.
+        if isinstance(ended, RuntimeError) and not isinstance(ended.__cause__, StopIteration):
+            raise
+    except grpc.RpcError:
+        # The request iterator of a cancelled call.
+        return
+
+
+def refuse(
+    code: grpc.StatusCode, message: str = "refused by the script", **hints: str
+) -> Callable[[Any, grpc.ServicerContext], NoReturn]:
+    """A step that ends the call; hints become trailing metadata, `retry_after_ms` as `retry-after-ms`."""
+
+    def step(_: Any, context: grpc.ServicerContext) -> NoReturn:
+        context.set_trailing_metadata(tuple((key.replace("_", "-"), value) for key, value in hints.items()))
+        context.abort(code, message)
+        raise AssertionError("abort raises")
+
+    return step
+
+
+def answer(response: Any) -> Unary:
+    """A step that answers."""
+    return lambda request, context: response
+
+
+def accept(request: Any, context: grpc.ServicerContext) -> delayed_delivery_pb2.AddMessagesResponse:
+    """Every row is accepted."""
+    return delayed_delivery_pb2.AddMessagesResponse(accepted=len(request.entry_id))
+
+
+def added(request: Any) -> delayed_delivery_pb2.StreamAddMessagesResponse:
+    response = delayed_delivery_pb2.AddMessagesResponse(accepted=len(request.add.entry_id))
+    return delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, added=response)
+
+
+def refused(request: Any, refusal: status_pb2.Status) -> delayed_delivery_pb2.StreamAddMessagesResponse:
+    return delayed_delivery_pb2.StreamAddMessagesResponse(request_id=request.request_id, error=refusal)
+
+
+def accept_all(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+    """Every request of the stream is accepted."""
+    for request in requests:
+        yield added(request)
+
+
+def status(code: int, message: str = "refused by the script", **hints: str) -> status_pb2.Status:
+    """A refusal in band, its hints in an ErrorInfo."""
+    refusal = status_pb2.Status(code=code, message=message)
+    refusal.details.add().Pack(error_details_pb2.ErrorInfo(reason="SCRIPT", domain="tarry.v1", metadata=hints))
+    return refusal
+
+
+def opened(epoch: int = 1, held: int = 0) -> dispatch_pb2.SubscribeResponse:
+    return dispatch_pb2.SubscribeResponse(opened=dispatch_pb2.Opened(epoch=epoch, held=held))
+
+
+def messages(entries: range | list[int], *, epoch: int = 1, ledger: int = 7) -> dispatch_pb2.SubscribeResponse:
+    """Positions of one ledger; entry n is due at 1000 + n."""
+    return dispatch_pb2.SubscribeResponse(
+        messages=dispatch_pb2.Messages(
+            epoch=epoch,
+            ledger_id=[ledger] * len(entries),
+            entry_id=list(entries),
+            deliver_at_ms=[1000 + entry for entry in entries],
+        )
+    )
+
+
+def done(request: Any, *, epoch: int = 1, ignored: int = 0) -> dispatch_pb2.SubscribeResponse:
+    return dispatch_pb2.SubscribeResponse(
+        done=dispatch_pb2.Done(request_id=request.acknowledge.request_id, epoch=epoch, ignored=ignored)
+    )
+
+
+def moved(owner_address: str) -> dispatch_pb2.SubscribeResponse:
+    return dispatch_pb2.SubscribeResponse(moved=dispatch_pb2.Moved(owner_address=owner_address))
+
+
+def take(requests: Requests, kind: str) -> Any:
+    """The next request of a kind: open, flow or acknowledge; others before it are skipped."""
+    while True:
+        request = requests.take()
+        if request.WhichOneof("request") == kind:
+            return request
+
+
+def hold(requests: Requests) -> None:
+    """Leaves the stream open, and every request unanswered, until the client closes."""
+    for _ in requests:
+        pass
+
+
+class Gate:
+    """Lets a test and a step wait for each other; a wait that lasts too long fails the test."""
+
+    def __init__(self) -> None:
+        self._passed: queue.Queue[Any] = queue.Queue()
+
+    def open(self, value: Any = None) -> None:
+        self._passed.put(value)
+
+    def wait(self) -> Any:
+        return self._passed.get(timeout=WAIT_S)

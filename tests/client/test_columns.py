@@ -1,0 +1,95 @@
+"""What a caller may give as a column, and how a batch is cut into requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tarry
+from tarry import columns
+
+
+def test_numbers_lists_and_arrays_become_columns() -> None:
+    rows = columns.add_columns(7, [1, 2, 3], deliver_at_ms=np.array([4, 5, 6], dtype=np.int32), key_hash=np.uint32(9))
+    assert rows.ledger_id.tolist() == [7]
+    assert rows.entry_id.tolist() == [1, 2, 3]
+    assert rows.deliver_at_ms is not None
+    assert rows.deliver_at_ms.tolist() == [4, 5, 6]
+    assert rows.deliver_at_ms.dtype == np.uint64
+    assert rows.key_hash is not None
+    assert rows.key_hash.dtype == np.uint32
+
+
+def test_one_entry_is_repeated_when_another_column_is_longer() -> None:
+    assert columns.add_columns([1, 2], 5, delay_ms=0).entry_id.tolist() == [5, 5]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20))
+def test_a_list_of_any_unsigned_64_bit_numbers_is_a_column(values: list[int]) -> None:
+    assert columns.u64("entry_id", values).tolist() == values
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ([-1], "entry_id holds -1; it must be from 0 to 18446744073709551615"),
+        ([2**64], "entry_id holds 18446744073709551616; it must be from 0 to"),
+        ([-1, 2**63], "entry_id holds -1; it must be from 0 to"),
+        (np.array([3, -2]), "entry_id holds -2; it must be from 0 to"),
+        ([1.5], "entry_id holds 1.5; it must hold integers"),
+        (np.array([1.0]), "entry_id holds float64; it must hold integers"),
+        ([True], "entry_id holds bool; it must hold integers"),
+        ("12", "entry_id is text"),
+        (1.5, "entry_id is a float; it must hold integers"),
+        (np.zeros((2, 2), dtype=np.uint64), "entry_id has 2 dimensions; a column has 1"),
+        ([], "entry_id has no rows; a batch has at least 1"),
+    ],
+)
+def test_what_is_no_column_is_refused_with_field_value_and_limit(values: Any, says: str) -> None:
+    with pytest.raises(tarry.InvalidArgument) as refused:
+        columns.add_columns(1, values, delay_ms=1)
+    assert says in str(refused.value)
+
+
+def test_a_key_hash_has_32_bits() -> None:
+    with pytest.raises(tarry.InvalidArgument, match="key_hash holds 4294967296; it must be from 0 to 4294967295"):
+        columns.add_columns(1, 1, delay_ms=1, key_hash=[2**32])
+
+
+def test_columns_of_two_lengths_are_refused() -> None:
+    with pytest.raises(tarry.InvalidArgument, match="ledger_id has 2 rows; it must have 1 or 3"):
+        columns.add_columns([1, 2], [1, 2, 3], delay_ms=1)
+
+
+@pytest.mark.parametrize("times", [{}, {"deliver_at_ms": 1, "delay_ms": 1}])
+def test_exactly_one_time_column_is_needed(times: dict[str, int]) -> None:
+    with pytest.raises(tarry.InvalidArgument, match="exactly one of deliver_at_ms and delay_ms"):
+        columns.add_columns(1, 1, **times)
+
+
+@given(rows=st.integers(1, 50), rows_max=st.integers(1, 20), bytes_max=st.integers(4096 + 28, 4096 + 600))
+def test_requests_hold_every_row_once_within_both_limits(rows: int, rows_max: int, bytes_max: int) -> None:
+    batch = columns.add_columns(
+        np.arange(rows), np.arange(rows), deliver_at_ms=np.arange(rows) + 100, key_hash=np.arange(rows)
+    )
+    entries: list[int] = []
+    for first, part in batch.requests(rows_max, bytes_max):
+        assert first == len(entries)
+        assert part.deliver_at_ms is not None
+        assert part.key_hash is not None
+        assert len(part) <= rows_max
+        assert len(part) * 28 <= bytes_max
+        assert part.deliver_at_ms.tolist() == [entry + 100 for entry in part.entry_id.tolist()]
+        assert part.ledger_id.tolist() == part.key_hash.tolist() == part.entry_id.tolist()
+        entries += part.entry_id.tolist()
+    assert entries == list(range(rows))
+
+
+def test_a_column_of_length_1_is_in_every_request() -> None:
+    parts = [part for _, part in columns.add_columns(7, range(5), delay_ms=3).requests(2, 1 << 20)]
+    assert [part.ledger_id.tolist() for part in parts] == [[7]] * 3
+    assert [len(part) for part in parts] == [2, 2, 1]

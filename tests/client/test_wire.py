@@ -1,0 +1,76 @@
+"""The hand-written bytes are what the generated code reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tarry import columns, wire
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+
+u64 = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+
+
+def u64s(rows: int) -> st.SearchStrategy[list[int]]:
+    return st.one_of(st.lists(u64, min_size=1, max_size=1), st.lists(u64, min_size=rows, max_size=rows))
+
+
+@st.composite
+def adds(draw: st.DrawFn) -> dict[str, Any]:
+    rows = draw(st.integers(1, 300))
+    given_columns: dict[str, Any] = {
+        "ledger_id": draw(u64s(rows)),
+        "entry_id": draw(st.lists(u64, min_size=rows, max_size=rows)),
+        draw(st.sampled_from(["deliver_at_ms", "delay_ms"])): draw(u64s(rows)),
+    }
+    if draw(st.booleans()):
+        given_columns["key_hash"] = draw(st.lists(u32, min_size=rows, max_size=rows))
+    return given_columns
+
+
+@given(topic=st.text(min_size=1), given_columns=adds(), already_due=st.integers(0, 2), request_id=u64)
+def test_an_add_is_the_message_that_the_generated_code_makes(
+    topic: str, given_columns: dict[str, Any], already_due: int, request_id: int
+) -> None:
+    rows = columns.add_columns(**given_columns)
+    encoded = wire.encode_stream_add(request_id, wire.encode_add(topic.encode(), rows, already_due))
+    expected = delayed_delivery_pb2.StreamAddMessagesRequest(
+        request_id=request_id,
+        add=delayed_delivery_pb2.AddMessagesRequest(topic=topic, already_due=already_due, **given_columns),  # type: ignore[arg-type]
+    )
+    assert delayed_delivery_pb2.StreamAddMessagesRequest.FromString(encoded) == expected
+
+
+@given(request_id=u64, rows=st.lists(st.tuples(u64, u64, u64), min_size=1, max_size=300))
+def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
+    request_id: int, rows: list[tuple[int, int, int]]
+) -> None:
+    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+    encoded = wire.encode_acknowledge(request_id, ledger_id, entry_id, deliver_at_ms)
+    expected = dispatch_pb2.SubscribeRequest(
+        acknowledge=dispatch_pb2.Acknowledge(
+            request_id=request_id,
+            ledger_id=[row[0] for row in rows],
+            entry_id=[row[1] for row in rows],
+            deliver_at_ms=[row[2] for row in rows],
+        )
+    )
+    assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
+
+
+@given(values=st.lists(u64, max_size=300), counts=st.lists(u32, max_size=300))
+def test_a_received_column_is_an_array_of_its_numbers(values: list[int], counts: list[int]) -> None:
+    message = dispatch_pb2.Messages(ledger_id=values, redelivery_count=counts)
+    assert wire.decode_u64(message.ledger_id).tolist() == values
+    assert wire.decode_u32(message.redelivery_count).tolist() == counts
+    assert wire.decode_u64(message.ledger_id).flags.writeable
+
+
+def test_big_endian_columns_are_sent_little_endian() -> None:
+    rows = columns.add_columns(np.array([1], dtype=">u8"), np.array([2, 3], dtype=">i4"), delay_ms=4)
+    message = delayed_delivery_pb2.AddMessagesRequest.FromString(wire.encode_add(b"t", rows, 0))
+    assert (list(message.ledger_id), list(message.entry_id), list(message.delay_ms)) == ([1], [2, 3], [4])
