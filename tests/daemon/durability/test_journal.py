@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavail
 from storage_backends import memory, object_store
 from storage_backends.formats import journal, names
 from storage_backends.formats.rows import Rows
-from tests.durability.scripted_store import Fault, ScriptedStore
+from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock, settle
 
 T = TypeVar("T")
@@ -52,6 +52,19 @@ def put_slot(
     header = journal.SlotHeader(shard, epoch, slot, kind, len(records))
     frozen = slot_put.FrozenSlot(header, journal.encode_slot(header, records), f"by-epoch-{epoch}-{slot}")
     store.put_if_absent(names.journal_slot_key(SHARD, slot), frozen.body, metadata=frozen.metadata)
+
+
+class ScriptedStore(FaultStore):
+    """A store in memory with a script of faults. `bodies`: of all conditional PUTs that were tried."""
+
+    def __init__(self) -> None:
+        self.script = Script()
+        super().__init__(memory.MemoryStore(), self.script)
+        self.bodies: list[bytes] = []
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        self.bodies.append(body)
+        super().put_if_absent(key, body, metadata=metadata)
 
 
 class Owner:
@@ -95,20 +108,19 @@ async def test_slots_follow_each_other_and_hold_their_records() -> None:
     assert owner.reported[0].size_bytes == len(store.get(names.journal_slot_key(SHARD, 10)))
 
 
-@pytest.mark.parametrize("fault", [Fault.ANSWER_LOST, Fault.ANSWERED_AS_CONFLICT])
-async def test_an_owner_whose_answer_was_lost_finds_its_own_slot_by_head(fault: Fault) -> None:
+async def test_an_owner_whose_answer_was_lost_finds_its_own_slot_by_head() -> None:
     store, clock = ScriptedStore(), VirtualClock()
-    store.put_faults.append(fault)
+    store.script.plan("put_if_absent", Fault.FAIL_AFTER)
     owner = Owner(store, clock)
     assert await owner.writer.write([add_of(1)]) == 10
     key = names.journal_slot_key(SHARD, 10)
-    assert store.calls == [("put_if_absent", key), ("head", key)]
+    assert [(call.operation, call.key) for call in store.calls] == [("put_if_absent", key), ("head", key)]
 
 
-@pytest.mark.parametrize("fault", [Fault.REQUEST_LOST, Fault.UNAVAILABLE, Fault.REFUSED, Fault.LANDS_LATE])
+@pytest.mark.parametrize("fault", [Fault.FAIL_BEFORE, Fault.REFUSE, Fault.DELIVER_LATE, Fault.ANSWER_EXISTS])
 async def test_an_absent_slot_is_put_again_with_the_same_bytes_and_a_growing_delay(fault: Fault) -> None:
     store, clock = ScriptedStore(), VirtualClock()
-    store.put_faults.extend([fault] * 8)
+    store.script.plan("put_if_absent", fault, times=8)
     owner = Owner(store, clock)
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await clock.advance(60.0)
@@ -122,12 +134,12 @@ async def test_an_absent_slot_is_put_again_with_the_same_bytes_and_a_growing_del
 
 async def test_a_put_that_lands_after_all_is_found_and_not_doubled() -> None:
     store, clock = ScriptedStore(), VirtualClock()
-    store.put_faults.append(Fault.LANDS_LATE)
+    store.script.plan("put_if_absent", Fault.DELIVER_LATE)
     owner = Owner(store, clock)
     sent_at_s = clock.now_s
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
-    store.land_late()
+    store.deliver_late()
     await clock.advance(1.0)
     assert await writing == 10
     assert await owner.writer.write([add_of(2)]) == 11
@@ -136,7 +148,7 @@ async def test_a_put_that_lands_after_all_is_found_and_not_doubled() -> None:
 
 async def test_a_slot_that_a_later_try_created_confirms_the_epoch_from_that_try_on() -> None:
     store, clock = ScriptedStore(), VirtualClock()
-    store.put_faults.append(Fault.REQUEST_LOST)
+    store.script.plan("put_if_absent", Fault.FAIL_BEFORE)
     owner = Owner(store, clock)
     sent_at_s = clock.now_s
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
@@ -149,17 +161,20 @@ async def test_a_slot_that_a_later_try_created_confirms_the_epoch_from_that_try_
 async def test_without_head_the_shard_stalls_and_says_since_when_and_why() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    store.put_faults.append(Fault.ANSWER_LOST)
-    store.head_faults.extend([Fault.UNAVAILABLE] * 20)
+    store.script.plan("put_if_absent", Fault.FAIL_AFTER)
+    store.script.plan("head", Fault.FAIL_BEFORE)
     sent_at_s = clock.now_s
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
+    await settle()
+    store.go_down()
     await clock.advance(10.0)
     assert not writing.done()
     assert owner.writer.stalled_since_s == sent_at_s
-    assert "no route" in owner.writer.stall_reason
-    store.head_faults.clear()
+    assert "the store is not reached" in owner.writer.stall_reason
+    store.come_back()
     await clock.advance(2.0)
     assert await writing == 10
+    assert owner.reported[0].sent_at_s == sent_at_s
     assert [owner.writer.stalled_since_s, owner.writer.stall_reason] == [None, ""]
 
 
@@ -188,8 +203,8 @@ async def test_a_slot_held_by_an_epoch_that_is_not_later_is_a_store_that_ignores
 async def test_a_slot_that_was_replayed_and_deleted_between_two_tries_does_not_count_as_written() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    store.put_faults.append(Fault.ANSWER_LOST)
-    store.head_faults.append(Fault.UNAVAILABLE)
+    store.script.plan("put_if_absent", Fault.FAIL_AFTER)
+    store.script.plan("head", Fault.FAIL_BEFORE)
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
     # A successor finds slot 10, fences slot 11, covers slot 10 by a checkpoint and deletes it.
@@ -204,7 +219,7 @@ async def test_a_slot_that_was_replayed_and_deleted_between_two_tries_does_not_c
 async def test_only_one_slot_is_written_at_a_time() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    store.put_faults.append(Fault.REQUEST_LOST)
+    store.script.plan("put_if_absent", Fault.FAIL_BEFORE)
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
     with pytest.raises(InvariantViolated):
@@ -216,7 +231,7 @@ async def test_only_one_slot_is_written_at_a_time() -> None:
 async def test_closing_ends_a_pending_write_as_unknown_and_refuses_the_next() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    store.put_faults.extend([Fault.LANDS_LATE] * 100)
+    store.script.plan("put_if_absent", Fault.DELIVER_LATE, times=100)
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
     owner.writer.close()
@@ -230,7 +245,7 @@ async def test_closing_ends_a_pending_write_as_unknown_and_refuses_the_next() ->
 async def test_a_cancelled_write_is_never_followed_by_other_bytes_for_its_slot() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    store.put_faults.append(Fault.LANDS_LATE)
+    store.script.plan("put_if_absent", Fault.DELIVER_LATE)
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
     writing.cancel()
@@ -253,7 +268,7 @@ async def test_slots_are_encoded_and_put_away_from_the_loop() -> None:
     owner.writer._run = hold
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
-    assert store.calls == []
+    assert not store.calls
     held.set()
     assert await writing == 10
 

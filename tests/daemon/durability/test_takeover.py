@@ -28,8 +28,8 @@ from storage_backends import commit, memory, object_store
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest, names
 from storage_backends.formats.rows import Rows
-from tests.durability.interleaving import InlineExecutor, Scheduler, SteppedStore
-from tests.durability.scripted_store import Fault, ScriptedStore
+from tests.daemon.durability.interleaving import InlineExecutor, Scheduler, SteppedStore
+from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
@@ -307,13 +307,14 @@ async def test_an_owner_that_writes_between_probe_and_fence_is_heard_and_then_fe
     assert Owner(store, claim, "south").known == first.known | set(late)
 
 
-@pytest.mark.parametrize("fault", [Fault.ANSWER_LOST, Fault.ANSWERED_AS_CONFLICT, Fault.REQUEST_LOST, Fault.REFUSED])
+@pytest.mark.parametrize("fault", [Fault.FAIL_AFTER, Fault.FAIL_BEFORE, Fault.ANSWER_EXISTS, Fault.REFUSE])
 def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
-    store = ScriptedStore()
+    script = Script()
+    store = FaultStore(memory.MemoryStore(), script)
 
     def fail_the_fence(name: str) -> None:
         if name == "takeover.after_probe":
-            store.put_faults.append(fault)
+            script.plan("put_if_absent", fault)
 
     with crash_points.intercepted(fail_the_fence):
         claim = take_over(store, "north")
@@ -322,17 +323,17 @@ def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
 
 
 def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
-    store, clock = ScriptedStore(), VirtualClock()
+    script, clock = Script(), VirtualClock()
+    store = FaultStore(memory.MemoryStore(), script)
 
     def cut_off(name: str) -> None:
         if name == "takeover.after_probe":
-            store.put_faults.extend([Fault.LANDS_LATE] * 1000)
+            script.plan("put_if_absent", Fault.DELIVER_LATE, key_part="journal", times=1000)
 
     with crash_points.intercepted(cut_off), pytest.raises(object_store.OutcomeUnknown):
         takeover.take_over(store, shard_log_of(store, clock=clock), shard=SHARD, claimant=claimant_of("north", clock))
-    store.put_faults.clear()
-    store.land_late()
-    claim = take_over(store, "north")
+    store.deliver_late()
+    claim = take_over(store.inner, "north")
     assert (claim.epoch, claim.fence_slot) == (2, 2)
 
 
