@@ -44,8 +44,8 @@ class DeliveryHistory:
         self.repeats = 0
         self.answered_rows = 0
         self.received_rows = 0
-        self.unfinished = 0
-        """Rows answered OK, and not yet acknowledged durably."""
+        self.missing = 0
+        """Rows answered OK that have not come yet."""
 
     def sending(self, positions: Iterable[Position], deliver_at_ms: Iterable[int], *, exact: bool) -> None:
         """An add is about to be sent, for the first time or again."""
@@ -61,7 +61,7 @@ class DeliveryHistory:
                 if not row.answered:
                     row.answered = True
                     self.answered_rows += 1
-                    self.unfinished += not row.durable
+                    self.missing += not row.receipts
             self._changed.notify_all()
 
     def received(
@@ -85,7 +85,6 @@ class DeliveryHistory:
                 return
             for position in positions:
                 row = self._rows[position]
-                self.unfinished -= row.answered and not row.durable
                 row.durable += 1
                 row.received_since_durable = False
             self._changed.notify_all()
@@ -106,7 +105,7 @@ class DeliveryHistory:
         with self._changed:
             return (
                 f"{len(self._rows)} rows sent, {self.answered_rows} answered, {self.received_rows} received, "
-                f"{self.unfinished} answered and not acknowledged durably, {self.repeats} repeats, {self.stale} stale"
+                f"{self.missing} of the answered missing, {self.repeats} repeats, {self.stale} stale"
             )
 
     def breaches(self) -> list[str]:
@@ -131,6 +130,7 @@ class DeliveryHistory:
             self._breaches.append(f"{position} came twice on one stream")
         self.repeats += row.receipts > 0
         self.received_rows += row.receipts == 0
+        self.missing -= row.answered and not row.receipts
         row.receipts += 1
         row.received_since_durable = True
         row.last_stream = stream

@@ -45,5 +45,6 @@ def test_sigterm_under_load_ends_with_status_0_and_another_daemon_serves_at_once
     request.addfinalizer(last_receiver.stop)
     last_receiver.__enter__()
     last_receiver.finish()
-    history.wait_for(lambda: history.unfinished == 0, 60, "every answered row is acknowledged")
+    history.wait_for(lambda: history.missing == 0, 60, "every answered row comes")
+    traffic.wait_until_nothing_is_left(second.address, "topic")
     assert history.breaches() == []

@@ -66,7 +66,8 @@ def test_without_the_store_nothing_is_answered_as_durable_nothing_is_handed_out_
     traffic.add(daemon.address, "topic", lost)
     history.answered(lost.positions)
     receiver.finish()
-    history.wait_for(lambda: history.unfinished == 0, 60, "every answered row is acknowledged")
+    history.wait_for(lambda: history.missing == 0, 60, "every answered row comes")
+    traffic.wait_until_nothing_is_left(daemon.address, "topic")
     assert history.breaches() == []
 
 

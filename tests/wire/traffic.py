@@ -354,6 +354,18 @@ def stats(address: str, topic: str) -> inspect_pb2.GetTopicStatsResponse:
         return inspect_pb2_grpc.InspectStub(channel).GetTopicStats(request, timeout=20, wait_for_ready=True)
 
 
+def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = 60.0) -> None:
+    """Waits until every row came due and is acknowledged, those of unknown fate too."""
+    attempts = threading.Event()
+    deadline_s = time.monotonic() + timeout_s
+    left = stats(address, topic)
+    while left.pending or any(each.backlog for each in left.subscriptions):
+        if time.monotonic() >= deadline_s:
+            raise AssertionError(f"topic {topic} still holds rows: {left}")
+        attempts.wait(0.1)
+        left = stats(address, topic)
+
+
 def _until_none(
     requests: queue.SimpleQueue[dispatch_pb2.SubscribeRequest | None],
 ) -> Iterator[dispatch_pb2.SubscribeRequest]:
