@@ -30,6 +30,14 @@ class ShardLog(Protocol):
     def read_tip(self, warm: commit.Tip[ShardManifest] | None = None) -> commit.Tip[ShardManifest] | None: ...
 
 
+def existing_tip(shard_log: ShardLog, shard: int, warm: commit.Tip[ShardManifest] | None) -> commit.Tip[ShardManifest]:
+    """The tip of a shard that was claimed before. Raises Corruption when there is none, and the store's errors."""
+    tip = shard_log.read_tip(warm)
+    if tip is None:
+        raise Corruption(f"shard {shard}: its manifests have vanished")
+    return tip
+
+
 def check_owner(tip: commit.Tip[ShardManifest], *, epoch: int) -> None:
     """Raises Superseded unless the tip of the shard manifest carries `epoch`."""
     if tip.manifest.epoch != epoch:
@@ -171,7 +179,7 @@ class EpochConfirmation:
         for attempt, delay_s in enumerate(backoff.delays_s(self._jitter)):
             sent_at_s = self._clock()
             try:
-                tip = await self._run(lambda: self._shard_log.read_tip(self._tip))
+                tip = await self._run(lambda: existing_tip(self._shard_log, self._tip.manifest.shard, self._tip))
             except object_store.Damaged:
                 raise
             except object_store.StoreError as error:
@@ -179,8 +187,6 @@ class EpochConfirmation:
                     log.warning("shard %d: its manifest cannot be read: %s", self._tip.manifest.shard, error)
                 await self._sleep(delay_s)
                 continue
-            if tip is None:
-                raise Corruption(f"shard {self._tip.manifest.shard}: its manifests have vanished")
             check_owner(tip, epoch=self._epoch)
             self._tip = tip
             self.confirmed(sent_at_s)

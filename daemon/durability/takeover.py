@@ -105,7 +105,8 @@ def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: C
         )
     except commit.Refused as refused:
         # Another claimant took this epoch, or a later one.
-        raise epoch_confirmation.superseded_by(refused.tip, epoch=epoch) from refused
+        tip = epoch_confirmation.existing_tip(shard_log, shard, before)
+        raise epoch_confirmation.superseded_by(tip, epoch=epoch) from refused
 
 
 class _Takeover:
@@ -153,9 +154,7 @@ class _Takeover:
 
     def _still_owner(self) -> None:
         """Reads the shard manifest. Raises Superseded when a later claim is there."""
-        tip = self._shard_log.read_tip(self._tip)
-        if tip is None:
-            raise Corruption(f"shard {self._shard}: its manifests have vanished")
+        tip = epoch_confirmation.existing_tip(self._shard_log, self._shard, self._tip)
         epoch_confirmation.check_owner(tip, epoch=self._epoch)
         self._tip = tip
 
