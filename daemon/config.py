@@ -256,12 +256,6 @@ class Limits(Section, frozen=True):
     )
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
     streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
-    pending_rows_per_topic_max: Annotated[int, Meta(ge=1, description="Rows of one topic that are not due yet.")] = (
-        1_000_000_000
-    )
-    pending_rows_max: Annotated[
-        int, Meta(ge=1, description="Rows of all topics of this daemon that are not due yet.")
-    ] = 10_000_000_000
 
 
 class Ownership(Section, frozen=True):

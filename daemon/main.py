@@ -122,7 +122,7 @@ async def _serve(settings: config.Config, store: object_store.ObjectStore, ready
     ):
         engine = Engine(_environment(settings, store, daemon_metrics, threads, parts))
         daemon_metrics.collect_topics_from(engine.metrics_snapshot)
-        await server.start(engine, daemon_metrics)
+        await server.start(engine)
         _announce(settings, metrics_address, ready_file)
         await _run(engine, server, stop)
     log.info("stopped")

@@ -22,7 +22,8 @@ from daemon.grpc_services import columns, parsing, pipeline, status, unary
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.engine.engine import DispatchStream, Engine
+    from daemon.engine.dispatch import DispatchStream
+    from daemon.engine.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Dispatch"]
 

@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from daemon import config, metrics
+from daemon import config
 from daemon.grpc_services import delayed_delivery, dispatch, health, inspect_service
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Server:
         except RuntimeError as error:
             raise OSError(f"grpc.listen: {self._settings.grpc.listen} cannot be bound: {error}") from error
 
-    async def start(self, engine: Engine, daemon_metrics: metrics.Metrics) -> None:
+    async def start(self, engine: Engine) -> None:
         """Serves. An engine that is not ready refuses by itself; health follows it."""
         services = {
             delayed_delivery.DESCRIPTOR.full_name: delayed_delivery.DelayedDelivery(engine, self._settings).handlers(),
@@ -49,7 +49,7 @@ class Server:
         self._server.add_generic_rpc_handlers(
             tuple(grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items())
         )
-        self._health = health.HealthReport(engine, tuple(services), daemon_metrics)
+        self._health = health.HealthReport(engine, tuple(services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*services, health_name, reflection.SERVICE_NAME), self._server)

@@ -58,9 +58,11 @@ class FakeEngine:
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.calls_begun = 0
+        self.streams_opened = 0
+        self._happened = asyncio.Event()
         self._last_subscription_id = 0
         self._health = calls.Health(serving=True, reason="")
-        self._on_health_change: list[Callable[[], None]] = []
+        self._on_health_change: list[Callable[[calls.Health], None]] = []
 
     async def add(self, topic: str, batch: calls.AddBatch) -> calls.AddOutcome:
         now_ms = await self._begin()
@@ -129,6 +131,8 @@ class FakeEngine:
                 known.in_flight[ledger_id, entry_id] = stream
                 stream.held += 1
         known.streams.append(stream)
+        self.streams_opened += 1
+        self._happened.set()
         return stream
 
     def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
@@ -188,13 +192,13 @@ class FakeEngine:
     def health(self) -> calls.Health:
         return self._health
 
-    def on_health_change(self, callback: Callable[[], None]) -> None:
+    def on_health_change(self, callback: Callable[[calls.Health], None]) -> None:
         self._on_health_change.append(callback)
 
     def set_health(self, health: calls.Health) -> None:
         self._health = health
         for callback in self._on_health_change:
-            callback()
+            callback(health)
 
     def find(self, topic: str, subscription: str) -> _Subscription:
         limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
@@ -203,9 +207,17 @@ class FakeEngine:
             raise errors.NotFound(f"subscription: there is no {subscription!r} of topic {topic!r}")
         return self.topics[topic].subscriptions[subscription]
 
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until calls and streams have made the condition true; fails after 10 s."""
+        async with asyncio.timeout(10):
+            while not condition():
+                self._happened.clear()
+                await self._happened.wait()
+
     async def _begin(self) -> int:
         """The time of the call, when nothing holds it up."""
         self.calls_begun += 1
+        self._happened.set()
         if self.fail_with is not None:
             raise self.fail_with
         if self.hold is not None:
@@ -294,6 +306,7 @@ class FakeDispatchStream:
         for position in [position for position, holder in in_flight.items() if holder is self]:
             del in_flight[position]
         self._engine._wake(self._topic)
+        self._engine._happened.set()
 
     def _take(self) -> list[tuple[int, int, int]]:
         backlog = self._engine.topics[self._topic].backlog(self._subscription, self._engine.now_ms())

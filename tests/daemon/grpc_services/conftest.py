@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from google.protobuf import message
 
-from daemon import config, metrics
+from daemon import config
 from daemon.engine import calls
 from daemon.grpc_services import server
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
@@ -34,13 +34,13 @@ class Caller:
         self.channel = channel
 
     async def unary(self, method: str, request: message.Message | bytes) -> Any:
-        call = self.channel.unary_unary(
+        call: Any = self.channel.unary_unary(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
         return await call(_encoded(request), timeout=20)
 
     def stream(self, method: str) -> Stream:
-        call = self.channel.stream_stream(
+        call: Any = self.channel.stream_stream(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
         return Stream(call(timeout=20))
@@ -78,7 +78,6 @@ class Edge:
 
     engine: FakeEngine
     caller: Caller
-    metrics: metrics.Metrics
     server: server.Server
     port: int
 
@@ -105,13 +104,12 @@ def engine(settings: config.Config) -> FakeEngine:
 
 @pytest.fixture
 async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
-    daemon_metrics = metrics.Metrics()
     endpoint = server.Server(settings)
     port = endpoint.bind()
-    await endpoint.start(cast(Any, engine), daemon_metrics)
+    await endpoint.start(cast(Any, engine))
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        yield Edge(engine, Caller(channel), daemon_metrics, endpoint, port)
+        yield Edge(engine, Caller(channel), endpoint, port)
     await endpoint.drain()
 
 

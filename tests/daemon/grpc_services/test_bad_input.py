@@ -86,7 +86,7 @@ def names(method: str, request_type: type[message.Message], fields: dict[str, in
     return cases
 
 
-ADDS = [
+ADDS: list[tuple[str, message.Message | bytes, tuple[str, ...]]] = [
     ("ledger_id missing", add(ledger_id=[]), ("ledger_id", "0", "3")),
     ("ledger_id of another length", add(ledger_id=[1, 2]), ("ledger_id", "2", "3")),
     ("entry_id: no rows", add(entry_id=[]), ("entry_id", "0")),
@@ -103,7 +103,7 @@ ADDS = [
     ("no message at all", b"\xff\xff\xff", ("message", "3", "AddMessagesRequest")),
     ("message too large", add(key_hash=[1] * 270_000), ("message", "1048576")),
 ]
-TOO_LATE = [
+TOO_LATE: list[tuple[str, message.Message | bytes, tuple[str, ...]]] = [
     (
         "delay_ms over the limit",
         add(deliver_at_ms=[], delay_ms=[1, 1 << 50, 1]),
