@@ -53,7 +53,8 @@ class AddStream:
         self._rows_max = rows_max
         self._bytes_max = bytes_max
         self._policy = shared.policy
-        # Guards everything below; settled futures are told after it is released.
+        # Guards everything below, and is not held while a future is settled. Only the session's thread settles futures
+        # and removes requests.
         self._changed = threading.Condition()
         self._in_flight: dict[int, _InFlight] = {}
         self._last_request_id = 0
@@ -165,9 +166,10 @@ class AddStream:
         if response.WhichOneof("result") == "error":
             self._refused(response.request_id, errors.from_status(response.error))
             return False
-        answered = self._settle(response.request_id)
-        if answered is not None:
-            answered.answer.set_result(results.AddResult.from_message(response.added))
+        request = self._in_flight.get(response.request_id)
+        if request is not None:
+            request.answer.set_result(results.AddResult.from_message(response.added))
+            self._remove(response.request_id)
         return True
 
     def interrupted(self, error: errors.TarryError) -> None:
@@ -208,24 +210,21 @@ class AddStream:
             self._fail(request_id, error)
 
     def _give_up(self, request_id: int, last: errors.TarryError) -> None:
-        request = self._in_flight.get(request_id)
-        if request is not None:
-            self._fail(request_id, request.deadline.exceeded(last, attempts=request.attempt))
+        request = self._in_flight[request_id]
+        self._fail(request_id, request.deadline.exceeded(last, attempts=request.attempt))
 
     def _fail(self, request_id: int, error: errors.TarryError) -> None:
         with self._changed:
             if self._first_failure is None:
                 self._first_failure = error
-        request = self._settle(request_id)
-        if request is not None:
-            request.answer.set_exception(error)
+        self._in_flight[request_id].answer.set_exception(error)
+        self._remove(request_id)
 
-    def _settle(self, request_id: int) -> _InFlight | None:
-        """Takes the request out; None when it was answered before."""
+    def _remove(self, request_id: int) -> None:
+        """Takes a request out after its future is settled: who waits for all answers finds every future settled."""
         with self._changed:
-            request = self._in_flight.pop(request_id, None)
+            del self._in_flight[request_id]
             self._changed.notify_all()
-            return request
 
 
 def _open(

@@ -72,7 +72,8 @@ class Subscription:
         self._rows_max = rows_max
         self._timeout_s = timeout_s
         self._policy = shared.policy
-        # Guards everything below; settled futures are told after it is released.
+        # Guards everything below, and is not held while a future is settled. Only the session's thread settles futures
+        # and removes acknowledgements.
         self._changed = threading.Condition()
         self._inbox: deque[batch.Batch] = deque()
         self._held = batch.HeldPositions()
@@ -355,14 +356,15 @@ class Subscription:
                 request.attempt += 1
                 self._last_error = error
                 return False
-            del self._unconfirmed[done.request_id]
-            self._unconfirmed_rows -= len(request.positions[1])
-            self._grant()
-            self._changed.notify_all()
         if error is None:
             request.ignored.set_result(done.ignored)
         else:
             request.ignored.set_exception(error)
+        with self._changed:
+            del self._unconfirmed[done.request_id]
+            self._unconfirmed_rows -= len(request.positions[1])
+            self._grant()
+            self._changed.notify_all()
         return error is None
 
 

@@ -6,6 +6,7 @@ Does not own: reading rows (`tarry.cli.rows`), showing results and failures (`ta
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import importlib.metadata
@@ -71,7 +72,7 @@ def tarry() -> None:
 @click.option(
     "--file",
     "source",
-    type=click.File("r", encoding="utf-8-sig"),
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="CSV with the columns ledger,entry,deliver_at_ms[,key]; - is standard input.",
 )
 @click.option(
@@ -95,7 +96,7 @@ def add(
     delay_ms: int | None,
     deliver_at_ms: int | None,
     key: str | None,
-    source: IO[str] | None,
+    source: str | None,
     already_due: str,
     batch_rows: int,
     in_flight: int,
@@ -110,36 +111,52 @@ def add(
       tarry add flights --file rows.csv
       zcat rows.csv.gz | tarry add flights --file - --json
     """
-    if source is not None:
-        if any(given is not None for given in (ledger, entries, delay_ms, deliver_at_ms, key)):
-            raise click.UsageError("--file has the rows: leave out --ledger, --entries, --in, --at and --key")
-        total = _lines_of(source)
-        batches = rows.from_csv(source, name=source.name, batch_rows=batch_rows)
+    with contextlib.ExitStack() as opened:
+        if source is not None:
+            if any(given is not None for given in (ledger, entries, delay_ms, deliver_at_ms, key)):
+                raise click.UsageError("--file has the rows: leave out --ledger, --entries, --in, --at and --key")
+            lines = opened.enter_context(click.open_file(source, encoding="utf-8-sig"))
+            total = _rows_of(lines)
+            batches = rows.from_csv(lines, name=source, batch_rows=batch_rows)
+        else:
+            if ledger is None or entries is None:
+                raise click.UsageError("give --ledger and --entries, or --file")
+            if (delay_ms is None) == (deliver_at_ms is None):
+                raise click.UsageError("give exactly one of --in and --at")
+            total = entries.stop - entries.start
+            batches = rows.from_options(
+                ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key=key, batch_rows=batch_rows
+            )
+        due = results.AlreadyDue.RETURN if already_due == "return" else results.AlreadyDue.DELIVER
+        summary = _add_all(connected, topic, batches, due, total=total, in_flight=in_flight, quiet=as_json)
+    if as_json:
+        output.as_json({"topic": topic, **summary})
     else:
-        if ledger is None or entries is None:
-            raise click.UsageError("give --ledger and --entries, or --file")
-        if (delay_ms is None) == (deliver_at_ms is None):
-            raise click.UsageError("give exactly one of --in and --at")
-        total = entries.stop - entries.start
-        batches = rows.from_options(
-            ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key=key, batch_rows=batch_rows
-        )
+        output.facts(f"Added to {topic}", summary)
+
+
+def _add_all(
+    connected: client.Client,
+    topic: str,
+    batches: Iterator[rows.RowBatch],
+    already_due: results.AlreadyDue,
+    *,
+    total: int | None,
+    in_flight: int,
+    quiet: bool,
+) -> dict[str, object]:
+    """Adds until the first failure, which is raised; what became of the rows, and the seconds it took."""
     begun_s = time.monotonic()
     counts = _Counts()
-    due = results.AlreadyDue.RETURN if already_due == "return" else results.AlreadyDue.DELIVER
     with (
-        output.progress(f"adding to {topic}", total=total, quiet=as_json) as shown,
+        output.progress(f"adding to {topic}", total=total, quiet=quiet) as shown,
         connected.add_stream(topic, in_flight=in_flight) as stream,
     ):
         for each in _readable(batches):
             if counts.failed.is_set():
                 break
-            _add_batch(stream, each, due, counts, shown)
-    summary = {"topic": topic, **counts.values(), "seconds": round(time.monotonic() - begun_s, 3)}
-    if as_json:
-        output.as_json(summary)
-    else:
-        output.facts(f"Added to {topic}", {name: value for name, value in summary.items() if name != "topic"})
+            _add_batch(stream, each, already_due, counts, shown)
+    return {**counts.values(), "seconds": round(time.monotonic() - begun_s, 3)}
 
 
 class _Counts:
@@ -205,7 +222,7 @@ def _readable(batches: Iterator[rows.RowBatch]) -> Iterator[rows.RowBatch]:
         raise click.UsageError(f"the file is not CSV: {error}") from error
 
 
-def _lines_of(source: IO[str]) -> int | None:
+def _rows_of(source: IO[str]) -> int | None:
     """Rows of a regular file, None when it must be read to know."""
     try:
         if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
