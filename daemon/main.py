@@ -36,7 +36,7 @@ from storage_backends import local_directory, object_store, probe, s3
 EXIT_CANNOT_SERVE = 1
 EXIT_WRONG_CONFIGURATION = 2
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("daemon.main")
 
 
 class SystemClock:

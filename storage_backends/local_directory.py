@@ -309,6 +309,10 @@ class LocalLocks:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._folder: Final = Path(root).absolute() / LOCKS_FOLDER
 
+    def known(self, name: str) -> bool:
+        """Whether anybody ever took the lock here; if not, its holder lives on another machine."""
+        return (self._folder / name).exists()
+
     def try_lock(self, name: str) -> HeldLock | None:
         """The lock, or None while another process, or another holder in this one, has it. `name` is a part of a key.
 

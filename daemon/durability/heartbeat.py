@@ -104,10 +104,12 @@ class Watch:
     _counted_at_s: float = 0.0
     _misses: int = 0
     _suspected_at_s: float | None = None
+    _seen_to_change: bool = False
 
     def observe(self, seen: Heartbeat | None, *, now_s: float) -> None:
         """Takes in what was read from the store (None: no heartbeat); `now_s` is the time at which it was asked for."""
         if self._changed_at_s is None or seen != self.last_seen:
+            self._seen_to_change = self._changed_at_s is not None
             self.last_seen = seen
             self._changed_at_s = self._counted_at_s = now_s
             self._misses = 0
@@ -127,6 +129,11 @@ class Watch:
     @property
     def suspected(self) -> bool:
         return self._suspected_at_s is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was seen to beat, and did not fall silent since."""
+        return self._seen_to_change and self.last_seen is not None and not self.suspected
 
     def suspected_for_s(self, now_s: float) -> float:
         """Seconds since the suspicion began, 0 without one."""

@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
@@ -22,11 +23,14 @@ from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, sealing
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
+from daemon.errors import InvariantViolated
 from storage_backends import topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # An object that left the manifest may be deleted after this time.
 TOMBSTONE_GRACE_MS = 3_600_000
@@ -145,6 +149,7 @@ class BucketLife:
                 slot_from=tip.applied,
                 slot_to=seal.cut.slot,
                 epoch=self._commits.epoch,
+                replaced_delete_after_ms=environment.clock.now_ms() + TOMBSTONE_GRACE_MS,
             )
         )
         self._finish(seal, written)
@@ -188,14 +193,14 @@ class BucketLife:
         now_ms = self._environment.clock.now_ms()
         await self._commits.commit(
             lambda tip: topic_manifest.DropBuckets(
-                names=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + TOMBSTONE_GRACE_MS
+                buckets=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + TOMBSTONE_GRACE_MS
             )
         )
         for name in empty:
             self._topic.drop(name)
         self._changed()
 
-    async def _until_written[T](self, work: Callable[[], T]) -> T:
+    async def _until_written(self, work: Callable[[], T]) -> T:
         """Runs a repeatable write until the store takes it; the rows are served from memory meanwhile."""
         for delay_s in backoff.delays_s(self._environment.jitter):
             try:
@@ -204,7 +209,7 @@ class BucketLife:
                 self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)
                 log.warning("topic %s: a seal cannot be written, trying again: %s", self._topic.name, error)
                 await self._environment.sleep(delay_s)
-        raise AssertionError
+        raise InvariantViolated("the delays ended")
 
 
 def _encoded(cut: sealing.SealCut) -> tuple[manifest.Progress, bytes]:

@@ -18,6 +18,7 @@ from daemon.core.mutable_bucket import SealLimits
 from daemon.durability import backoff
 from daemon.metrics import Metrics
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
 
 T = TypeVar("T")
@@ -35,12 +36,20 @@ class Clock(Protocol):
         ...
 
 
-class LocalLocks(Protocol):
-    """Locks that end with the process that holds them, one for each daemon id on this machine."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class CommitObserver:
+    """Counts manifest commits."""
 
-    def try_lock(self, name: str) -> object | None:
-        """A held lock, or None when another process holds it."""
-        ...
+    metrics: Metrics
+
+    def committed(self, operation: str, *, conflicts: int) -> None:
+        self.metrics.commit(operation, "committed", conflicts=conflicts)
+
+    def refused(self, operation: str, *, conflicts: int) -> None:
+        self.metrics.commit(operation, "refused", conflicts=conflicts)
+
+    def unknown(self, operation: str, *, conflicts: int) -> None:
+        self.metrics.commit(operation, "unknown", conflicts=conflicts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +73,10 @@ class Environment:
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work that may block in a thread."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    @property
+    def commit_observer(self) -> CommitObserver:
+        return CommitObserver(self.metrics)
 
     @property
     def linger_s(self) -> float:

@@ -26,7 +26,8 @@ from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.segment_loading import SegmentLoader
-from daemon.errors import QuotaExceeded
+from daemon.errors import NotFound, QuotaExceeded
+from daemon.metrics import TopicNumbers
 from storage_backends.formats.journal import Record
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ READY_LOW_ROWS = 20_000
 # Buckets that wait for their seal before adds are refused.
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
+STREAMS_RETRY_MS = 5_000
 
 
 class Owned(Protocol):
@@ -63,6 +65,8 @@ class ServedTopic:
         self.shard = shard
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.wake_at_ms: int | None = None
+        # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
+        self.last_changed_slot = 0
         self._due_loop = due_loop
         self._environment = environment
         self._loader = SegmentLoader(topic, environment, self._segments_loaded)
@@ -174,6 +178,22 @@ class ServedTopic:
 
     # ---- streams
 
+    async def open_subscription(self, subscription: str, held: HeldPositions, *, streams_max: int) -> DispatchStream:
+        """Opens a stream on a subscription by its name. Raises NotFound."""
+        if not self._open.is_set():
+            await self._open.wait()
+        states = self.core.subscriptions.values()
+        state = next((state for state in states if state.stored.name == subscription), None)
+        if state is None:
+            raise NotFound(f"topic {self.core.name} has no subscription {subscription!r}; create it first")
+        streams = len(self.streams.get(state.subscription_id, {}))
+        if streams >= streams_max:
+            raise QuotaExceeded(
+                f"subscription {subscription!r} has {streams} open streams, the limit is {streams_max}",
+                retry_after_ms=STREAMS_RETRY_MS,
+            )
+        return await self.open_stream(state, held)
+
     async def open_stream(self, state: SubscriptionState, held: HeldPositions) -> DispatchStream:
         """A dispatcher listens; the held positions that are in the backlog stay IN_FLIGHT at it."""
         stream = DispatchStream(self, state, next(self._dispatchers), epoch=self.shard.epoch)
@@ -220,6 +240,11 @@ class ServedTopic:
     def notify(self, state: SubscriptionState) -> None:
         for stream in self.streams.get(state.subscription_id, {}).values():
             stream.notify()
+
+    def notify_all(self) -> None:
+        for of_subscription in self.streams.values():
+            for stream in of_subscription.values():
+                stream.notify()
 
     # ---- due rows
 
@@ -312,6 +337,22 @@ class ServedTopic:
             applied_slot=applied_slot,
             subscriptions=tuple(self._subscription_stats(state) for state in self.core.subscriptions.values()),
             as_of_ms=self._environment.clock.now_ms(),
+        )
+
+    def numbers(self, now_ms: int) -> TopicNumbers:
+        """The topic at a scrape."""
+        index = self.core.index
+        oldest_due_ms = self.oldest_due_ms()
+        return TopicNumbers(
+            topic=self.core.name,
+            pending=index.pending_rows,
+            mutable_rows=sum(bucket.waiting_rows for bucket in index.memory_buckets),
+            loaded_rows=index.loaded_rows,
+            buckets=len(index.sealed) + len(index.memory_buckets),
+            bucket_bytes=sum(bucket.live.object.size_bytes for bucket in index.sealed.values()),
+            backlog=sum(state.backlog for state in self.core.subscriptions.values()),
+            in_flight=sum(len(state.in_flight) for state in self.core.subscriptions.values()),
+            oldest_due_age_s=max(0, now_ms - oldest_due_ms) / 1000 if oldest_due_ms else 0.0,
         )
 
     def _subscription_stats(self, state: SubscriptionState) -> SubscriptionStats:

@@ -1,0 +1,139 @@
+"""The operations on a shard's manifest: who owns it, and where replay begins.
+
+Owns: precondition and effect of each operation.
+Does not own: committing (`storage_backends.commit`), the order of a takeover (`takeover`), what a checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from storage_backends import commit
+from storage_backends.formats import manifest, names
+from storage_backends.formats.manifest import CheckpointReference, ManifestHead, ShardManifest, Tombstone
+from storage_backends.object_store import ObjectStore
+
+# Replaced by the commit.
+NO_HEAD = ManifestHead(number=0, previous_sha256=b"", commit_id="", writer="", created_ms=0)
+
+CODEC = commit.Codec(
+    encode=manifest.encode_shard_manifest,
+    decode=manifest.decode_shard_manifest,
+    with_head=lambda value, head: dataclasses.replace(value, head=head),
+)
+
+
+def shard_log(
+    store: ObjectStore,
+    shard: int,
+    *,
+    monotonic: Callable[[], float],
+    sleep: Callable[[float], None],
+    jitter: Callable[[], float],
+    new_id: Callable[[], str],
+    observer: commit.Observer | None = None,
+) -> commit.ManifestLog[ShardManifest]:
+    """The manifests of one shard."""
+    return commit.ManifestLog(
+        store,
+        names.shard_manifest_prefix(shard),
+        CODEC,
+        monotonic=monotonic,
+        sleep=sleep,
+        jitter=jitter,
+        new_id=new_id,
+        observer=observer,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A new owner, with a higher epoch."""
+
+    shard: int
+    epoch: int
+    owner: str
+    address: str
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        return None if tip is None or tip.epoch < self.epoch else f"the epoch is {tip.epoch}, not below {self.epoch}"
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        before = tip or ShardManifest(head=NO_HEAD, shard=self.shard, epoch=0)
+        return dataclasses.replace(before, epoch=self.epoch, owner=self.owner, address=self.address)
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WriteCheckpoint:
+    """A checkpoint counts from now on, and replay begins above `replay_from`.
+
+    The checkpoint before it is kept as well; the one before that may be deleted after `delete_after_ms` (Unix time).
+    """
+
+    reference: CheckpointReference
+    replay_from: int
+    epoch: int
+    delete_after_ms: int = 0
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        if tip is None:
+            return "nobody ever owned the shard"
+        if tip.epoch != self.epoch:
+            return f"the epoch is {tip.epoch}, not {self.epoch}"
+        if self.replay_from < tip.replay_from:
+            return f"replay begins above slot {tip.replay_from}, it cannot begin above {self.replay_from}"
+        if tip.checkpoint is not None and self.reference.slot < tip.checkpoint.slot:
+            return f"there is a checkpoint of slot {tip.checkpoint.slot}, after slot {self.reference.slot}"
+        if self.reference.object.base < tip.head.orphan_floor:
+            return f"checkpoint {self.reference.object.name} was started below the orphan floor {tip.head.orphan_floor}"
+        return None
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        tip = _existing(tip)
+        tombstones = tip.tombstones
+        if tip.previous_checkpoint is not None:
+            left = Tombstone(
+                object=tip.previous_checkpoint.object,
+                removed_in=tip.head.number + 1,
+                delete_after_ms=self.delete_after_ms,
+            )
+            tombstones = (*tombstones, left)
+        return dataclasses.replace(
+            tip,
+            checkpoint=self.reference,
+            previous_checkpoint=tip.checkpoint,
+            replay_from=self.replay_from,
+            tombstones=tombstones,
+        )
+
+    def landed(self, tip: ShardManifest) -> bool:
+        named = {each.object.name for each in (tip.checkpoint, tip.previous_checkpoint) if each is not None}
+        return self.reference.object.name in named | {each.object.name for each in tip.tombstones}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The owner gives the shard up; the next one need not wait."""
+
+    epoch: int
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        if tip is None:
+            return "nobody ever owned the shard"
+        return None if tip.epoch == self.epoch else f"the epoch is {tip.epoch}, not {self.epoch}"
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        return dataclasses.replace(_existing(tip), owner="", address="")
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return tip.epoch == self.epoch and not tip.owner
+
+
+def _existing(tip: ShardManifest | None) -> ShardManifest:
+    if tip is None:
+        raise ValueError("the operation was applied to a shard that nobody ever owned")
+    return tip

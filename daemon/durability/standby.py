@@ -1,0 +1,144 @@
+"""Waits until this daemon may take over, and says whom it waits for.
+
+One daemon owns all shards of a root: it takes over when it may claim every one of them. Of several that may at once,
+the one that gets shard 0 goes on with the others.
+
+Owns: looking at the shards' manifests, heartbeats and local locks, again and again.
+Does not own: the decision (`candidacy`), the takeover, and the lock of this daemon's own id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+from daemon.durability import backoff, candidacy, heartbeat
+from daemon.durability.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
+from daemon.durability.epoch_confirmation import ShardLog
+from storage_backends import commit, local_directory, object_store
+from storage_backends.formats import names
+from storage_backends.formats.manifest import ShardManifest
+
+log = logging.getLogger(__name__)
+
+
+def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLock:
+    """Whether the process of `daemon_id` lives on this machine; UNKNOWN without local locks."""
+    if locks is None or not locks.known(daemon_id):
+        return OwnerLock.UNKNOWN
+    try:
+        held = locks.try_lock(daemon_id)
+    except object_store.StoreError as error:
+        log.warning("the lock of daemon %s cannot be tried: %s", daemon_id, error)
+        return OwnerLock.UNKNOWN
+    if held is None:
+        return OwnerLock.HELD
+    # Not kept: its daemon may be about to start again, and two claims at once cost churn only.
+    held.release()
+    return OwnerLock.FREE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimable:
+    """Every shard may be claimed. `former_owner_gone`: no process that owned one of them can still be alive."""
+
+    reason: str
+    former_owner_gone: bool
+
+
+class Standby:
+    """The observations of one daemon. `shard_logs`: one for each shard of the root.
+
+    `lock`: what the lock of a daemon id says, see `lock_of`; called in the executor. `look_interval_s`: between two
+    looks; worth being short where there are locks, as they show at once that a process has ended.
+    """
+
+    def __init__(
+        self,
+        store: object_store.ObjectStore,
+        shard_logs: Sequence[ShardLog],
+        *,
+        daemon_id: str,
+        lock: Callable[[str], OwnerLock],
+        run: backoff.Run,
+        clock: backoff.Clock,
+        sleep: backoff.Sleep,
+        look_interval_s: float = heartbeat.INTERVAL_S,
+        new_watch: Callable[[], heartbeat.Watch] = heartbeat.Watch,
+    ) -> None:
+        self._store = store
+        self._shard_logs = shard_logs
+        self._daemon_id = daemon_id
+        self._lock = lock
+        self._run = run
+        self._clock = clock
+        self._sleep = sleep
+        self._look_interval_s = look_interval_s
+        self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
+        self._new_watch = new_watch
+        self._watches: dict[str, heartbeat.Watch] = {}
+        # host:port of another daemon that owned a shard at the last look, empty when there was none.
+        self.owner_address = ""
+
+    async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
+        """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
+
+        Raises Corruption when the tip of a shard manifest is damaged.
+        """
+        while True:
+            decision = await self._run(self._look)
+            if isinstance(decision, Claimable):
+                return decision
+            waiting(decision.reason)
+            await self._sleep(self._look_interval_s)
+
+    def _look(self) -> Claimable | Wait:
+        try:
+            recorded = self._recorded_owners()
+            self._observe_heartbeats({each.owner for each in recorded if each is not None})
+        except object_store.Damaged:
+            raise
+        except object_store.StoreError as error:
+            for watch in self._watches.values():
+                watch.store_failed(now_s=self._clock())
+            return Wait(f"the store cannot be reached: {error}")
+        others = [each for each in recorded if each is not None and each.owner not in ("", self._daemon_id)]
+        self.owner_address = others[0].address if others else ""
+        locks = {each.owner: self._lock(each.owner) for each in others}
+        reasons = []
+        for each in recorded:
+            decision = self._decide(each, OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN))
+            if isinstance(decision, Wait):
+                return decision
+            reasons.append(decision.reason)
+        return Claimable(reasons[0], former_owner_gone=all(lock is OwnerLock.FREE for lock in locks.values()))
+
+    def _recorded_owners(self) -> list[RecordedOwner | None]:
+        """The distinct owners by the tips of all shards."""
+        self._tips = [log.read_tip(tip) for log, tip in zip(self._shard_logs, self._tips, strict=True)]
+        recorded = (
+            None if tip is None else RecordedOwner(owner=tip.manifest.owner, address=tip.manifest.address)
+            for tip in self._tips
+        )
+        return list(dict.fromkeys(recorded))
+
+    def _observe_heartbeats(self, owners: set[str]) -> None:
+        listed = {entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in self._store.list(names.DAEMONS_PREFIX)}
+        for daemon_id in (listed | owners) - {"", self._daemon_id}:
+            asked_at_s = self._clock()
+            seen = heartbeat.read_heartbeat(self._store, daemon_id)
+            watch = self._watches.setdefault(daemon_id, self._new_watch())
+            watch.observe(seen, now_s=asked_at_s)
+
+    def _decide(self, recorded: RecordedOwner | None, lock: OwnerLock) -> ClaimNow | Wait:
+        owner = recorded.owner if recorded is not None else ""
+        alive = [daemon_id for daemon_id, watch in self._watches.items() if watch.alive]
+        return candidacy.decide(
+            recorded,
+            daemon_id=self._daemon_id,
+            lock=lock,
+            watch=self._watches.get(owner, self._new_watch()),
+            rank=candidacy.rendezvous_rank(self._daemon_id, others=alive, former_owner=owner),
+            now_s=self._clock(),
+        )

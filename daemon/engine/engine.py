@@ -1,0 +1,344 @@
+"""The daemon's engine: every shard that it owns, or what it waits for to own them.
+
+Owns: the calls of the services, each brought to its shard and topic; standing by, serving, and standing by again when
+the shards are lost; health.
+Does not own: decisions (`daemon.core`), durability, the wire, and how it is put together (`daemon.main`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import logging
+from collections.abc import Callable, Sequence
+
+from daemon.core import limits
+from daemon.core.segments import SegmentCache
+from daemon.durability import backoff, heartbeat
+from daemon.engine.calls import (
+    AddBatch,
+    AddOutcome,
+    Health,
+    HeldPositions,
+    SubscriptionCreated,
+    TopicPage,
+    TopicStats,
+)
+from daemon.engine.dispatch import DispatchStream
+from daemon.engine.due_loop import DueLoop
+from daemon.engine.environment import Environment
+from daemon.engine.ownership import Candidate, Claimed
+from daemon.engine.served_topic import ServedTopic
+from daemon.engine.shard import ServedShard
+from daemon.errors import (
+    Corruption,
+    InvalidArgument,
+    InvariantViolated,
+    NotFound,
+    NotOwner,
+    TarryError,
+    Unavailable,
+)
+from daemon.metrics import TopicNumbers
+from storage_backends import root_format, topic_manifest
+from storage_backends.commit import ManifestLog
+from storage_backends.formats import names
+from storage_backends.formats.manifest import RootFormat, TopicManifest
+from storage_backends.object_store import Damaged, StoreError
+
+log = logging.getLogger(__name__)
+
+TOPICS_PAGE_MAX = 1000
+LOOK_AFTER_S = 1.0
+# A slot that is uncertain for longer makes health say NOT_SERVING.
+STALLED_S = 2.0
+
+
+class Engine:
+    """One for each process. Made on the event loop that runs it."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._shards_total = 0
+        self._due_loop = DueLoop(environment.clock, tick_ms=environment.config.delivery.tick_ms)
+        self._cache = SegmentCache(environment.config.delivery.segment_memory_bytes)
+        self._shards: dict[int, ServedShard] = {}
+        self._candidate = Candidate(environment, waiting=self._wait_for)
+        self._health = Health(serving=False, reason="starting")
+        self._health_callbacks: list[Callable[[Health], None]] = []
+        self._lost = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._loop = asyncio.get_running_loop()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Reads or creates the root and begins to stand by and to serve; `health` tells how far it is.
+
+        Raises Corruption when the root cannot be served by this version.
+        """
+        environment = self._environment
+        self._shards_total = (await self._root_format()).shards
+        self._candidate.look_at(self._shards_total)
+        beat = heartbeat.beat(
+            environment.store,
+            daemon_id=environment.config.daemon_id,
+            address=environment.config.daemon.address or "",
+            shards=lambda: tuple(sorted(self._shards)),
+            instance=environment.new_id(),
+            run=environment.run,
+            sleep=environment.sleep,
+            interval_s=environment.config.ownership.heartbeat_interval_s,
+        )
+        for work in (self._serve_for_ever(), self._due_loop.run(), self._look_after(), beat):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(_report)
+            self._tasks.append(task)
+
+    async def _root_format(self) -> RootFormat:
+        environment = self._environment
+        for delay_s in backoff.delays_s(environment.jitter):
+            try:
+                return await environment.run(
+                    lambda: root_format.read_or_create(
+                        environment.store,
+                        shards=environment.config.daemon.shards,
+                        root_id=environment.new_id(),
+                        created_ms=environment.clock.now_ms(),
+                    )
+                )
+            except Damaged as error:
+                raise Corruption(f"the root cannot be served: {error}") from error
+            except StoreError as error:
+                self._wait_for(f"{_UNREACHABLE}: {error}")
+                await environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    async def stop(self) -> None:
+        """Makes durable what is staged, seals, writes checkpoints and gives the shards up."""
+        self._stopping = True
+        self._set_health(Health(serving=False, reason="stopping"))
+        for task in self._tasks:
+            task.cancel()
+        shards = list(self._shards.values())
+        results = await asyncio.gather(*(shard.release() for shard in shards), return_exceptions=True)
+        stopped = Unavailable("the daemon is stopping; try again")
+        for shard, result in zip(shards, results, strict=True):
+            if isinstance(result, BaseException):
+                log.error("shard %d could not be given up in order: %s", shard.number, result)
+            shard.close(stopped)
+        self._shards = {}
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve_for_ever(self) -> None:
+        while True:
+            claimed = await self._candidate.become_owner()
+            await self._serve(claimed)
+            await self._lost.wait()
+            await self._environment.sleep(1.0)
+
+    async def _serve(self, claimed: Claimed) -> None:
+        self._lost.clear()
+        self._wait_for("recovering the topics")
+        clock = self._environment.clock
+        started_s = clock.elapsed_s()
+        shards = [
+            ServedShard(
+                claim,
+                self._candidate.shard_logs[claim.shard],
+                self._topic_log,
+                self._due_loop,
+                self._cache,
+                self._environment,
+                acknowledgements_from_s=claimed.acknowledgements_from_s,
+                lost=self._shard_lost,
+            )
+            for claim in claimed.claims
+        ]
+        self._shards = {shard.number: shard for shard in shards}
+        try:
+            rows = sum(await asyncio.gather(*(shard.recover() for shard in shards)))
+        except Exception as error:
+            self._drop_all(error)
+            return
+        seconds = clock.elapsed_s() - started_s
+        self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
+        for shard in shards:
+            self._environment.metrics.set_epoch(shard.number, shard.epoch)
+            shard.serve()
+        topics = sum(len(shard.topics) for shard in shards)
+        log.info("serving shards=%d topics=%d rows_replayed=%d seconds=%.3f", len(shards), topics, rows, seconds)
+        self._set_health(Health(serving=True, reason="serving"))
+
+    def _topic_log(self, shard: int, topic_id: str) -> ManifestLog[TopicManifest]:
+        environment = self._environment
+        return topic_manifest.topic_log(
+            environment.store,
+            shard,
+            topic_id,
+            monotonic=environment.clock.elapsed_s,
+            sleep=environment.blocking_sleep,
+            jitter=environment.jitter,
+            new_id=environment.new_id,
+            observer=environment.commit_observer,
+        )
+
+    def _shard_lost(self, number: int, error: BaseException) -> None:
+        if not self._stopping and number in self._shards:
+            log.error("shard %d is lost: %s", number, error)
+            self._drop_all(error)
+
+    def _drop_all(self, error: BaseException) -> None:
+        """One daemon owns all shards: when one is lost, all are given up, and this daemon stands by."""
+        shards, self._shards = self._shards, {}
+        self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
+        if isinstance(error, NotOwner):
+            answer: TarryError = NotOwner(str(error), owner_address=error.owner_address)
+        elif isinstance(error, TarryError):
+            answer = error
+        else:
+            answer = Unavailable(f"the shard is served by this daemon no longer: {error}")
+        for shard in shards.values():
+            self._environment.metrics.set_epoch(shard.number, 0)
+            shard.close(answer)
+        self._lost.set()
+
+    async def _look_after(self) -> None:
+        while True:
+            await self._environment.sleep(LOOK_AFTER_S)
+            for shard in self._shards.values():
+                shard.look_after()
+            if self._health.serving or self._health.reason.startswith(_UNREACHABLE):
+                self._look_after_health()
+
+    def _look_after_health(self) -> None:
+        stalled = [shard for shard in self._shards.values() if shard.commits.stalled_s > STALLED_S]
+        unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
+        if stalled or unconfirmed:
+            shard = (stalled or unconfirmed)[0]
+            self._set_health(Health(serving=False, reason=f"{_UNREACHABLE}: shard {shard.number} waits for it"))
+        elif self._shards:
+            self._set_health(Health(serving=True, reason="serving"))
+
+    # ---- health
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    def on_health_change(self, callback: Callable[[Health], None]) -> None:
+        """Calls back on the loop at each change."""
+        self._health_callbacks.append(callback)
+
+    def _wait_for(self, reason: str) -> None:
+        self._set_health(Health(serving=False, reason=reason))
+
+    def _set_health(self, health: Health) -> None:
+        if health == self._health or (self._stopping and health.serving):
+            return
+        if health.serving != self._health.serving or not health.serving:
+            log.info("health serving=%s reason=%r", health.serving, health.reason)
+        self._health = health
+        self._environment.metrics.set_serving(health.serving)
+        for callback in self._health_callbacks:
+            callback(health)
+
+    # ---- calls
+
+    async def add(self, topic: str, batch: AddBatch) -> AddOutcome:
+        """Adds positions to a topic; returns when they are durable. See `daemon.core.topic`."""
+        request_limits = self._environment.request_limits
+        limits.check_name("topic", topic, request_limits.topic_max_bytes)
+        limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_max)
+        served = await self._topic_to_write(topic)
+        return await served.add(batch)
+
+    async def create_subscription(self, topic: str, subscription: str) -> SubscriptionCreated:
+        self._check_names(topic, subscription)
+        return await self._shard_of(topic).create_subscription(
+            topic, subscription, subscriptions_max=self._environment.request_limits.subscriptions_max
+        )
+
+    async def delete_subscription(self, topic: str, subscription: str) -> None:
+        self._check_names(topic, subscription)
+        self._topic(topic)
+        await self._shard_of(topic).delete_subscription(topic, subscription)
+
+    async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
+        """Opens a dispatcher's stream. Raises NotFound."""
+        self._check_names(topic, subscription)
+        limits_ = self._environment.request_limits
+        if len(held) > limits_.rows_max:
+            limits.check_rows("held_entry_id", len(held), limits_.rows_max)
+        served = self._topic(topic)
+        return await served.open_subscription(
+            subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
+        )
+
+    def list_topics(self, page_size: int, after: str) -> TopicPage:
+        """At most `page_size` topics whose names come after `after`."""
+        if not 0 <= page_size <= TOPICS_PAGE_MAX:
+            raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {TOPICS_PAGE_MAX}")
+        self._check_serving()
+        served = {name: topic for shard in self._shards.values() for name, topic in shard.topics.items()}
+        ordered = sorted(served)
+        first = bisect.bisect_right(ordered, after) if after else 0
+        page = ordered[first : first + (page_size or TOPICS_PAGE_MAX)]
+        more = first + len(page) < len(ordered)
+        return TopicPage(
+            topics=tuple(served[name].summary() for name in page),
+            next_after=page[-1] if more else None,
+            as_of_ms=self._environment.clock.now_ms(),
+        )
+
+    def topic_stats(self, topic: str) -> TopicStats:
+        limits.check_name("topic", topic, self._environment.request_limits.topic_max_bytes)
+        served = self._topic(topic)
+        return served.stats(applied_slot=self._shard_of(topic).topic_commits[topic].manifest.applied)
+
+    def metrics_snapshot(self) -> Sequence[TopicNumbers]:
+        """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""
+        if self._loop.is_closed():
+            return ()
+        return asyncio.run_coroutine_threadsafe(self._topic_numbers(), self._loop).result(timeout=10)
+
+    async def _topic_numbers(self) -> list[TopicNumbers]:
+        now_ms = self._environment.clock.now_ms()
+        return [topic.numbers(now_ms) for shard in self._shards.values() for topic in shard.topics.values()]
+
+    def _check_names(self, topic: str, subscription: str) -> None:
+        request_limits = self._environment.request_limits
+        limits.check_name("topic", topic, request_limits.topic_max_bytes)
+        limits.check_name("subscription", subscription, request_limits.subscription_max_bytes)
+
+    def _check_serving(self) -> None:
+        """Raises what a caller is told while the shards are not served here."""
+        if self._shards and (self._health.serving or self._health.reason.startswith(_UNREACHABLE)):
+            return
+        if self._candidate.owner_address and not self._shards:
+            raise NotOwner(
+                f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address
+            )
+        raise Unavailable(f"this daemon does not serve yet: {self._health.reason}")
+
+    def _shard_of(self, topic: str) -> ServedShard:
+        self._check_serving()
+        return self._shards[names.shard_of(topic, self._shards_total)]
+
+    async def _topic_to_write(self, topic: str) -> ServedTopic:
+        return await self._shard_of(topic).topic_to_write(topic)
+
+    def _topic(self, topic: str) -> ServedTopic:
+        served = self._shard_of(topic).topics.get(topic)
+        if served is None:
+            raise NotFound(f"there is no topic {topic!r}")
+        return served
+
+
+_UNREACHABLE = "the store cannot be reached"
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a task of the engine has ended: %r", error, exc_info=error)

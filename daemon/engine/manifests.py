@@ -1,0 +1,89 @@
+"""Commits of one topic's manifest, one after the other.
+
+Owns: the newest manifest that this owner knows, the order of its own commits, and trying until the outcome is certain.
+Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from daemon.durability import backoff
+from daemon.engine.environment import Environment
+from daemon.errors import InvariantViolated
+from storage_backends import commit
+from storage_backends.formats.manifest import TopicManifest
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# One attempt to find out what became of a commit; an uncertain one is tried again with the same operation.
+DEADLINE_S = 30.0
+
+Operation = commit.Operation[TopicManifest]
+
+
+class TopicCommits:
+    """The manifest sequence of one topic of a shard that is owned under `epoch`."""
+
+    def __init__(
+        self,
+        manifests: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        environment: Environment,
+        *,
+        shard: int,
+        epoch: int,
+    ) -> None:
+        self.shard = shard
+        self.epoch = epoch
+        self._manifests = manifests
+        self._tip = tip
+        self._environment = environment
+        self._turn = asyncio.Lock()
+
+    @property
+    def manifest(self) -> TopicManifest:
+        return self._tip.manifest
+
+    @property
+    def number(self) -> int:
+        return self._tip.number
+
+    async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
+        """Commits the operation made for the tip; returns when that is certain, however long the store is away.
+
+        Raises commit.Refused when the precondition fails: for an owner that means that the epoch is over.
+        """
+        async with self._turn:
+            made = operation(self._tip.manifest)
+            self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
+            return self._tip.manifest
+
+
+async def commit_until_certain(
+    environment: Environment,
+    manifests: commit.ManifestLog[TopicManifest],
+    operation: Operation,
+    *,
+    warm: commit.Tip[TopicManifest] | None,
+) -> commit.Tip[TopicManifest]:
+    """Tries the operation until it is committed or refused. The same operation is never applied twice."""
+    for delay_s in backoff.delays_s(environment.jitter):
+        try:
+            return await environment.run(
+                lambda: commit.commit(
+                    manifests,
+                    operation,
+                    writer=environment.config.daemon_id,
+                    created_ms=environment.clock.now_ms(),
+                    warm=warm,
+                    deadline_s=DEADLINE_S,
+                )
+            )
+        except (commit.CommitOutcomeUnknown, StoreError) as error:
+            log.warning("a manifest commit is not certain, trying again: %s", error)
+            await environment.sleep(delay_s)
+    raise InvariantViolated("the delays ended")

@@ -1,0 +1,117 @@
+"""Becoming the owner of the root's shards.
+
+Owns: standing by, then claiming every shard, again and again until it succeeds; whom callers are sent to meanwhile.
+Does not own: looking and deciding (`daemon.durability.standby`), the claim of one shard (`daemon.durability.takeover`)
+and what is done with owned shards (`engine`).
+
+One daemon owns all shards of a root; another one on the same root stands by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from daemon.durability import heartbeat, shard_manifest, standby, takeover
+from daemon.engine.environment import Environment
+from daemon.errors import NotOwner
+from storage_backends import commit
+from storage_backends.formats.manifest import ShardManifest
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# How often a candidate looks again.
+LOOK_S = 1.0
+# The former owner may go on handing out so long after its last confirmation (R8).
+FORMER_OWNER_S = 15.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claimed:
+    """All shards of the root. `acknowledgements_from_s`: see `ServedShard`."""
+
+    claims: tuple[takeover.ShardClaim, ...]
+    acknowledgements_from_s: float
+
+
+class Candidate:
+    """This daemon as a candidate for the shards. `waiting` hears what it waits for."""
+
+    def __init__(self, environment: Environment, *, waiting: Callable[[str], None]) -> None:
+        self._environment = environment
+        self._waiting = waiting
+        self.shard_logs: tuple[commit.ManifestLog[ShardManifest], ...] = ()
+
+    def look_at(self, shards: int) -> None:
+        """The root has so many shards."""
+        environment = self._environment
+        self.shard_logs = tuple(
+            shard_manifest.shard_log(
+                environment.store,
+                shard,
+                monotonic=environment.clock.elapsed_s,
+                sleep=environment.blocking_sleep,
+                jitter=environment.jitter,
+                new_id=environment.new_id,
+                observer=environment.commit_observer,
+            )
+            for shard in range(shards)
+        )
+        self._standby = standby.Standby(
+            environment.store,
+            self.shard_logs,
+            daemon_id=environment.config.daemon_id,
+            lock=lambda daemon_id: standby.lock_of(environment.locks, daemon_id),
+            run=environment.run,
+            clock=environment.clock.elapsed_s,
+            sleep=environment.sleep,
+            look_interval_s=LOOK_S,
+            new_watch=lambda: heartbeat.Watch(
+                interval_s=environment.config.ownership.heartbeat_interval_s,
+                misses_max=environment.config.ownership.misses_max,
+            ),
+        )
+
+    @property
+    def owner_address(self) -> str:
+        """host:port of the daemon that owns the shards, as far as was seen; empty when there is none."""
+        return self._standby.owner_address if self.shard_logs else ""
+
+    async def become_owner(self) -> Claimed:
+        """Returns with every shard claimed and fenced, however long that takes. Raises Corruption."""
+        while True:
+            try:
+                claimable = await self._standby.until_claimable(self._waiting)
+                log.info("taking over: %s", claimable.reason)
+                self._waiting("taking over the shards")
+                # Of several candidates the one that gets the first shard goes on with the others.
+                claims = [await self._claim(0)]
+                claims += await asyncio.gather(*map(self._claim, range(1, len(self.shard_logs))))
+            except (StoreError, commit.CommitOutcomeUnknown) as error:
+                self._waiting(f"the store cannot be reached: {error}")
+            except (NotOwner, commit.Refused) as error:
+                self._waiting(f"another daemon claims the shards: {error}")
+            else:
+                wait_s = 0.0 if claimable.former_owner_gone else FORMER_OWNER_S
+                return Claimed(tuple(claims), self._environment.clock.elapsed_s() + wait_s)
+            await self._environment.sleep(LOOK_S)
+
+    async def _claim(self, shard: int) -> takeover.ShardClaim:
+        environment = self._environment
+        claimant = takeover.Claimant(
+            daemon_id=environment.config.daemon_id,
+            address=environment.config.daemon.address or "",
+            executor=environment.parts,
+            clock=environment.clock.elapsed_s,
+            sleep=environment.blocking_sleep,
+            jitter=environment.jitter,
+            wall_clock_ms=environment.clock.now_ms,
+            new_id=environment.new_id,
+            checkpoint_damaged=lambda key: environment.metrics.store_error("get", "CheckpointDamaged"),
+        )
+        return await environment.run(
+            lambda: takeover.take_over(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)
+        )

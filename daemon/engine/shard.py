@@ -1,0 +1,414 @@
+"""One shard that this daemon owns: its journal, its topics, its checkpoints.
+
+Owns: applying slots to topics, the birth of topics, subscriptions that come and go, checkpoints and truncation.
+Does not own: taking the shard over (`ownership`), writing slots (`group_commit`), a topic's requests (`served_topic`)
+and buckets (`bucket_life`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from daemon.core.segments import SegmentCache
+from daemon.core.topic import Topic
+from daemon.durability import checkpoint, checkpoint_store, recovery, shard_manifest
+from daemon.durability.epoch_confirmation import EpochConfirmation
+from daemon.durability.journal import JournalWriter, WrittenSlot
+from daemon.durability.journal_truncation import JournalTruncation
+from daemon.durability.takeover import ShardClaim
+from daemon.engine.bucket_life import BucketLife
+from daemon.engine.calls import SubscriptionCreated
+from daemon.engine.due_loop import DueLoop
+from daemon.engine.environment import Environment
+from daemon.engine.group_commit import GroupCommit
+from daemon.engine.manifests import TopicCommits, commit_until_certain
+from daemon.engine.served_topic import ServedTopic
+from daemon.errors import NotFound, QuotaExceeded
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import manifest, names
+from storage_backends.formats.journal import AddRecord, Record
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
+HAND_OUT_UNCONFIRMED_S = 15.0
+SUBSCRIPTIONS_RETRY_MS = 60_000
+# Topics that are recovered at the same time.
+TOPICS_AT_ONCE = 8
+
+
+class ServedShard:
+    """An owned shard. `lost` is called once with the error that ended it. `close` ends everything in it.
+
+    `acknowledgements_from_s`: after an unclean takeover no acknowledgement is answered before that time: until then the
+    former owner may hand out what it acknowledged.
+    """
+
+    def __init__(
+        self,
+        claim: ShardClaim,
+        shard_log: commit.ManifestLog[manifest.ShardManifest],
+        topic_logs: Callable[[int, str], commit.ManifestLog[manifest.TopicManifest]],
+        due_loop: DueLoop,
+        cache: SegmentCache,
+        environment: Environment,
+        *,
+        acknowledgements_from_s: float,
+        lost: Callable[[int, BaseException], None],
+    ) -> None:
+        self.number = claim.shard
+        self.epoch = claim.epoch
+        self.topics: dict[str, ServedTopic] = {}
+        self.lives: dict[str, BucketLife] = {}
+        self.topic_commits: dict[str, TopicCommits] = {}
+        self.applied_slot = claim.fence_slot
+        self._claim = claim
+        self._shard_log = shard_log
+        self._topic_logs = topic_logs
+        self._due_loop = due_loop
+        self._cache = cache
+        self._environment = environment
+        self._acknowledgements_from_s = acknowledgements_from_s
+        self._lost = lost
+        self._by_id: dict[str, ServedTopic] = {}
+        self._births: dict[str, asyncio.Task[ServedTopic]] = {}
+        self._bytes_since_checkpoint = 0
+        self._slots_since_checkpoint = 0
+        self._checkpointing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        run, clock = environment.run, environment.clock.elapsed_s
+        self.confirmation = EpochConfirmation(
+            shard_log,
+            tip=claim.tip,
+            confirmed_at_s=claim.confirmed_at_s,
+            run=run,
+            clock=clock,
+            sleep=environment.sleep,
+            jitter=environment.jitter,
+        )
+        self.journal = JournalWriter(
+            environment.store,
+            shard=claim.shard,
+            epoch=claim.epoch,
+            next_slot=claim.fence_slot + 1,
+            run=run,
+            clock=clock,
+            sleep=environment.sleep,
+            jitter=environment.jitter,
+            new_id=environment.new_id,
+            written=self._written,
+        )
+        self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
+        self._truncation = JournalTruncation(
+            environment.store,
+            shard=claim.shard,
+            epoch=claim.epoch,
+            fence_slot=claim.fence_slot,
+            known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
+            executor=environment.parts,
+        )
+
+    # ---- start and end
+
+    async def recover(self) -> int:
+        """Claims and restores every topic of the shard; how many rows were replayed. Then it may be served."""
+        topic_ids = await self._environment.run(self._topic_ids)
+        turns = asyncio.Semaphore(TOPICS_AT_ONCE)
+
+        async def recover(topic_id: str) -> int:
+            async with turns:
+                return await self._recover_topic(topic_id)
+
+        return sum(await asyncio.gather(*map(recover, topic_ids)))
+
+    def serve(self) -> None:
+        """Starts writing slots and confirming the epoch."""
+        for work in (self.commits.run(), self.confirmation.watch()):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(self._task_done)
+            self._tasks.append(task)
+        for topic in self.topics.values():
+            topic.changed()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.lose(error)
+
+    def lose(self, error: BaseException) -> None:
+        """The shard is not ours any more, or cannot be served."""
+        self._lost(self.number, error)
+
+    async def release(self) -> None:
+        """Orderly end: what is staged becomes durable, the state goes into a checkpoint, the shard is given up."""
+        await self.commits.flush()
+        for life in self.lives.values():
+            life.seal(self.applied_slot)
+        for life in self.lives.values():
+            await life.settled()
+        await self._checkpoint()
+        await self._environment.run(
+            lambda: commit.commit(
+                self._shard_log,
+                shard_manifest.Release(epoch=self.epoch),
+                writer=self._environment.config.daemon_id,
+                created_ms=self._environment.clock.now_ms(),
+                warm=self.confirmation.tip,
+                deadline_s=10.0,
+            )
+        )
+
+    def close(self, error: Exception) -> None:
+        """Drops all state; whoever waits gets the error."""
+        self.commits.end(error)
+        self.journal.close()
+        self.confirmation.close()
+        for life in self.lives.values():
+            life.close()
+        for topic in self.topics.values():
+            topic.close(error)
+        for task in (*self._tasks, *self._births.values(), self._checkpointing):
+            if task is not None:
+                task.cancel()
+
+    # ---- what topics ask of their shard
+
+    @property
+    def may_hand_out(self) -> bool:
+        return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
+
+    async def acknowledgements_open(self) -> None:
+        wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
+        if wait_s > 0:
+            await self._environment.sleep(wait_s)
+
+    # ---- slots
+
+    def _written(self, slot: WrittenSlot) -> None:
+        self.confirmation.confirmed(slot.sent_at_s)
+        self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
+        self._bytes_since_checkpoint += slot.size_bytes
+        self._slots_since_checkpoint += 1
+
+    def _apply(self, slot: int, records: Sequence[Record]) -> None:
+        """A slot is certain: its decisions become state, topic by topic."""
+        elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
+        for record in records:
+            if isinstance(record, AddRecord):
+                life = self.lives[self._by_id[record.topic_id].core.name]
+                life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+        touched: dict[str, ServedTopic] = {}
+        for record in records:
+            topic = touched[record.topic_id] = self._by_id[record.topic_id]
+            topic.core.apply(record, slot, elapsed_ms=elapsed_ms)
+            topic.last_changed_slot = slot
+        self.applied_slot = slot
+        for topic in touched.values():
+            self.lives[topic.core.name].after_slot(slot)
+            topic.changed()
+        self._consider_checkpoint()
+
+    def look_after(self) -> None:
+        """Once a second: what depends on time alone."""
+        self.commits.answer_stalled()
+        for life in self.lives.values():
+            life.after_slot(self.applied_slot)
+        if self.may_hand_out:
+            for topic in self.topics.values():
+                topic.notify_all()
+
+    # ---- topics
+
+    def _topic_ids(self) -> list[str]:
+        prefix = names.topics_prefix(self.number)
+        keys = (entry.key for entry in self._environment.store.list(prefix))
+        return sorted({key[len(prefix) :].split("/", 1)[0] for key in keys})
+
+    async def _recover_topic(self, topic_id: str) -> int:
+        environment = self._environment
+        topic_log = self._topic_logs(self.number, topic_id)
+        tip = await commit_until_certain(environment, topic_log, topic_manifest.Claim(epoch=self.epoch), warm=None)
+        part = recovery.counting_part(tip.manifest, self._claim.checkpoint)
+        objects = await environment.run(
+            lambda: recovery.read_objects(environment.store, tip.manifest, part, environment.parts)
+        )
+        topic = self._core_topic(tip.manifest)
+        elapsed_ms = int(environment.clock.elapsed_s() * 1000)
+        checkpoint_slot = 0 if self._claim.checkpoint is None else self._claim.checkpoint.slot
+        state_slot = max(tip.manifest.applied, checkpoint_slot)
+
+        def restore() -> int:
+            recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
+            slots = ((slot.header, slot.records) for slot in self._claim.slots)
+            return recovery.replay(topic, slots, state_slot=state_slot, elapsed_ms=elapsed_ms)
+
+        rows = await environment.run(restore)
+        served = self._serve_topic(topic, topic_log, tip)
+        if rows or part is not None:
+            served.last_changed_slot = self._claim.fence_slot
+        return rows
+
+    def _core_topic(self, stored: manifest.TopicManifest) -> Topic:
+        return Topic(
+            stored.topic,
+            stored.topic_id,
+            stored.incarnation,
+            stored.subscriptions,
+            now_ms=self._environment.clock.now_ms(),
+            cache=self._cache,
+            ready_rows_max=self._environment.config.delivery.ready_rows_max,
+        )
+
+    def _serve_topic(
+        self,
+        topic: Topic,
+        topic_log: commit.ManifestLog[manifest.TopicManifest],
+        tip: commit.Tip[manifest.TopicManifest],
+    ) -> ServedTopic:
+        served = ServedTopic(topic, self, self._due_loop, self._environment)
+        commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
+        self.topic_commits[topic.name] = commits
+        self.lives[topic.name] = BucketLife(
+            topic, commits, self._environment, lost=self.lose, changed=served.changed
+        )
+        self._by_id[topic.topic_id] = served
+        self.topics[topic.name] = served
+        return served
+
+    async def topic_to_write(self, name: str) -> ServedTopic:
+        """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
+        topic = self.topics.get(name)
+        if topic is not None:
+            return topic
+        self.commits.check_accepting()
+        birth = self._births.get(name)
+        if birth is None:
+            birth = self._births[name] = asyncio.ensure_future(self._bear(name))
+            birth.add_done_callback(lambda _: self._births.pop(name, None))
+        return await asyncio.shield(birth)
+
+    async def _bear(self, name: str) -> ServedTopic:
+        topic_id = names.topic_id(name)
+        topic_log = self._topic_logs(self.number, topic_id)
+        create = topic_manifest.Create(
+            topic=name, topic_id=topic_id, incarnation=1, epoch=self.epoch, applied=self.applied_slot
+        )
+        tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
+        return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
+
+    # ---- subscriptions
+
+    async def create_subscription(self, name: str, subscription: str, *, subscriptions_max: int) -> SubscriptionCreated:
+        topic = await self.topic_to_write(name)
+        await topic.pause()
+        try:
+            for state in topic.core.subscriptions.values():
+                if state.stored.name == subscription:
+                    await self.commits.confirmed()
+                    return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
+            if len(topic.core.subscriptions) >= subscriptions_max:
+                raise QuotaExceeded(
+                    f"topic {name} has {len(topic.core.subscriptions)} subscriptions, the limit is {subscriptions_max}",
+                    retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
+                )
+            commits = self.topic_commits[name]
+            stored = manifest.Subscription(
+                subscription_id=commits.manifest.last_subscription_id + 1,
+                name=subscription,
+                since_ms=self._environment.clock.now_ms() if topic.core.subscriptions else 0,
+                created_slot=self.applied_slot,
+            )
+            await commits.commit(
+                lambda tip: topic_manifest.SetSubscriptions(
+                    subscriptions=(*tip.subscriptions, stored),
+                    last_subscription_id=stored.subscription_id,
+                    epoch=self.epoch,
+                )
+            )
+            topic.core.add_subscription(stored)
+            return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
+        finally:
+            topic.resume()
+
+    async def delete_subscription(self, name: str, subscription: str) -> None:
+        topic = self.topics[name]
+        await topic.pause()
+        try:
+            state = next((each for each in topic.core.subscriptions.values() if each.stored.name == subscription), None)
+            if state is None:
+                raise NotFound(f"topic {name} has no subscription {subscription!r}")
+            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
+            topic.end_streams(gone, subscription_id=state.subscription_id)
+            if len(topic.core.subscriptions) == 1:
+                await topic.settle_due()
+                await topic.commit_records(topic.core.gone_with_last_subscription())
+            await self.topic_commits[name].commit(
+                lambda tip: topic_manifest.SetSubscriptions(
+                    subscriptions=tuple(
+                        each for each in tip.subscriptions if each.subscription_id != state.subscription_id
+                    ),
+                    last_subscription_id=tip.last_subscription_id,
+                    epoch=self.epoch,
+                )
+            )
+            topic.core.remove_subscription(state.subscription_id)
+            self.lives[name].after_slot(self.applied_slot)
+        finally:
+            topic.resume()
+
+    # ---- checkpoints
+
+    def _consider_checkpoint(self) -> None:
+        limits = self._environment.config.journal
+        wanted = (
+            self._bytes_since_checkpoint >= limits.checkpoint_bytes
+            or self._slots_since_checkpoint >= limits.checkpoint_slots
+        )
+        if wanted and (self._checkpointing is None or self._checkpointing.done()):
+            self._checkpointing = asyncio.ensure_future(self._checkpoint_or_lose())
+
+    async def _checkpoint_or_lose(self) -> None:
+        try:
+            await self._checkpoint()
+        except StoreError as error:
+            # The journal is longer for it; the next slot asks again.
+            log.warning("shard %d: no checkpoint could be written: %s", self.number, error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self.lose(error)
+
+    async def _checkpoint(self) -> None:
+        """Writes the state as of now, commits it, and deletes the slots that two checkpoints cover."""
+        environment = self._environment
+        self._bytes_since_checkpoint = self._slots_since_checkpoint = 0
+        slot = self.applied_slot
+        cuts = [
+            life.cut()
+            for name, life in self.lives.items()
+            if self.topics[name].last_changed_slot > self.topic_commits[name].manifest.applied
+        ]
+        tip = self.confirmation.tip
+
+        def write() -> commit.Tip[manifest.ShardManifest]:
+            parts = tuple(checkpoint.part_of(cut) for cut in cuts)
+            body = checkpoint_format.Checkpoint(shard=self.number, epoch=self.epoch, slot=slot, topics=parts)
+            written = checkpoint_store.write_checkpoint(
+                environment.store, body, base=tip.number, unique=environment.new_id()
+            )
+            reference = manifest.CheckpointReference(object=written, slot=slot, replay_from=slot)
+            return commit.commit(
+                self._shard_log,
+                shard_manifest.WriteCheckpoint(reference=reference, replay_from=slot, epoch=self.epoch),
+                writer=environment.config.daemon_id,
+                created_ms=environment.clock.now_ms(),
+                warm=tip,
+                deadline_s=30.0,
+            )
+
+        committed = await environment.run(write)
+        while await environment.run(lambda: self._truncation.truncate(committed.manifest)):
+            pass
