@@ -108,7 +108,8 @@ class Standby:
         locks = {each.owner: self._lock(each.owner) for each in others}
         reasons = []
         for each in recorded:
-            decision = self._decide(each, OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN))
+            lock = OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN)
+            decision = self._decide(each, lock)
             if isinstance(decision, Wait):
                 return decision
             reasons.append(decision.reason)
