@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from daemon.core import limits
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -106,6 +107,7 @@ class ServedTopic:
         return outcome
 
     async def acknowledge(self, state: SubscriptionState, claims: HeldPositions) -> int:
+        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         if not self._open.is_set():
             await self._open.wait()
         commits = self.shard.commits

@@ -5,15 +5,21 @@ An acknowledgement of what is not in the backlog is no error (`test_dispatch.py`
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import message
 
+from daemon import config
+from daemon.engine.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.daemon.grpc_services.conftest import Edge
+from tests.support import real_engine
+from tests.support.fake_engine import FakeEngine
 
 TOPIC = "persistent://public/default/orders"
 SUBSCRIPTION = "workers"
@@ -236,6 +242,16 @@ FATAL = [
 ]
 
 
+@pytest.fixture(params=["engine in memory", "real engine"])
+async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
+    """The table holds for the real engine, and for the one that stands in for it elsewhere."""
+    if request.param == "real engine":
+        async with real_engine.serving(settings) as real:
+            yield real
+    else:
+        yield FakeEngine(settings)
+
+
 @pytest.fixture
 async def populated(edge: Edge) -> Edge:
     """A topic with three subscriptions, as many as it may have, rows that are pending and one that is due."""
@@ -243,6 +259,9 @@ async def populated(edge: Edge) -> Edge:
         await edge.caller.unary(CREATE, pair(dispatch_pb2.CreateSubscriptionRequest, subscription=subscription))
     await edge.caller.unary(ADD, add(ledger_id=[77]))
     await edge.caller.unary(ADD, add(ledger_id=[78], entry_id=[1], deliver_at_ms=[1]))
+    async with asyncio.timeout(10):
+        while (await state(edge))[0].pending != 3:
+            pass
     return edge
 
 

@@ -11,7 +11,7 @@ from daemon.grpc_services import status
 
 
 def leaves(kind: type[errors.TarryError]) -> list[type[errors.TarryError]]:
-    below = kind.__subclasses__()
+    below = [each for each in kind.__subclasses__() if each.__module__ == errors.__name__]
     return [leaf for each in below for leaf in leaves(each)] if below else [kind]
 
 

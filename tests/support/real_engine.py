@@ -1,0 +1,56 @@
+"""The real engine over a store in memory, with the machine's clocks: to test the edge with what is behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator
+
+from daemon import config, metrics
+from daemon.engine.engine import Engine
+from daemon.engine.environment import Environment
+from daemon.main import SystemClock
+from storage_backends.memory import MemoryStore
+from storage_backends.object_store import ObjectStore
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    settings: config.Config, *, store: ObjectStore | None = None, daemon_metrics: metrics.Metrics | None = None
+) -> AsyncIterator[Engine]:
+    """An engine that serves; stopped in order at the end."""
+    numbers = itertools.count()
+    with (
+        concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="store") as threads,
+        concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="parts") as parts,
+    ):
+        engine = Engine(
+            Environment(
+                config=settings,
+                store=store if store is not None else MemoryStore(),
+                locks=None,
+                metrics=daemon_metrics if daemon_metrics is not None else metrics.Metrics(),
+                clock=SystemClock(),
+                threads=threads,
+                parts=parts,
+                sleep=asyncio.sleep,
+                blocking_sleep=time.sleep,
+                jitter=random.Random(1).random,
+                new_id=lambda: f"id-{next(numbers)}",
+            )
+        )
+        changed = asyncio.Event()
+        engine.on_health_change(lambda _: changed.set())
+        await engine.start()
+        try:
+            async with asyncio.timeout(20):
+                while not engine.health.serving:
+                    changed.clear()
+                    await changed.wait()
+            yield engine
+        finally:
+            await engine.stop()
