@@ -256,7 +256,7 @@ def test_a_delete_is_asked_for_first(daemon: FakeDaemon, run: Run) -> None:
 @pytest.mark.parametrize(
     ("code", "exit_code", "says"),
     [
-        (grpc.StatusCode.NOT_FOUND, 1, "`tarry topics` lists what exists"),
+        (grpc.StatusCode.NOT_FOUND, 1, "`tarry topics` and `tarry stats TOPIC` list what exists"),
         (grpc.StatusCode.INVALID_ARGUMENT, 2, "topic is wrong."),
         (grpc.StatusCode.UNAVAILABLE, 3, "Start it with `tarryd`, or name another with --address"),
         (grpc.StatusCode.UNKNOWN, 3, "repeating the command is safe"),

@@ -12,7 +12,8 @@ from types import TracebackType
 
 import grpc
 
-from tarry import add_stream, columns, connections, errors, results, retry, subscription, wire
+from tarry import add_stream, columns, connections, errors, results, retry, wire
+from tarry.subscription import Subscription
 from tarry.v1 import (
     delayed_delivery_pb2,
     dispatch_pb2,
@@ -50,7 +51,7 @@ class Client:
         self._timeout_s = timeout_s
         self._rows_max = rows_per_request
         self._bytes_max = request_bytes
-        self._streams: weakref.WeakSet[add_stream.AddStream | subscription.Subscription] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[add_stream.AddStream | Subscription] = weakref.WeakSet()
 
     def add(
         self,
@@ -101,12 +102,12 @@ class Client:
     def subscribe(
         self,
         topic: str,
-        subscription_name: str,
+        subscription: str,
         *,
         permits: int = 10_000,
         create: bool = False,
         timeout_s: float | None = None,
-    ) -> subscription.Subscription:
+    ) -> Subscription:
         """Opens a subscription and returns when its stream is open.
 
         `permits`: how many positions may be received and neither acknowledged nor released.
@@ -115,11 +116,11 @@ class Client:
         """
         deadline = self._deadline(timeout_s)
         if create:
-            self.create_subscription(topic, subscription_name, timeout_s=timeout_s)
-        opened = subscription.Subscription(
+            self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = Subscription(
             self._shared,
             topic,
-            subscription_name,
+            subscription,
             permits=permits,
             rows_max=self._rows_max,
             timeout_s=self._timeout_s,
@@ -133,23 +134,23 @@ class Client:
         return opened
 
     def create_subscription(
-        self, topic: str, subscription_name: str, *, timeout_s: float | None = None
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> results.SubscriptionCreated:
         """Creates a subscription, and the topic if it is new. It is OK when it exists."""
         message = self._shared.call(
             lambda channel: dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription,
-            dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=subscription_name),
+            dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=subscription),
             topic=topic,
             deadline=self._deadline(timeout_s),
         )
         return results.SubscriptionCreated.from_message(message)
 
-    def delete_subscription(self, topic: str, subscription_name: str, *, timeout_s: float | None = None) -> None:
+    def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None = None) -> None:
         """Deletes a subscription; deleting the last one drops what is due. Raises NotFound."""
         try:
             self._shared.call(
                 lambda channel: dispatch_pb2_grpc.DispatchStub(channel).DeleteSubscription,
-                dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription_name),
+                dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription),
                 topic=topic,
                 deadline=self._deadline(timeout_s),
             )

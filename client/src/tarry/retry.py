@@ -22,7 +22,7 @@ class RetryPolicy:
     """
 
     initial_s: float = 0.05
-    max_s: float = 2.0
+    max_s: float = 1.0
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, error: errors.TarryError, attempt: int) -> float:

@@ -131,7 +131,7 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
         case errors.InvalidArgument() | errors.OutOfRange():
             return f"{last.message}.", EXIT_INPUT
         case errors.NotFound():
-            return f"{last.message}. `tarry topics` lists what exists; --create or `tarry add` makes it.", EXIT_REFUSED
+            return f"{last.message}. `tarry topics` and `tarry stats TOPIC` list what exists.", EXIT_REFUSED
         case errors.ResourceExhausted():
             hint = "" if last.retry_after_ms is None else f" Try again in {last.retry_after_ms / 1000:g} s."
             return f"{last.message}.{hint}", EXIT_REFUSED
