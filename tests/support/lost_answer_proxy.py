@@ -1,8 +1,8 @@
 """A proxy before an S3 server that loses answers.
 
-Fault model: a conditional PUT may take effect while its answer is lost (the connection is closed without a byte, or
-stays silent), or be answered with an error before it takes effect. Nothing else: requests arrive as they were sent,
-answers that arrive are whole.
+Fault model: a request may take effect while its answer is lost (the connection is closed without a byte, or stays
+silent); a conditional PUT may be answered with an error before it takes effect. Nothing else: requests arrive as they
+were sent, answers that arrive are whole.
 
 Owns: the proxy, and which answer it loses. Does not own: what was the fault's effect; that is the test's to say.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 _HOP_BY_HOP: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect"})
 _UPSTREAM_TIMEOUT_S: Final = 30.0
+_CONDITIONAL_PUT: Final = "conditional PUT"
 
 
 class Loss(Enum):
@@ -40,7 +41,7 @@ class LostAnswerProxy:
     def __init__(self, upstream_url: str) -> None:
         self._upstream: Final = urlsplit(upstream_url).netloc
         self._lock = threading.Lock()
-        self._put_faults: deque[Loss | int] = deque()
+        self._faults: defaultdict[str, deque[Loss | int]] = defaultdict(deque)
         self._stopping = threading.Event()
         self.requests: Counter[str] = Counter()
         self.conditional_puts = 0
@@ -61,19 +62,25 @@ class LostAnswerProxy:
     def drop_next_put_answer(self, *, count: int = 1, loss: Loss = Loss.CLOSED) -> None:
         """The next conditional PUTs reach the server; their answers reach nobody."""
         with self._lock:
-            self._put_faults.extend([loss] * count)
+            self._faults[_CONDITIONAL_PUT].extend([loss] * count)
 
     def answer_next_put_with(self, status: int) -> None:
         """The next conditional PUT is answered with this status and does not reach the server."""
         with self._lock:
-            self._put_faults.append(status)
+            self._faults[_CONDITIONAL_PUT].append(status)
+
+    def drop_next_answer(self, method: str, *, count: int = 1, loss: Loss = Loss.CLOSED) -> None:
+        """The next requests of this method (PUT: unconditional ones) reach the server; their answers reach nobody."""
+        with self._lock:
+            self._faults[method].extend([loss] * count)
 
     def _next_fault(self, handler: BaseHTTPRequestHandler) -> Loss | int | None:
         conditional = handler.command == "PUT" and "If-None-Match" in handler.headers
         with self._lock:
             self.requests[handler.command] += 1
             self.conditional_puts += conditional
-            fault = self._put_faults.popleft() if conditional and self._put_faults else None
+            faults = self._faults[_CONDITIONAL_PUT if conditional else handler.command]
+            fault = faults.popleft() if faults else None
             self.lost_answers += isinstance(fault, Loss)
             return fault
 
@@ -83,13 +90,21 @@ class LostAnswerProxy:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def setup(self) -> None:
+                super().setup()
+                self.upstream = http.client.HTTPConnection(proxy._upstream, timeout=_UPSTREAM_TIMEOUT_S)
+
+            def finish(self) -> None:
+                self.upstream.close()
+                super().finish()
+
             def forward(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
                 fault = proxy._next_fault(self)
                 if isinstance(fault, int):
                     self.answer(fault, {}, b"")
                     return
-                status, headers, answer = proxy._forward(self, body)
+                status, headers, answer = _forward(self, self.upstream, body)
                 if fault is Loss.SILENT:
                     proxy._stopping.wait(_UPSTREAM_TIMEOUT_S)
                 if fault is not None:
@@ -115,21 +130,21 @@ class LostAnswerProxy:
 
         return Handler
 
-    def _forward(self, handler: BaseHTTPRequestHandler, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection(self._upstream, timeout=_UPSTREAM_TIMEOUT_S)
-        try:
-            headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_BY_HOP}
-            headers["Content-Length"] = str(len(body))
-            connection.request(handler.command, handler.path, body, headers)
-            response = connection.getresponse()
-            answer = response.read()
-            kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP_BY_HOP}
-            length = response.getheader("Content-Length")
-            if handler.command == "HEAD" and length is not None:
-                kept["Content-Length"] = length
-            return response.status, kept, answer
-        finally:
-            connection.close()
+
+def _forward(
+    handler: BaseHTTPRequestHandler, upstream: http.client.HTTPConnection, body: bytes
+) -> tuple[int, dict[str, str], bytes]:
+    """The server's answer: status, headers, body."""
+    headers = {name: value for name, value in handler.headers.items() if name.lower() not in _HOP_BY_HOP}
+    headers["Content-Length"] = str(len(body))
+    upstream.request(handler.command, handler.path, body, headers)
+    response = upstream.getresponse()
+    answer = response.read()
+    kept = {name: value for name, value in response.getheaders() if name.lower() not in _HOP_BY_HOP}
+    length = response.getheader("Content-Length")
+    if handler.command == "HEAD" and length is not None:
+        kept["Content-Length"] = length
+    return response.status, kept, answer
 
 
 @contextmanager
@@ -145,6 +160,7 @@ def lost_answer_proxy(upstream_url: str) -> Iterator[LostAnswerProxy]:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # a connection beyond the queue waits for a second and more
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: clients that give up while an answer is withheld are what this proxy is for."""

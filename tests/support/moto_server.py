@@ -48,6 +48,7 @@ class MotoServer:
         )
         self._thread = threading.Thread(target=self._server.serve_forever, name="moto", daemon=True)
         self.endpoint_url: Final = f"http://127.0.0.1:{self._server.server_port}"
+        self._buckets: set[str] = set()
 
     def start(self) -> None:
         self._thread.start()
@@ -59,7 +60,9 @@ class MotoServer:
 
     def settings(self, bucket: str, *, endpoint_url: str | None = None, **changes: Any) -> S3Settings:
         """Settings for a bucket of this server, which is made if need be; `endpoint_url` of a proxy before it."""
-        make_bucket(self.endpoint_url, bucket)
+        if bucket not in self._buckets:
+            make_bucket(self.endpoint_url, bucket)
+            self._buckets.add(bucket)
         return S3Settings(
             bucket=bucket,
             endpoint_url=endpoint_url or self.endpoint_url,

@@ -1,0 +1,1 @@
+"""What every store promises, tried on each of them: see `storage_backends.object_store`."""

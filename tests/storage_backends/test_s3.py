@@ -1,0 +1,183 @@
+"""What only S3 does: settings, what the server's answers mean, which client repeats what."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from storage_backends.object_store import AlreadyExists, OutcomeUnknown, StoreError, StoreRefused, StoreUnavailable
+from storage_backends.s3 import S3Settings, S3Store
+from tests.support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
+from tests.support.moto_server import MotoServer, moto_server
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[MotoServer]:
+    with moto_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def proxy(moto: MotoServer) -> Iterator[LostAnswerProxy]:
+    with lost_answer_proxy(moto.endpoint_url) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxied(moto: MotoServer, proxy: LostAnswerProxy) -> Iterator[S3Store]:
+    with S3Store(moto.settings("answers", endpoint_url=proxy.endpoint_url)) as store:
+        yield store
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, StoreRefused),
+        (401, StoreRefused),
+        (403, StoreRefused),
+        (404, StoreRefused),
+        (405, StoreRefused),
+        (408, OutcomeUnknown),
+        (409, AlreadyExists),
+        (412, AlreadyExists),
+        (429, OutcomeUnknown),
+        (500, OutcomeUnknown),
+        (501, StoreRefused),
+        (502, OutcomeUnknown),
+        (503, OutcomeUnknown),
+        (504, OutcomeUnknown),
+    ],
+)
+def test_each_answer_to_a_conditional_write_has_one_meaning(
+    proxied: S3Store, proxy: LostAnswerProxy, status: int, kind: type[StoreError]
+) -> None:
+    before = proxy.conditional_puts
+    proxy.answer_next_put_with(status)
+    with pytest.raises(kind, match=rf"slot/{status}: .*{status}"):
+        proxied.put_if_absent(f"slot/{status}", b"body", metadata={"commitid": "1"})
+    assert proxy.conditional_puts == before + 1, "a conditional write is sent once"
+
+
+def test_a_server_that_cannot_be_connected_to_has_done_nothing() -> None:
+    with socket.socket() as unused:  # bound and not listening: a connection is refused
+        unused.bind(("127.0.0.1", 0))
+        settings = S3Settings(bucket="b", endpoint_url=f"http://127.0.0.1:{unused.getsockname()[1]}", attempts=1)
+        with S3Store(settings) as store:
+            for operation in (
+                lambda: store.put_if_absent("slot", b"", metadata={}),
+                lambda: store.put("slot", b""),
+                lambda: store.get("slot"),
+                lambda: store.get_range("slot", 0, 1),
+                lambda: store.head("slot"),
+                lambda: list(store.list("")),
+                lambda: store.delete("slot"),
+            ):
+                with pytest.raises(StoreUnavailable, match="EndpointConnectionError"):
+                    operation()
+
+
+def test_a_server_that_accepts_and_says_nothing_leaves_a_conditional_write_unknown() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        settings = S3Settings(
+            bucket="b", endpoint_url=f"http://127.0.0.1:{silent.getsockname()[1]}", attempts=1, read_timeout_s=0.2
+        )
+        with S3Store(settings) as store:
+            with pytest.raises(OutcomeUnknown, match="ReadTimeoutError"):
+                store.put_if_absent("slot", b"", metadata={})
+            with pytest.raises(StoreUnavailable, match="ReadTimeoutError"):
+                store.head("slot")
+
+
+def test_everything_but_conditional_writes_is_repeated(moto: MotoServer) -> None:
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="repeated", attempts=2)) as store,
+    ):
+        proxy.drop_next_answer("PUT")
+        store.put("a", b"body")
+        assert proxy.requests["PUT"] == 2
+        proxy.drop_next_answer("GET")
+        assert store.get("a") == b"body"
+        proxy.drop_next_answer("DELETE")
+        store.delete("a")
+        proxy.drop_next_answer("HEAD", count=2)
+        with pytest.raises(StoreUnavailable, match="ConnectionClosedError"):
+            store.head("a")
+        assert proxy.requests == {"PUT": 2, "GET": 2, "DELETE": 2, "HEAD": 2}
+        assert proxy.lost_answers == 5
+
+
+def test_a_bucket_that_does_not_exist_is_a_refusal(moto: MotoServer) -> None:
+    with S3Store(dataclasses.replace(moto.settings("answers"), bucket="nosuchbucket")) as store:
+        with pytest.raises(StoreRefused, match="NoSuchBucket"):
+            store.put_if_absent("slot", b"", metadata={})
+        with pytest.raises(StoreRefused, match="NoSuchBucket"):
+            store.get("slot")
+        with pytest.raises(StoreRefused, match="NoSuchBucket"):
+            list(store.list(""))
+
+
+def test_objects_of_another_prefix_are_not_seen(moto: MotoServer) -> None:
+    with (
+        S3Store(moto.settings("prefixes", prefix="one")) as one,
+        S3Store(moto.settings("prefixes", prefix="one/two")) as two,
+        S3Store(moto.settings("prefixes")) as whole,
+    ):
+        one.put("a", b"1")
+        two.put("a", b"2")
+        assert [found.key for found in two.list("")] == ["a"]
+        assert {found.key for found in one.list("")} == {"a", "two/a"}
+        assert {found.key for found in whole.list("")} == {"one/a", "one/two/a"}
+        assert whole.get("one/two/a") == b"2"
+
+
+def test_checksums_and_addressing_follow_the_endpoint() -> None:
+    with S3Store(S3Settings(bucket="b", endpoint_url="http://127.0.0.1:1")) as store:
+        config = store._data.meta.config
+        assert config.request_checksum_calculation == "when_required"  # type: ignore[attr-defined]
+        assert config.s3 == {"addressing_style": "path"}  # type: ignore[attr-defined]
+    with S3Store(S3Settings(bucket="b")) as store:
+        config = store._data.meta.config
+        assert config.request_checksum_calculation == "when_supported"  # type: ignore[attr-defined]
+        assert config.s3 == {"addressing_style": "auto"}  # type: ignore[attr-defined]
+    with S3Store(S3Settings(bucket="b", checksums="when_required", addressing_style="virtual")) as store:
+        config = store._data.meta.config
+        assert config.response_checksum_validation == "when_required"  # type: ignore[attr-defined]
+        assert config.s3 == {"addressing_style": "virtual"}  # type: ignore[attr-defined]
+
+
+def test_checksums_sent_with_every_request_are_understood(moto: MotoServer) -> None:
+    with S3Store(moto.settings("answers", prefix="checked", checksums="when_supported")) as store:
+        store.put("a", b"body")
+        store.put_if_absent("b", b"body", metadata={"commitid": "1"})
+        assert store.get("a") == store.get("b") == b"body"
+        assert store.get_range("b", 1, 2) == b"od"
+
+
+def test_secrets_are_not_shown() -> None:
+    settings = S3Settings(bucket="b", access_key_id="id", secret_access_key="hidden", session_token="concealed")
+    assert "hidden" not in repr(settings)
+    assert "concealed" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("bucket", ""),
+        ("prefix", "/a"),
+        ("prefix", "a/"),
+        ("prefix", "a b"),
+        ("access_key_id", "alone"),
+        ("secret_access_key", "alone"),
+        ("attempts", 0),
+        ("connections_max", 0),
+        ("list_page_keys", 0),
+        ("list_page_keys", 1001),
+    ],
+)
+def test_bad_settings_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{field}|key"):
+        dataclasses.replace(S3Settings(bucket="b"), **{field: value})  # type: ignore[arg-type]
