@@ -77,7 +77,10 @@ class BacklogReader:
         mutable: Sequence[MutableBucket],
         limit: int,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
-        """About `limit` rows, by bucket; empty when everything that was passed has been read. Call when nothing is needed."""
+        """About `limit` rows, by bucket; empty when everything that was passed has been read.
+
+        Call when nothing is needed.
+        """
         sources: list[SealedBucket | MutableBucket] = []
         runs: list[SortedRun] = []
         for bucket in sealed:

@@ -57,7 +57,10 @@ class Bucket:
         return self.present_rows - self.passed_rows
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        """Makes waiting rows due; those that were waiting, in the order given. What is gone or due already is left out."""
+        """Makes waiting rows due; those that were waiting, in the order given.
+
+        What is gone or due already is left out.
+        """
         waiting = bitmap_of(due.keys) & self.present
         waiting -= self.passed
         count = len(waiting)

@@ -84,7 +84,7 @@ class InFlight:
 
     def keys(self) -> BitMap64:
         """All positions of the table."""
-        return BitMap64.union(*[bitmap_of(run.rows.keys[run.alive]) for run in self._runs]) if self._runs else BitMap64()
+        return BitMap64.union(BitMap64(), *[bitmap_of(run.rows.keys[run.alive]) for run in self._runs])
 
     def _take_where(self, condition: object) -> KeyedRows:
         taken = []

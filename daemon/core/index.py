@@ -1,7 +1,7 @@
 """The index of a topic: every row that is not gone, in a mutable bucket or a sealed one, and what comes due next.
 
 Owns: the buckets, membership over all of them, passing rows as they come due, what leaves, and the cut for a seal.
-Does not own: who receives rows (`subscription`), requests (`topic`), and everything that is stored (`daemon.durability`).
+Does not own: who receives rows (`subscription`), requests (`topic`), and what is stored (`daemon.durability`).
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
     a row waits in its bucket until the head passes it: then it is due, until it is gone
@@ -42,9 +42,7 @@ class BucketBits:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class IndexCut:
-    """The index as of one slot: what a checkpoint stores, and what a seal commits.
-
-    """
+    """The index as of one slot: what a checkpoint stores, and what a seal commits."""
 
     mutable: MutableRows
     bits: tuple[BucketBits, ...]
@@ -102,7 +100,7 @@ class Index:
         return found
 
     def find_loaded(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The rows of due positions with those times: (rows found in memory, segments that must be loaded to tell more)."""
+        """The rows of due positions with those times: (rows found in memory, segments to load to tell more)."""
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []
         for bucket in self.readable:
@@ -254,7 +252,7 @@ class Index:
     # ---- the life of buckets
 
     def begin_seal(self, name: str, *, now_ms: int) -> MutableBucket:
-        """The mutable bucket is cut: it takes the object's name and serves on from memory; a new one takes its place."""
+        """The mutable bucket is cut: it takes the object's name and serves on from memory; a new one is there."""
         bucket = self.mutable
         bucket.begin_seal(name)
         self.sealing.append(bucket)

@@ -97,7 +97,7 @@ class MutableBucket(Bucket):
     # ---- rows come
 
     def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
-        """Rows of positions that are in no bucket; `added` is the set of them. `elapsed_ms`: a clock that never steps."""
+        """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps."""
         if self.first_row_at_ms is None:
             self.first_row_at_ms = elapsed_ms
         fresh_pages = pages_of(added) - self._held_pages

@@ -2,7 +2,7 @@
 
 Owns: the table that gives every page of a topic (2^32 entry ids of one ledger) an ordinal; a position's key is the
 ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger.
-Does not own: what a set of positions means (`bucket`, `subscription`) and how it is stored (`storage_backends.formats`).
+Does not own: what a set of positions means (`bucket`, `subscription`), and stored forms (`storage_backends.formats`).
 
 Keys live in memory only and mean nothing in another table. Their order is not the order of positions.
 """
@@ -52,7 +52,7 @@ def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
         return np.zeros(len(keys), np.bool_)
     places = np.searchsorted(hits, keys)
     places[places == len(hits)] = 0
-    return hits[places] == keys
+    return np.equal(hits[places], keys)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -209,6 +209,9 @@ def pages_of(bitmap: BitMap64) -> set[int]:
 
 def _portable_length(data: memoryview) -> int:
     """Bytes of the 32-bit Roaring bitmap in portable form that `data` begins with (Roaring format specification)."""
+    cookie: int
+    containers: int
+    last_offset: int
     (cookie,) = struct.unpack_from("<I", data)
     if cookie & 0xFFFF == _COOKIE_WITH_RUNS:
         containers = (cookie >> 16) + 1

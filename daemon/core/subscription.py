@@ -128,7 +128,7 @@ class SubscriptionState:
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
 
     def withdraw(self, keys: BitMap64) -> None:
-        """Takes positions out of READY and IN_FLIGHT: they are no longer in the backlog, or not for the taking. O(READY)."""
+        """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         self._returned = _without([self._returned], keys)[0]
         self._ready = collections.deque(rows for rows in _without(self._ready, keys) if len(rows))
         self.ready_rows = len(self._returned) + sum(map(len, self._ready))

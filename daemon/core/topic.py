@@ -214,9 +214,7 @@ class Topic:
         mask = contained(keys, due)
         return HeldPositions(claims.ledger_id[mask], claims.entry_id[mask], claims.deliver_at_ms[mask])
 
-    def find_in_backlog(
-        self, state: SubscriptionState, claims: HeldPositions
-    ) -> tuple[KeyedRows, list[SegmentRange]]:
+    def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> tuple[KeyedRows, list[SegmentRange]]:
         """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell)."""
         claims = self.in_backlog(state, claims)
         if not len(claims):
