@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+import tarry
 from tarry.v1 import (
     delayed_delivery_pb2,
     delayed_delivery_pb2_grpc,
@@ -201,6 +202,42 @@ def take(requests: Requests, kind: str) -> Any:
         request = requests.take()
         if request.WhichOneof("request") == kind:
             return request
+
+
+def receive(subscription: tarry.Subscription) -> tarry.Batch:
+    received = subscription.receive(WAIT_S)
+    assert received is not None
+    return received
+
+
+def held_of(request: Any) -> list[tuple[int, int, int]]:
+    columns = (request.open.held_ledger_id, request.open.held_entry_id, request.open.held_deliver_at_ms)
+    return list(zip(*columns, strict=True))
+
+
+def confirm_all(requests: Requests, *, epoch: int = 1) -> Iterator[Any]:
+    for request in requests:
+        if request.WhichOneof("request") == "acknowledge" and request.acknowledge.request_id:
+            yield done(request, epoch=epoch)
+
+
+def one_batch(entries: range, *, epoch: int = 1, break_with: grpc.StatusCode | None = None) -> Streaming:
+    """Opens, sends the entries when permits come; confirms every acknowledgement, or breaks at the first one."""
+
+    def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        take(requests, "open")
+        yield opened(epoch)
+        sent = False
+        for request in requests:
+            if request.HasField("flow") and not sent:
+                yield messages(entries, epoch=epoch)
+                sent = True
+            if request.HasField("acknowledge"):
+                if break_with is not None:
+                    context.abort(break_with, "going down")
+                yield done(request, epoch=epoch)
+
+    return step
 
 
 def hold(requests: Requests) -> None:

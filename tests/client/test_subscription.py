@@ -1,8 +1,7 @@
-"""Receiving and acknowledging: permits, what is declared after a break, epochs, owners."""
+"""Receiving and acknowledging on a stream that holds: columns, permits, refusals, closing."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,60 +12,25 @@ from google.rpc import code_pb2
 
 import tarry
 from tarry.v1 import dispatch_pb2
-from tests.client import fake_daemon
 from tests.client.fake_daemon import (
     WAIT_S,
     FakeDaemon,
     Gate,
     Requests,
     answer,
+    confirm_all,
     done,
     hold,
     messages,
-    moved,
+    one_batch,
     opened,
+    receive,
     refuse,
     status,
     take,
 )
 
 METHOD = "Subscribe"
-
-
-def receive(subscription: tarry.Subscription) -> tarry.Batch:
-    received = subscription.receive(WAIT_S)
-    assert received is not None
-    return received
-
-
-def held_of(request: Any) -> list[tuple[int, int, int]]:
-    columns = (request.open.held_ledger_id, request.open.held_entry_id, request.open.held_deliver_at_ms)
-    return list(zip(*columns, strict=True))
-
-
-def confirm_all(requests: Requests, *, epoch: int = 1) -> Iterator[Any]:
-    for request in requests:
-        if request.WhichOneof("request") == "acknowledge" and request.acknowledge.request_id:
-            yield done(request, epoch=epoch)
-
-
-def one_batch(entries: range, *, epoch: int = 1, break_with: grpc.StatusCode | None = None) -> fake_daemon.Streaming:
-    """Opens, sends the entries when permits come; confirms every acknowledgement, or breaks at the first one."""
-
-    def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened(epoch)
-        sent = False
-        for request in requests:
-            if request.HasField("flow") and not sent:
-                yield messages(entries, epoch=epoch)
-                sent = True
-            if request.HasField("acknowledge"):
-                if break_with is not None:
-                    context.abort(break_with, "going down")
-                yield done(request, epoch=epoch)
-
-    return step
 
 
 def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, client: tarry.Client) -> None:
@@ -219,93 +183,6 @@ def test_no_permits_are_granted_while_too_much_waits_to_be_durable(daemon: FakeD
         subscription.ack(last)
 
 
-def test_after_a_break_it_declares_what_it_holds_and_acknowledges_again(
-    daemon: FakeDaemon, client: tarry.Client
-) -> None:
-    """6 received: 2 acknowledged durably, 1 released, 1 acknowledged without an answer; 2 and that 1 are declared."""
-
-    def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened()
-        take(requests, "flow")
-        yield messages(range(6))
-        yield done(take(requests, "acknowledge"))
-        take(requests, "acknowledge")
-        context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
-
-    again = Gate()
-
-    def continuing(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        again.open(requests.take())
-        yield opened(epoch=2, held=3)
-        repeated = requests.take()
-        again.open(repeated)
-        again.open(requests.take())
-        yield done(repeated, epoch=2, ignored=1)
-        yield from confirm_all(requests, epoch=2)
-
-    daemon.script(METHOD, breaking, continuing)
-    with client.subscribe("topic", "sub", permits=10) as subscription:
-        received = receive(subscription)
-        assert subscription.ack(received.take([0, 1])).result(WAIT_S) == 0
-        subscription.release(received.take([2]))
-        unanswered = subscription.ack(received.take([3]))
-        opening, repeated, flow = again.wait(), again.wait(), again.wait()
-        assert held_of(opening) == [(7, 4, 1004), (7, 5, 1005), (7, 3, 1003)]
-        assert list(repeated.acknowledge.entry_id) == [3]
-        assert flow.flow.permits == 8
-        assert unanswered.result(WAIT_S) == 1
-        assert subscription.streams_opened == 2
-        assert subscription.ack(received.take([4, 5])).result(WAIT_S) == 0
-
-
-def test_batches_that_wait_to_be_taken_are_held_too(daemon: FakeDaemon, client: tarry.Client) -> None:
-    sent, again = Gate(), Gate()
-
-    def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened()
-        take(requests, "flow")
-        yield messages(range(2))
-        sent.wait()
-
-    def continuing(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        again.open(requests.take())
-        yield opened()
-        yield from confirm_all(requests)
-
-    daemon.script(METHOD, breaking, continuing)
-    with client.subscribe("topic", "sub") as subscription:
-        sent.open()
-        assert held_of(again.wait()) == [(7, 0, 1000), (7, 1, 1001)]
-        assert subscription.ack(receive(subscription)).result(WAIT_S) == 0
-
-
-def test_acknowledging_while_no_stream_is_open_is_sent_on_the_next(daemon: FakeDaemon, client: tarry.Client) -> None:
-    broken, go_on = Gate(), Gate()
-
-    def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened()
-        take(requests, "flow")
-        yield messages(range(2))
-
-    def late(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        requests.take()
-        broken.open()
-        go_on.wait()
-        yield opened()
-        yield from confirm_all(requests)
-
-    daemon.script(METHOD, breaking, late)
-    with client.subscribe("topic", "sub") as subscription:
-        received = receive(subscription)
-        broken.wait()
-        confirmed = subscription.ack(received)
-        go_on.open()
-        assert confirmed.result(WAIT_S) == 0
-
-
 def test_an_acknowledgement_without_answer_is_sent_once_and_forgotten(daemon: FakeDaemon, client: tarry.Client) -> None:
     arrived = Gate()
 
@@ -334,82 +211,6 @@ def test_columns_can_be_acknowledged_without_their_batch(daemon: FakeDaemon, cli
         assert subscription.held == 2
         assert subscription.ack(([7, 7], [0, 3], [1000, 1003])).result(WAIT_S) == 0
         assert subscription.held == 0
-
-
-def test_a_former_owner_s_messages_and_answers_are_dropped(daemon: FakeDaemon, client: tarry.Client) -> None:
-    def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened(epoch=5)
-        take(requests, "flow")
-        yield messages([1], epoch=4)
-        assert take(requests, "flow").flow.permits == 1, "dropped rows give their permits back"
-        yield messages([2], epoch=5)
-        request = take(requests, "acknowledge")
-        yield done(request, epoch=4, ignored=9)
-        yield done(request, epoch=5, ignored=0)
-        hold(requests)
-
-    daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=1) as subscription:
-        received = receive(subscription)
-        assert received.entry_id.tolist() == [2]
-        assert subscription.ack(received).result(WAIT_S) == 0
-
-
-def test_a_former_owner_that_opens_is_left(daemon: FakeDaemon, client: tarry.Client) -> None:
-    def former(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened(epoch=2)
-        hold(requests)
-
-    last = one_batch(range(1, 2), epoch=4)
-    daemon.script(METHOD, one_batch(range(1), epoch=3, break_with=grpc.StatusCode.UNAVAILABLE), former, former, last)
-    with client.subscribe("topic", "sub") as subscription:
-        first = subscription.ack(receive(subscription))
-        second = receive(subscription)
-        assert (second.epoch, second.entry_id.tolist()) == (4, [1])
-        assert first.result(WAIT_S) == 0
-        assert subscription.streams_opened == 2
-        subscription.ack(second)
-
-
-@pytest.mark.parametrize("by_status", [False, True])
-def test_it_follows_the_topic_to_its_owner(
-    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.Client, by_status: bool
-) -> None:
-    def moving(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield opened(epoch=1)
-        take(requests, "flow")
-        yield messages(range(2))
-        take(requests, "acknowledge")
-        if by_status:
-            context.set_trailing_metadata((("owner-address", other_daemon.address),))
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the shard is lost")
-        yield moved(other_daemon.address)
-
-    daemon.script(METHOD, moving)
-    other_daemon.script(METHOD, one_batch(range(2, 3), epoch=2))
-    with client.subscribe("topic", "sub") as subscription:
-        confirmed = subscription.ack(receive(subscription))
-        received = receive(subscription)
-        assert (received.epoch, received.entry_id.tolist()) == (2, [2])
-        assert confirmed.result(WAIT_S) == 0
-        subscription.ack(received)
-    assert (daemon.count(METHOD), other_daemon.count(METHOD)) == (1, 1)
-    opening = other_daemon.requests(METHOD)[0].taken[0]
-    assert held_of(opening) == [(7, 0, 1000), (7, 1, 1001)]
-
-
-def test_a_move_to_an_unknown_owner_is_asked_of_the_target_again(daemon: FakeDaemon, client: tarry.Client) -> None:
-    def moving(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        take(requests, "open")
-        yield moved("")
-
-    daemon.script(METHOD, moving, one_batch(range(1)))
-    with client.subscribe("topic", "sub") as subscription:
-        subscription.ack(receive(subscription))
-    assert daemon.count(METHOD) == 2
 
 
 def test_a_passing_refusal_of_an_acknowledgement_is_sent_again(daemon: FakeDaemon, client: tarry.Client) -> None:
@@ -493,13 +294,6 @@ def test_closing_ends_the_iteration_and_fails_what_is_not_durable(daemon: FakeDa
         subscription.ack((7, 0, 1000))
 
 
-def test_leaving_waits_until_acknowledgements_are_durable(daemon: FakeDaemon, client: tarry.Client) -> None:
-    daemon.script(METHOD, one_batch(range(3), break_with=grpc.StatusCode.UNAVAILABLE), one_batch(range(3, 4)))
-    with client.subscribe("topic", "sub") as subscription:
-        confirmed = subscription.ack(receive(subscription))
-    assert confirmed.result(0) == 0
-
-
 def test_a_flush_that_takes_too_long_is_told(daemon: FakeDaemon, client: tarry.Client) -> None:
     def silent(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
@@ -518,30 +312,3 @@ def test_a_flush_that_takes_too_long_is_told(daemon: FakeDaemon, client: tarry.C
 def test_permits_that_cannot_be_granted_are_refused(client: tarry.Client, permits: int) -> None:
     with pytest.raises(tarry.InvalidArgument, match=f"permits is {permits}; it must be from 1 to 4294967295"):
         client.subscribe("topic", "sub", permits=permits)
-
-
-def test_many_breaks_lose_nothing(daemon: FakeDaemon, client: tarry.Client) -> None:
-    """Each stream sends the next 3 entries and breaks at the first acknowledgement: all 30 are received once."""
-    firsts = itertools.count(0, 3)
-
-    def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
-        opening = take(requests, "open")
-        yield opened(held=len(opening.open.held_entry_id))
-        first = next(firsts)
-        if first >= 30:
-            yield from confirm_all(requests)
-            return
-        take(requests, "flow")
-        yield messages(range(first, first + 3))
-        take(requests, "acknowledge")
-
-    daemon.script(METHOD, step)
-    seen: list[int] = []
-    confirmed = []
-    with client.subscribe("topic", "sub") as subscription:
-        while len(seen) < 30:
-            received = receive(subscription)
-            seen += received.entry_id.tolist()
-            confirmed.append(subscription.ack(received))
-    assert seen == list(range(30))
-    assert [future.result(0) for future in confirmed] == [0] * 10
