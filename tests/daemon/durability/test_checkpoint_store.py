@@ -91,7 +91,15 @@ def exchange(store: object_store.ObjectStore, key: str) -> None:
     store.put(key, store.get(other.name))
 
 
-@pytest.mark.parametrize("damage", [flip_last_bit, cut_short, remove, exchange])
+def exchange_for_a_twin(store: object_store.ObjectStore, key: str) -> None:
+    """Another one of the same slot and the same size, undamaged in itself."""
+    twin = dataclasses.replace(checkpoint_of(40), epoch=3)
+    other = checkpoint_store.write_checkpoint(store, twin, base=1, unique="TWIN")
+    assert len(store.get(key)) == other.size_bytes
+    store.put(key, store.get(other.name))
+
+
+@pytest.mark.parametrize("damage", [flip_last_bit, cut_short, remove, exchange, exchange_for_a_twin])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_an_alarm(
     damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
