@@ -3,43 +3,57 @@
 Owns: reading the tip of a sequence of manifests and adding one behind it, exactly once, whatever answers are lost.
 Does not own: what a manifest says, and which operation may follow which (`topic_manifest`, the shard's operations).
 
-    tip = read_tip()
-    the operation has landed (its commit id is in the lineage, or its object is in the tip)   -> committed
-    its precondition fails on the tip                                                         -> Refused
+    read the tip
+    its object is in the tip, or its commit id in the lineage   -> committed
+    its precondition fails on the tip                           -> Refused; its output stays for garbage collection
     PUT number + 1 if absent, the bytes frozen before the first try
-      created                                       -> verify
-      exists, time-out, error -> HEAD: our commit id -> verify; another -> begin again; absent -> the same PUT again
-      HEAD fails too          -> until the deadline, then CommitOutcomeUnknown, never "failed"
-    verify, after a retry or a long pause: a later number with our commit id in its lineage, or none -> committed
+      created at the first try, soon after the tip was read     -> committed
+      created otherwise                                         -> begin again with a listed tip: that verifies it
+      exists, no answer, an error   -> HEAD: our commit id      -> begin again with a listed tip
+                                             another            -> begin again
+                                             absent             -> the same PUT again, after a pause
+                                             it fails           -> HEAD again; at the deadline CommitOutcomeUnknown
 
-R1: conditional PUTs only, frozen bytes. R2: commit id and HEAD decide; absence proves nothing. R3: verify, since a slot
-that garbage collection has emptied can be created again.
+R1: conditional PUTs only, frozen bytes. R2: commit id and HEAD decide; absence proves nothing. R3: after a retry or a
+long pause the number may be one that garbage collection has emptied, and then what was created is no history: it is
+committed only if the tip, found by listing, has the commit id in its lineage.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import LINEAGE_MAX, ManifestHead
-from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
+from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError, StoreRefused, StoreUnavailable
 
-COMMIT_ID = "commitid"
-# Numbers that are probed behind a known tip before the sequence is listed instead.
-PROBES_MAX = 4
-# A tip that was read longer ago may be of a slot that has been emptied since: the commit is verified.
-VERIFY_AFTER_S = 600.0
-FIRST_DELAY_S = 0.05
-LAST_DELAY_S = 2.0
+COMMIT_ID: Final = "commitid"
+"""The metadata key under which HEAD shows whose manifest it is."""
 
-_Read = TypeVar("_Read", covariant=True)
+PROBES_MAX: Final = 4
+"""Numbers behind a known tip that are probed before the sequence is listed instead."""
+
+WARM_MAX_S: Final = 12 * 3600.0
+"""Half the time for which manifests are kept: behind a tip that was read within it, no number has been emptied."""
+
+VERIFY_AFTER_S: Final = 600.0
+"""A PUT that ends so long after its tip was read is verified (R3)."""
+
+FIRST_DELAY_S: Final = 0.05
+LAST_DELAY_S: Final = 2.0
+
+NO_HEAD: Final = ManifestHead(number=0, previous_sha256=b"", commit_id="", writer="", created_ms=0)
+"""The head of a first manifest until the commit gives it its own."""
+
+_Read = TypeVar("_Read")
 
 
 class Headed(Protocol):
-    """A manifest: a frozen dataclass that begins with a head."""
+    """A manifest: a frozen value that begins with a head."""
 
     @property
     def head(self) -> ManifestHead: ...
@@ -59,7 +73,7 @@ class Codec(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tip(Generic[M]):
-    """The newest manifest that was seen. `read_at`: monotonic seconds, when its read was sent."""
+    """The newest manifest at some time after `read_at`, monotonic seconds: when its read, or its PUT, was sent."""
 
     number: int
     manifest: M
@@ -68,36 +82,40 @@ class Tip(Generic[M]):
 
 
 class Operation(Protocol[M]):
-    """A change of a manifest. It may be applied to many tips before one of them is the one that it is committed on."""
+    """A change of a manifest. It may be applied to many tips before one of them is the one that it is committed on.
+
+    An operation may be committed again after CommitOutcomeUnknown if `landed` or `precondition` keeps it from being
+    applied to a tip that has it already.
+    """
 
     def precondition(self, tip: M | None) -> str | None:
-        """Why it may not follow this tip; None when it may."""
+        """Why it may not follow this tip; None when it may. There is no tip before the first manifest."""
         ...
 
     def apply(self, tip: M | None) -> M:
-        """The manifest that follows; its head is filled in by the commit."""
+        """The manifest that follows. The commit fills in its head, all but `orphan_floor`."""
         ...
 
     def landed(self, tip: M) -> bool:
-        """Whether the tip shows that it was committed before, by an object that only it could have brought in."""
+        """Whether the tip shows that it was committed before: by an object that only it could have brought in."""
         ...
 
 
 class Refused(Exception):
     """The precondition failed on the tip. The committer deletes nothing: its output is an orphan."""
 
-    def __init__(self, reason: str, tip: Tip[M] | None) -> None:
+    def __init__(self, reason: str, tip: Tip[Any] | None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.tip = tip
 
 
 class CommitOutcomeUnknown(Exception):
-    """The manifest may or may not have landed. The same operation may be committed again: it is applied once."""
+    """The manifest may have landed, or land later. The same operation may be committed again."""
 
 
 class Observer(Protocol):
-    """Hears how commits went; called in the committer's thread."""
+    """Hears how commits ended; called in the committer's thread. `conflicts`: how often another one came first."""
 
     def committed(self, operation: str, *, conflicts: int) -> None: ...
 
@@ -107,7 +125,11 @@ class Observer(Protocol):
 
 
 class ManifestLog(Generic[M]):
-    """One sequence of manifests under a key prefix. Thread-safe: it holds no state."""
+    """One sequence of manifests under a key prefix. Thread-safe: it holds no state.
+
+    `monotonic`: seconds, counting while the machine is suspended. `jitter`: a number in [0, 1), drawn anew at each
+    call. `new_id`: gives commit ids that are never used again.
+    """
 
     def __init__(
         self,
@@ -136,31 +158,58 @@ class ManifestLog(Generic[M]):
     def read_tip(self, warm: Tip[M] | None = None) -> Tip[M] | None:
         """The manifest with the highest number; None when there is none.
 
-        `warm`: a tip that was read before: the numbers behind it are probed first. Raises Damaged when the tip cannot
-        be decoded, never falling back to an older one, and the store's errors.
+        `warm`: a tip that was read before; if it is recent enough, the numbers behind it are probed and nothing is
+        listed. Raises Damaged when the tip cannot be decoded or does not follow its predecessor, never falling back to
+        an older one; and the store's errors.
         """
+        if warm is not None and self._is_recent(warm):
+            tip = self._probe_behind(warm)
+            # It may have grown old during the probes, if the process was paused.
+            if tip is not None and self._is_recent(warm):
+                return tip
+        return self._read_listed()
+
+    def _is_recent(self, tip: Tip[M]) -> bool:
+        return self.monotonic() - tip.read_at < WARM_MAX_S
+
+    def _probe_behind(self, warm: Tip[M]) -> Tip[M] | None:
+        """The tip, by reading the numbers behind `warm` up to the first absent; None when that takes too many."""
         read_at = self.monotonic()
-        if warm is None:
-            return self._read_cold(read_at)
         tip = dataclasses.replace(warm, read_at=read_at)
         for _ in range(PROBES_MAX):
-            following = self.read(tip.number + 1, read_at)
+            following = self._read(tip.number + 1, read_at)
             if following is None:
                 return tip
+            self._check_follows(following, tip)
             tip = following
-        return self._read_cold(read_at)
+        return None
 
-    def _read_cold(self, read_at: float) -> Tip[M] | None:
+    def _read_listed(self) -> Tip[M] | None:
+        """The tip by listing, which shows it whatever was collected before it."""
+        absent = None
         while True:
-            number = max((names.number_of(entry.key) for entry in self.store.list(self.prefix)), default=None)
+            read_at = self.monotonic()
+            number = max(map(self._number_of, (entry.key for entry in self.store.list(self.prefix))), default=None)
             if number is None:
                 return None
-            tip = self.read(number, read_at)
+            tip = self._read(number, read_at)
             if tip is not None:
                 return tip
-            # It was collected between the listing and the read: there is a newer one.
+            # Only a manifest that has a later one is ever collected: the next listing shows a higher number.
+            if number == absent:
+                raise StoreUnavailable(self.key(number), "it is the last one listed, and it is not found")
+            absent = number
 
-    def read(self, number: int, read_at: float) -> Tip[M] | None:
+    def _number_of(self, key: str) -> int:
+        try:
+            number = names.number_of(key)
+        except errors.FormatError as error:
+            raise Damaged(key, str(error)) from error
+        if key != self.key(number):
+            raise Damaged(key, "it lies among manifests, and its name is not a manifest's")
+        return number
+
+    def _read(self, number: int, read_at: float) -> Tip[M] | None:
         """One manifest; None when it is absent."""
         key = self.key(number)
         try:
@@ -175,26 +224,34 @@ class ManifestLog(Generic[M]):
             raise Damaged(key, f"it says that its number is {manifest.head.number}")
         return Tip(number, manifest, hashlib.sha256(body).digest(), read_at)
 
-    def later_than(self, number: int) -> bool:
-        """Whether a manifest with a higher number exists, by listing: numbers in between may have been collected."""
-        listed = self.store.list(self.prefix, start_after=self.key(number))
-        return any(names.number_of(entry.key) > number for entry in listed)
+    def _check_follows(self, tip: Tip[M], before: Tip[M]) -> None:
+        if tip.manifest.head.previous_sha256 != before.sha256:
+            raise Damaged(
+                self.key(tip.number),
+                f"it follows a manifest with SHA-256 {tip.manifest.head.previous_sha256.hex()}, "
+                f"number {before.number} has {before.sha256.hex()}",
+            )
 
     def in_lineage(self, commit_id: str, tip: Tip[M], *, down_to: int) -> bool:
-        """Whether a commit id is among the tip's ancestors: by its ring, and beyond that by walking back.
+        """Whether the commit is `tip` or among its ancestors: by the tip's ring, beyond that by walking back.
 
-        `down_to`: the lowest number that the commit can have.
+        `down_to`: the lowest number that the commit can have. Raises CommitOutcomeUnknown when an ancestor that could
+        tell has been collected, Damaged when one does not follow its predecessor, and the store's errors.
         """
-        current: Tip[M] | None = tip
-        while current is not None and current.number >= down_to:
-            head = current.manifest.head
-            if commit_id in head.lineage:
+        while True:
+            lineage = tip.manifest.head.lineage
+            if commit_id in lineage:
                 return True
-            oldest = current.number - len(head.lineage)
-            if oldest < down_to or len(head.lineage) < LINEAGE_MAX:
+            if tip.number - len(lineage) < down_to:
                 return False
-            current = self.read(oldest, tip.read_at)
-        return False
+            before = self._read(tip.number - 1, tip.read_at)
+            if before is None:
+                raise CommitOutcomeUnknown(
+                    f"manifest {self.key(tip.number - 1)} has been collected: whether commit {commit_id} is among its "
+                    f"ancestors cannot be told any more"
+                )
+            self._check_follows(tip, before)
+            tip = before
 
 
 def commit(
@@ -206,16 +263,26 @@ def commit(
     warm: Tip[M] | None = None,
     deadline_s: float,
 ) -> Tip[M]:
-    """Commits the operation behind the tip and returns the tip that holds it.
+    """Commits the operation and returns a tip that holds it: its own manifest, or a later one.
 
-    `writer`, `created_ms`: for people who read the manifest. `warm`: a tip that was read before. Raises Refused,
-    CommitOutcomeUnknown after `deadline_s` of silence, Damaged, and the store's error when the tip cannot be read
-    before anything was tried.
+    `writer`, `created_ms`: for people who read the manifest. `warm`: a tip that was read before. `deadline_s`: how long
+    a store that fails is asked again. Raises Refused; CommitOutcomeUnknown when the manifest may have been written;
+    the store's error when it certainly was not; Damaged.
     """
     return _Commit(log, operation, writer, created_ms, deadline_s).run(warm)
 
 
+class _Outcome(enum.Enum):
+    """Of putting one manifest. `CREATED`: by the only PUT, in time. `VERIFY`: it is there. `OTHER`: another one is."""
+
+    CREATED = enum.auto()
+    VERIFY = enum.auto()
+    OTHER = enum.auto()
+
+
 class _Commit(Generic[M]):
+    """One commit id from the first read to its outcome."""
+
     def __init__(
         self, log: ManifestLog[M], operation: Operation[M], writer: str, created_ms: int, deadline_s: float
     ) -> None:
@@ -228,102 +295,114 @@ class _Commit(Generic[M]):
         self._name = type(operation).__name__
         # The lowest number that was tried; None before the first try.
         self._first_tried: int | None = None
+        # Whether a PUT was sent whose manifest may be, or become, part of history.
+        self._uncertain = False
         self._conflicts = 0
 
     def run(self, warm: Tip[M] | None) -> Tip[M]:
-        tip = self._log.read_tip(warm)
-        while True:
-            landed = self._landed(tip)
-            if landed is not None:
-                return self._committed(landed)
-            reason = self._operation.precondition(None if tip is None else tip.manifest)
-            if reason is not None:
-                if self._log.observer is not None:
-                    self._log.observer.refused(self._name, conflicts=self._conflicts)
-                raise Refused(reason, tip)
-            created = self._put_behind(tip)
-            if created is not None:
-                return self._committed(created)
-            self._conflicts += 1
-            tip = self._patiently(lambda tip=tip: self._log.read_tip(tip))  # type: ignore[misc]
-
-    def _committed(self, tip: Tip[M]) -> Tip[M]:
-        if self._log.observer is not None:
-            self._log.observer.committed(self._name, conflicts=self._conflicts)
+        observer = self._log.observer
+        if observer is None:
+            return self._commit(warm)
+        try:
+            tip = self._commit(warm)
+        except Refused:
+            observer.refused(self._name, conflicts=self._conflicts)
+            raise
+        except CommitOutcomeUnknown:
+            observer.unknown(self._name, conflicts=self._conflicts)
+            raise
+        observer.committed(self._name, conflicts=self._conflicts)
         return tip
 
-    def _landed(self, tip: Tip[M] | None) -> Tip[M] | None:
-        """The tip, when it shows that the operation is committed."""
-        if tip is None:
-            return None
-        if self._first_tried is not None and self._patiently(
-            lambda: self._log.in_lineage(self._commit_id, tip, down_to=self._first_tried or 0)
-        ):
-            return tip
-        return tip if self._operation.landed(tip.manifest) else None
-
-    def _put_behind(self, tip: Tip[M] | None) -> Tip[M] | None:
-        """Puts the next manifest until its outcome is certain; None when another one has the number."""
-        made, body = self._frozen(tip)
-        number = made.head.number
-        if self._first_tried is None:
-            self._first_tried = number
-        key, metadata = self._log.key(number), {COMMIT_ID: self._commit_id}
-        tries = 0
-        delay_s = FIRST_DELAY_S
+    def _commit(self, warm: Tip[M] | None) -> Tip[M]:
+        begun_at = self._log.monotonic()
+        tip = self._log.read_tip(warm)
         while True:
-            tries += 1
-            try:
-                self._log.store.put_if_absent(key, body, metadata=metadata)
-            except StoreError:
-                holder = self._patiently(lambda: self._holder(key))
-                if holder is None:
-                    delay_s = self._pause(delay_s, f"manifest {key} is absent after {tries} tries")
-                    continue
-                if holder != self._commit_id:
-                    return None
-                tries += 1
-            break
-        created = Tip(number, made, hashlib.sha256(body).digest(), self._log.monotonic())
-        paused_s = created.read_at - (tip.read_at if tip is not None else created.read_at)
-        if tries > 1 or paused_s > VERIFY_AFTER_S:
-            return self._verified(created)
-        return created
+            if tip is not None and self._has_landed(tip):
+                return tip
+            self._uncertain = False
+            reason = self._operation.precondition(None if tip is None else tip.manifest)
+            if reason is not None:
+                raise Refused(reason, tip)
+            made = self._following(tip)
+            body = self._log.codec.encode(made)
+            sent_at = self._log.monotonic()
+            outcome = self._put(made.head.number, body, begun_at)
+            if outcome is _Outcome.CREATED:
+                return Tip(made.head.number, made, hashlib.sha256(body).digest(), sent_at)
+            if outcome is _Outcome.OTHER:
+                self._conflicts += 1
+            warm = tip if outcome is _Outcome.OTHER else None
+            begun_at = self._log.monotonic()
+            tip = self._tip_from(made.head.number, warm)
 
-    def _frozen(self, tip: Tip[M] | None) -> tuple[M, bytes]:
-        before = None if tip is None else tip.manifest.head
+    def _has_landed(self, tip: Tip[M]) -> bool:
+        if self._operation.landed(tip.manifest):
+            return True
+        down_to = self._first_tried
+        if down_to is None:
+            return False
+        return self._patiently(lambda: self._log.in_lineage(self._commit_id, tip, down_to=down_to))
+
+    def _following(self, tip: Tip[M] | None) -> M:
+        """The manifest behind `tip`, its head filled in."""
+        made = self._operation.apply(None if tip is None else tip.manifest)
+        lineage = () if tip is None else tip.manifest.head.lineage
         head = ManifestHead(
             number=1 if tip is None else tip.number + 1,
             previous_sha256=b"" if tip is None else tip.sha256,
             commit_id=self._commit_id,
             writer=self._writer,
             created_ms=self._created_ms,
-            lineage=(*(() if before is None else before.lineage), self._commit_id)[-LINEAGE_MAX:],
-            orphan_floor=0 if before is None else before.orphan_floor,
+            lineage=(*lineage, self._commit_id)[-LINEAGE_MAX:],
+            orphan_floor=made.head.orphan_floor,
         )
-        made = self._log.codec.with_head(self._operation.apply(None if tip is None else tip.manifest), head)
-        return made, self._log.codec.encode(made)
+        return self._log.codec.with_head(made, head)
+
+    def _put(self, number: int, body: bytes, begun_at: float) -> _Outcome:
+        """Puts one manifest until it is certain who has the number. `begun_at`: when the read of its tip was sent."""
+        if self._first_tried is None:
+            self._first_tried = number
+        key = self._log.key(number)
+        delay_s = FIRST_DELAY_S
+        retried = False
+        while True:
+            try:
+                self._log.store.put_if_absent(key, body, metadata={COMMIT_ID: self._commit_id})
+            except StoreError as error:
+                if isinstance(error, StoreRefused) and not self._uncertain:
+                    raise
+                self._uncertain = True
+                holder = self._patiently(lambda: self._holder(key))
+                if holder is not None:
+                    return _Outcome.VERIFY if holder == self._commit_id else _Outcome.OTHER
+                delay_s = self._pause(delay_s, error)
+                retried = True
+                continue
+            self._uncertain = True
+            verify = retried or self._log.monotonic() - begun_at > VERIFY_AFTER_S
+            return _Outcome.VERIFY if verify else _Outcome.CREATED
 
     def _holder(self, key: str) -> str | None:
-        """The commit id of the manifest that is there."""
+        """The commit id of the manifest that is there; None when there is none."""
         try:
             return self._log.store.head(key).metadata.get(COMMIT_ID, "")
         except NotFound:
             return None
 
-    def _verified(self, created: Tip[M]) -> Tip[M] | None:
-        """R3: what was created may be a number that had been used and emptied: then it is no part of history."""
-        if not self._patiently(lambda: self._log.later_than(created.number)):
-            return created
-        tip = self._patiently(self._log.read_tip)
-        if tip is not None and self._patiently(
-            lambda: self._log.in_lineage(self._commit_id, tip, down_to=created.number)
-        ):
+    def _tip_from(self, number: int, warm: Tip[M] | None) -> Tip[M]:
+        """The tip, which is `number` or higher, as `number` was seen by HEAD or created."""
+
+        def read() -> Tip[M]:
+            tip = self._log.read_tip(warm)
+            if tip is None or tip.number < number:
+                raise StoreUnavailable(self._log.key(number), "it exists, and reading the tip does not show it")
             return tip
-        return None
+
+        return self._patiently(read)
 
     def _patiently(self, read: Callable[[], _Read]) -> _Read:
-        """A read that decides the outcome of something that was tried: until the deadline."""
+        """A read that decides what became of a PUT: again and again until the deadline."""
         delay_s = FIRST_DELAY_S
         while True:
             try:
@@ -331,13 +410,17 @@ class _Commit(Generic[M]):
             except Damaged:
                 raise
             except StoreError as error:
-                delay_s = self._pause(delay_s, str(error))
+                delay_s = self._pause(delay_s, error)
 
-    def _pause(self, delay_s: float, reason: str) -> float:
-        """Waits with jitter; the next delay. Raises CommitOutcomeUnknown at the deadline."""
-        if self._log.monotonic() + delay_s > self._deadline_at:
-            if self._log.observer is not None:
-                self._log.observer.unknown(self._name, conflicts=self._conflicts)
-            raise CommitOutcomeUnknown(f"whether {self._name} is committed under {self._log.prefix} is open: {reason}")
-        self._log.sleep(delay_s * (0.5 + self._log.jitter() / 2))
-        return min(2 * delay_s, LAST_DELAY_S)
+    def _pause(self, delay_s: float, error: StoreError) -> float:
+        """Waits with jitter; the next delay. At the deadline raises CommitOutcomeUnknown if the outcome is uncertain,
+        else `error`.
+        """
+        if self._log.monotonic() + delay_s <= self._deadline_at:
+            self._log.sleep(delay_s * (0.5 + self._log.jitter() / 2))
+            return min(2 * delay_s, LAST_DELAY_S)
+        if not self._uncertain:
+            raise error
+        raise CommitOutcomeUnknown(
+            f"whether {self._name} is committed under {self._log.prefix} is unknown: {error}"
+        ) from error
