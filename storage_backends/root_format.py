@@ -1,38 +1,49 @@
 """The object FORMAT: created once, it fixes what holds for the whole root.
 
-Owns: creating it, and refusing a root that this version cannot serve.
+Owns: creating it, and refusing a root that this release cannot serve.
 Does not own: its bytes (`formats.manifest`).
 """
 
 from __future__ import annotations
 
+from storage_backends import commit
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import RootFormat
 from storage_backends.object_store import AlreadyExists, Damaged, NotFound, ObjectStore, OutcomeUnknown
 
+_SHARDS_PREFIX = "shards/"
+
 
 def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms: int) -> RootFormat:
-    """The root's FORMAT; a new root gets one with `shards` shards. An existing root keeps its own number.
+    """The root's FORMAT. A new root gets one with `shards` shards; an existing root keeps its own number.
 
-    Raises Damaged, naming the object and the place, when it cannot be read, also for a version that is not known here;
-    and the store's errors.
+    `root_id`: unique for each call; it stays with the root if this call creates it. May be repeated after an error.
+    Raises Damaged when FORMAT cannot be read, is of another version, or is missing from a root that has shards; and
+    the store's errors.
     """
     found = _read(store)
     if found is not None:
         return found
-    made = RootFormat(
-        format_version=manifest.FORMAT_VERSION, shards=shards, created_ms=created_ms, root_id=root_id
-    )
+    if next(store.list(_SHARDS_PREFIX), None) is not None:
+        return _created_meanwhile(store, "it is missing, and the root has shards: their number is not known")
+    made = RootFormat(format_version=manifest.FORMAT_VERSION, shards=shards, created_ms=created_ms, root_id=root_id)
     try:
-        store.put_if_absent(names.FORMAT_KEY, manifest.encode_root_format(made), metadata={"commitid": root_id.lower()})
+        store.put_if_absent(names.FORMAT_KEY, manifest.encode_root_format(made), metadata={commit.COMMIT_ID: root_id})
     except AlreadyExists:
         pass
     except OutcomeUnknown:
-        if _read(store) is None:
+        found = _read(store)
+        if found is None:
             raise
+        return found
+    return _created_meanwhile(store, "it was created, and it is not there")
+
+
+def _created_meanwhile(store: ObjectStore, otherwise: str) -> RootFormat:
+    """What this or another daemon has created. Raises Damaged with the reason `otherwise` when it is not there."""
     found = _read(store)
     if found is None:
-        raise Damaged(names.FORMAT_KEY, "it was created and is not there")
+        raise Damaged(names.FORMAT_KEY, otherwise)
     return found
 
 
@@ -48,6 +59,8 @@ def _read(store: ObjectStore) -> RootFormat | None:
     if found.format_version != manifest.FORMAT_VERSION:
         raise Damaged(
             names.FORMAT_KEY,
-            f"the root has format version {found.format_version}, this daemon knows {manifest.FORMAT_VERSION}",
+            f"the root has format version {found.format_version}, this release serves {manifest.FORMAT_VERSION}",
         )
+    if found.shards < 1:
+        raise Damaged(names.FORMAT_KEY, f"it says that the root has {found.shards} shards")
     return found

@@ -3,20 +3,21 @@
 Owns: precondition and effect of each operation.
 Does not own: committing (`commit`), the stored form (`formats.manifest`), and when an operation is wanted.
 
-Every operation of an owner carries its epoch: an owner that was replaced is refused.
+Every operation of an owner carries its epoch: an owner that was replaced is refused. An epoch has one owner, whose
+operations on a topic come one after the other; so each can tell that it has landed, and may be committed again when its
+outcome is unknown.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from storage_backends import commit
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import (
     LiveBucket,
-    ManifestHead,
     ObjectReference,
     Progress,
     Subscription,
@@ -25,14 +26,14 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.object_store import ObjectStore
 
-# Replaced by the commit.
-NO_HEAD = ManifestHead(number=0, previous_sha256=b"", commit_id="", writer="", created_ms=0)
-
 CODEC = commit.Codec(
     encode=manifest.encode_topic_manifest,
     decode=manifest.decode_topic_manifest,
     with_head=lambda value, head: dataclasses.replace(value, head=head),
 )
+
+
+_NO_TOPIC = "the topic does not exist"
 
 
 def topic_log(
@@ -60,12 +61,13 @@ def topic_log(
 
 
 def reference_to(key: str, base: int, body: bytes) -> ObjectReference:
+    """The reference to an object of these bytes."""
     return ObjectReference(name=key, base=base, size_bytes=len(body), sha256=hashlib.sha256(body).digest())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """The topic is born; no slot up to `applied` names it."""
+    """The topic is born; no slot up to `applied` names its `incarnation`."""
 
     topic: str
     topic_id: str
@@ -78,17 +80,16 @@ class Create:
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
         return TopicManifest(
-            head=NO_HEAD,
+            head=commit.NO_HEAD,
             topic=self.topic,
             topic_id=self.topic_id,
             incarnation=self.incarnation,
             owner_epoch=self.epoch,
             applied=self.applied,
-            last_subscription_id=0,
         )
 
     def landed(self, tip: TopicManifest) -> bool:
-        return False
+        return (tip.owner_epoch, tip.incarnation) == (self.epoch, self.incarnation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Claim:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return "the topic does not exist"
+            return _NO_TOPIC
         return None if tip.owner_epoch < self.epoch else f"owner epoch is {tip.owner_epoch}, not below {self.epoch}"
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
@@ -111,9 +112,11 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """Buckets of rows up to `slot_to` are live, and everything of the topic is as of that slot.
+    """`buckets` are live, and everything of the topic, `slot_to` included, is in live buckets and progress.
 
-    `progress` is inline; or None, and `progress_object` (which `replaced_delete_after_ms` may one day replace) holds it.
+    Either `progress` is inline, or `progress_object` holds it: an object that was written before. Progress is as of
+    `slot_to`; buckets that are not live on the tip are left out of it. The object that held it before may be deleted
+    after `replaced_delete_after_ms` (Unix time).
     """
 
     buckets: tuple[LiveBucket, ...]
@@ -124,46 +127,60 @@ class Seal:
     epoch: int
     replaced_delete_after_ms: int
 
+    def __post_init__(self) -> None:
+        if (self.progress is None) == (self.progress_object is None):
+            raise ValueError("a seal has its progress inline or as an object")
+
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return "the topic does not exist"
+            return _NO_TOPIC
         if tip.owner_epoch != self.epoch:
             return _other_epoch(tip, self.epoch)
         if tip.applied != self.slot_from:
             return f"applied is {tip.applied}, not {self.slot_from}"
-        known = {bucket.object.name for bucket in tip.live}
-        for bucket in self.buckets:
-            if bucket.object.base < tip.head.orphan_floor:
-                return f"bucket {bucket.object.name} was started below the orphan floor {tip.head.orphan_floor}"
-            if bucket.object.name in known:
-                return f"bucket {bucket.object.name} is live"
+        if self.slot_to < self.slot_from:
+            return f"applied is {tip.applied}, it cannot become {self.slot_to}"
+        known = _names_in(tip)
+        for reference in self._objects:
+            if reference.base < tip.head.orphan_floor:
+                return f"object {reference.name} was started below the orphan floor {tip.head.orphan_floor}"
+            if reference.name in known:
+                return f"object {reference.name} is named twice"
+            known.add(reference.name)
         return None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
         tip = _existing(tip)
         live = (*tip.live, *self.buckets)
-        tombstones = tip.tombstones
-        if tip.progress_object is not None:
-            tombstones = (*tombstones, _tombstone(tip, tip.progress_object, self.replaced_delete_after_ms))
+        replaced = () if tip.progress_object is None else (tip.progress_object,)
         return dataclasses.replace(
             tip,
             applied=self.slot_to,
             live=live,
-            tombstones=tombstones,
+            tombstones=(*tip.tombstones, *_tombstones(tip, replaced, self.replaced_delete_after_ms)),
             progress=None if self.progress is None else _of_live(self.progress, live),
             progress_object=self.progress_object,
         )
 
     def landed(self, tip: TopicManifest) -> bool:
-        own = {bucket.object.name for bucket in self.buckets}
-        if self.progress_object is not None:
-            own.add(self.progress_object.name)
-        return bool(own & _objects_of(tip))
+        own = {reference.name for reference in self._objects}
+        if own:
+            return not own.isdisjoint(_names_in(tip))
+        return tip.owner_epoch == self.epoch and tip.applied == self.slot_to > self.slot_from
+
+    @property
+    def _objects(self) -> tuple[ObjectReference, ...]:
+        """What it brings in."""
+        buckets = tuple(bucket.object for bucket in self.buckets)
+        return buckets if self.progress_object is None else (*buckets, self.progress_object)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DropBuckets:
-    """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time)."""
+    """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time).
+
+    Their progress leaves with them; from a progress object with the next seal.
+    """
 
     buckets: tuple[str, ...]
     epoch: int
@@ -171,7 +188,7 @@ class DropBuckets:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return "the topic does not exist"
+            return _NO_TOPIC
         if tip.owner_epoch != self.epoch:
             return _other_epoch(tip, self.epoch)
         missing = set(self.buckets) - {bucket.object.name for bucket in tip.live}
@@ -179,12 +196,13 @@ class DropBuckets:
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
         tip = _existing(tip)
-        dropped = [bucket.object for bucket in tip.live if bucket.object.name in self.buckets]
-        live = tuple(bucket for bucket in tip.live if bucket.object.name not in self.buckets)
+        leaving = set(self.buckets)
+        dropped = [bucket.object for bucket in tip.live if bucket.object.name in leaving]
+        live = tuple(bucket for bucket in tip.live if bucket.object.name not in leaving)
         return dataclasses.replace(
             tip,
             live=live,
-            tombstones=(*tip.tombstones, *(_tombstone(tip, each, self.delete_after_ms) for each in dropped)),
+            tombstones=(*tip.tombstones, *_tombstones(tip, dropped, self.delete_after_ms)),
             progress=None if tip.progress is None else _of_live(tip.progress, live),
         )
 
@@ -194,7 +212,7 @@ class DropBuckets:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetSubscriptions:
-    """The subscriptions from now on."""
+    """The subscriptions from now on. `last_subscription_id`: the highest id ever given, also to a deleted one."""
 
     subscriptions: tuple[Subscription, ...]
     last_subscription_id: int
@@ -202,11 +220,15 @@ class SetSubscriptions:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return "the topic does not exist"
+            return _NO_TOPIC
         if tip.owner_epoch != self.epoch:
             return _other_epoch(tip, self.epoch)
-        if self.last_subscription_id < tip.last_subscription_id:
-            return f"the last subscription id is {tip.last_subscription_id}, it cannot become {self.last_subscription_id}"
+        highest = max((each.subscription_id for each in self.subscriptions), default=0)
+        if self.last_subscription_id < max(tip.last_subscription_id, highest):
+            return (
+                f"the last subscription id is {max(tip.last_subscription_id, highest)}, it cannot become "
+                f"{self.last_subscription_id}"
+            )
         return None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
@@ -215,12 +237,13 @@ class SetSubscriptions:
         )
 
     def landed(self, tip: TopicManifest) -> bool:
-        return False
+        wanted = self.epoch, self.subscriptions, self.last_subscription_id
+        return (tip.owner_epoch, tip.subscriptions, tip.last_subscription_id) == wanted
 
 
 def _existing(tip: TopicManifest | None) -> TopicManifest:
     if tip is None:
-        raise ValueError("the operation was applied to a topic that does not exist")
+        raise ValueError(_NO_TOPIC)
     return tip
 
 
@@ -228,8 +251,13 @@ def _other_epoch(tip: TopicManifest, epoch: int) -> str:
     return f"owner epoch is {tip.owner_epoch}, not {epoch}"
 
 
-def _tombstone(tip: TopicManifest, reference: ObjectReference, delete_after_ms: int) -> Tombstone:
-    return Tombstone(object=reference, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
+def _tombstones(
+    tip: TopicManifest, references: Iterable[ObjectReference], delete_after_ms: int
+) -> tuple[Tombstone, ...]:
+    removed_in = tip.head.number + 1
+    return tuple(
+        Tombstone(object=reference, removed_in=removed_in, delete_after_ms=delete_after_ms) for reference in references
+    )
 
 
 def _of_live(progress: Progress, live: tuple[LiveBucket, ...]) -> Progress:
@@ -238,6 +266,7 @@ def _of_live(progress: Progress, live: tuple[LiveBucket, ...]) -> Progress:
     return Progress(buckets=tuple(bucket for bucket in progress.buckets if bucket.bucket in known))
 
 
-def _objects_of(tip: TopicManifest) -> set[str]:
-    objects = {bucket.object.name for bucket in tip.live} | {each.object.name for each in tip.tombstones}
-    return objects if tip.progress_object is None else objects | {tip.progress_object.name}
+def _names_in(tip: TopicManifest) -> set[str]:
+    """Every object that the manifest names."""
+    named = {bucket.object.name for bucket in tip.live} | {tombstone.object.name for tombstone in tip.tombstones}
+    return named if tip.progress_object is None else named | {tip.progress_object.name}

@@ -11,11 +11,8 @@ from collections.abc import Callable
 
 from storage_backends import commit
 from storage_backends.formats import manifest, names
-from storage_backends.formats.manifest import CheckpointReference, ManifestHead, ShardManifest, Tombstone
+from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Tombstone
 from storage_backends.object_store import ObjectStore
-
-# Replaced by the commit.
-NO_HEAD = ManifestHead(number=0, previous_sha256=b"", commit_id="", writer="", created_ms=0)
 
 CODEC = commit.Codec(
     encode=manifest.encode_shard_manifest,
@@ -49,7 +46,11 @@ def shard_log(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A new owner, with a higher epoch."""
+    """A new owner, with a higher epoch.
+
+    Two claimants may try the same epoch: that the tip carries it does not show whose claim has landed, only the commit
+    id does. After an unknown outcome the next claim takes a higher epoch.
+    """
 
     shard: int
     epoch: int
@@ -60,7 +61,7 @@ class Claim:
         return None if tip is None or tip.epoch < self.epoch else f"the epoch is {tip.epoch}, not below {self.epoch}"
 
     def apply(self, tip: ShardManifest | None) -> ShardManifest:
-        before = tip or ShardManifest(head=NO_HEAD, shard=self.shard, epoch=0)
+        before = tip or ShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=0)
         return dataclasses.replace(before, epoch=self.epoch, owner=self.owner, address=self.address)
 
     def landed(self, tip: ShardManifest) -> bool:
