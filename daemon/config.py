@@ -24,6 +24,7 @@ from msgspec import Meta
 from daemon import errors
 
 ENVIRONMENT_PREFIX = "TARRY_"
+ADDRESS = r"^.+:[0-9]{1,5}\Z"
 
 # 10,000 rows of Messages, the largest answer there is, must fit.
 _MESSAGE_BYTES_LEAST = 1 << 20
@@ -53,7 +54,7 @@ class Daemon(Section, frozen=True):
         Annotated[
             str,
             Meta(
-                pattern=r"^.+:[0-9]{1,5}\Z",
+                pattern=ADDRESS,
                 description="host:port at which clients and other daemons reach this one. Default: the address that is "
                 "bound; with the host name in place of `0.0.0.0` and `[::]`.",
             ),
@@ -126,7 +127,7 @@ class Grpc(Section, frozen=True):
     """The gRPC server."""
 
     listen: Annotated[
-        str, Meta(pattern=r"^.+:[0-9]{1,5}\Z", description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`.")
+        str, Meta(pattern=ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`.")
     ] = "127.0.0.1:7461"
     concurrent_calls_per_connection_max: Annotated[
         int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
@@ -154,9 +155,9 @@ class Grpc(Section, frozen=True):
 class Metrics(Section, frozen=True):
     """The Prometheus endpoint."""
 
-    listen: Annotated[
-        str, Meta(pattern=r"^.+:[0-9]{1,5}\Z", description="host:port of `/metrics`; port 0 takes a free one.")
-    ] = "127.0.0.1:7462"
+    listen: Annotated[str, Meta(pattern=ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")] = (
+        "127.0.0.1:7462"
+    )
     per_topic: Annotated[
         bool, Meta(description='A series per topic; if false, all topics are counted under `topic="_all"`.')
     ] = True

@@ -225,11 +225,11 @@ def _announce(settings: config.Config, metrics_address: str, ready_file: Path | 
     ready = Ready(
         grpc=str(settings.daemon.address), metrics=metrics_address, pid=os.getpid(), daemon_id=settings.daemon_id
     )
-    log.info("listening", extra=dataclasses.asdict(ready))
     if ready_file is not None:
         unfinished = ready_file.with_name(f"{ready_file.name}.{ready.pid}")
         unfinished.write_text(json.dumps(dataclasses.asdict(ready)) + "\n", encoding="utf-8")
         unfinished.replace(ready_file)
+    log.info("listening", extra=dataclasses.asdict(ready))
 
 
 if __name__ == "__main__":

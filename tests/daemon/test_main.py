@@ -1,0 +1,113 @@
+"""`tarryd` as a process: arguments, exit status, the ready file, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+def tarryd(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TARRY_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "daemon.main", *arguments],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*arguments: str, folder: Path) -> tuple[int, str]:
+    process = tarryd(*arguments, folder=folder)
+    output, log = process.communicate(timeout=40)
+    return process.returncode, output + log
+
+
+def ready(path: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the file says as soon as the log says that it is listening."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "listening" in line:
+            written: dict[str, Any] = json.loads(path.read_text())
+            return written
+    raise AssertionError(process.communicate())
+
+
+def test_check_validates_and_probes_and_leaves_nothing_but_the_root(tmp_path: Path) -> None:
+    status, log = run("--check", folder=tmp_path)
+    assert status == 0, log
+    assert "configuration and store are in order" in log
+    assert not [path for path in (tmp_path / "tarry-data").rglob("*") if path.is_file() and "probe" in str(path)]
+
+
+def test_a_wrong_setting_ends_with_status_2_and_its_name(tmp_path: Path) -> None:
+    status, log = run("--check", "--set", "grpc.listn=x", folder=tmp_path)
+    assert status == 2
+    assert "did you mean grpc.listen?" in log
+    assert "Traceback" not in log
+
+
+def test_a_store_that_cannot_be_used_ends_with_status_1_and_its_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, log = run("--check", "--set", "store.path=file/root", folder=tmp_path)
+    assert status == 1
+    assert "file" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize("setting", ["grpc.listen", "metrics.listen"])
+def test_an_address_that_is_taken_ends_with_status_1_and_the_setting(tmp_path: Path, setting: str) -> None:
+    other = "metrics.listen" if setting == "grpc.listen" else "grpc.listen"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, log = run("--set", f"{setting}={address}", "--set", f"{other}=127.0.0.1:0", folder=tmp_path)
+    assert status == 1
+    assert f"{setting}: {address} cannot be bound" in log
+    assert "Traceback" not in log
+
+
+def test_version_is_told(tmp_path: Path) -> None:
+    status, output = run("--version", folder=tmp_path)
+    assert status == 0
+    assert output.startswith("tarryd ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_says_where_and_ends_with_status_0_at_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    ready_file = tmp_path / "ready.json"
+    process = tarryd(
+        *("--ready-file", str(ready_file), "--set", "grpc.listen=127.0.0.1:0", "--set", "metrics.listen=127.0.0.1:0"),
+        *("--set", "daemon.id=one", "--set", "log.format=json"),
+        folder=tmp_path,
+    )
+    try:
+        addresses = ready(ready_file, process)
+        assert (addresses["pid"], addresses["daemon_id"]) == (process.pid, "one")
+        with grpc.insecure_channel(addresses["grpc"]) as channel:
+            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+            next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
+            with urllib.request.urlopen(f"http://{addresses['metrics']}/metrics", timeout=10) as answer:
+                assert "tarry_serving 1.0" in answer.read().decode()
+            process.send_signal(number)
+            next(each for each in watch if each.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+            watch.cancel()
+        _, log = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, log
+    assert [json.loads(line)["level"] for line in log.splitlines() if '"error"' in line] == []

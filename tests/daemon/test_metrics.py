@@ -1,0 +1,166 @@
+"""Series, their labels and the endpoint."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from daemon import metrics
+
+REPOSITORY = Path(metrics.__file__).resolve().parent.parent
+
+
+def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> metrics.TopicNumbers:
+    return metrics.TopicNumbers(
+        topic=topic,
+        pending=pending,
+        mutable_rows=2,
+        loaded_rows=3,
+        buckets=4,
+        bucket_bytes=5,
+        backlog=6,
+        in_flight=7,
+        oldest_due_age_s=oldest_due_age_s,
+    )
+
+
+def used() -> metrics.Metrics:
+    """Metrics with every series in use."""
+    everything = metrics.Metrics()
+    everything.collect_topics_from(lambda: [numbers("t")])
+    everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3)
+    everything.acknowledged("t", acknowledged=4, ignored=1)
+    everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
+    everything.slot_written(size_bytes=1000, seconds=0.003)
+    everything.commit("seal", "committed", conflicts=2)
+    everything.store_error("put", "StoreUnavailable")
+    everything.bucket_operation("create", "succeed", seconds=0.05)
+    everything.set_epoch(3, 7)
+    everything.set_serving(True)
+    everything.recovered(seconds=0.2, rows_replayed=100)
+    return everything
+
+
+def test_events_are_counted() -> None:
+    sample = used().registry.get_sample_value
+    assert sample("tarry_add_rows_total", {"topic": "t", "result": "accepted"}) == 5
+    assert sample("tarry_add_rows_total", {"topic": "t", "result": "duplicate"}) == 1
+    assert sample("tarry_add_rows_total", {"topic": "t", "result": "returned"}) == 2
+    assert sample("tarry_add_late_on_arrival_rows_total", {"topic": "t"}) == 3
+    assert sample("tarry_acknowledge_rows_total", {"topic": "t", "result": "ignored"}) == 1
+    assert sample("tarry_handed_out_rows_total", {"topic": "t"}) == 3
+    assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
+    assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
+    assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
+    assert sample("tarry_epoch", {"shard": "3"}) == 7
+    assert sample("tarry_serving") == 1
+    assert sample("tarry_recovery_rows_replayed_total") == 100
+    assert sample("tarry_journal_slot_bytes_count") == 1
+
+
+def test_bucket_operations_have_the_labels_and_bounds_of_pip_195() -> None:
+    sample = used().registry.get_sample_value
+    name = "tarry_delayed_message_index_bucket_op"
+    assert sample(f"{name}_count_total", {"state": "succeed", "type": "create"}) == 1
+    for bound in ("0.05", "0.1", "0.5", "1.0", "5.0", "30.0", "60.0", "+Inf"):
+        assert sample(f"{name}_latency_seconds_bucket", {"type": "create", "le": bound}) == 1
+
+
+def test_gauges_of_topics_are_read_when_prometheus_asks() -> None:
+    current = [numbers("t", pending=1)]
+    gauges = metrics.Metrics()
+    gauges.collect_topics_from(lambda: current)
+    sample = gauges.registry.get_sample_value
+    assert sample("tarry_pending_rows", {"topic": "t"}) == 1
+    current[:] = [numbers("t", pending=9)]
+    assert sample("tarry_pending_rows", {"topic": "t"}) == 9
+    assert sample("tarry_delayed_message_index_bucket_total", {"topic": "t"}) == 4
+    assert sample("tarry_delayed_message_index_loaded", {"topic": "t"}) == 3
+    assert sample("tarry_delayed_message_index_bucket_snapshot_size_bytes", {"topic": "t"}) == 5
+
+
+def test_the_engine_is_not_asked_when_its_gauges_are_registered() -> None:
+    def refuse() -> list[metrics.TopicNumbers]:
+        raise AssertionError("asked")
+
+    metrics.Metrics().collect_topics_from(refuse)
+
+
+def test_topics_over_the_cap_share_one_label() -> None:
+    capped = metrics.Metrics(per_topic_max=2)
+    capped.collect_topics_from(
+        lambda: [
+            numbers(name, pending=10, oldest_due_age_s=age) for name, age in (("a", 1), ("b", 2), ("c", 5), ("d", 4))
+        ]
+    )
+    for topic in ("a", "b", "c", "d", "a"):
+        capped.acknowledged(topic, acknowledged=1, ignored=0)
+    sample = capped.registry.get_sample_value
+    label = {"result": "acknowledged"}
+    assert sample("tarry_acknowledge_rows_total", label | {"topic": "a"}) == 2
+    assert sample("tarry_acknowledge_rows_total", label | {"topic": "_other"}) == 2
+    assert sample("tarry_acknowledge_rows_total", label | {"topic": "c"}) is None
+    assert sample("tarry_pending_rows", {"topic": "_other"}) == 20
+    assert sample("tarry_oldest_due_seconds", {"topic": "_other"}) == 5
+
+
+def test_series_of_topics_can_be_switched_off() -> None:
+    off = metrics.Metrics(per_topic=False)
+    off.collect_topics_from(lambda: [numbers("a"), numbers("b")])
+    off.handed_out("a", rows=4, lateness_ms=np.array([]))
+    sample = off.registry.get_sample_value
+    assert sample("tarry_handed_out_rows_total", {"topic": "_all"}) == 4
+    assert sample("tarry_pending_rows", {"topic": "_all"}) == 2
+    assert sample("tarry_pending_rows", {"topic": "a"}) is None
+
+
+@given(columns=st.lists(st.lists(st.integers(0, 5_000_000), max_size=30), max_size=5))
+def test_a_column_is_counted_like_its_values_one_by_one(columns: list[list[int]]) -> None:
+    ours = metrics.Metrics()
+    registry = prometheus_client.CollectorRegistry()
+    theirs = prometheus_client.Histogram("h", "h", registry=registry, buckets=metrics.LATENESS_BOUNDS_S)
+    for column in columns:
+        ours.handed_out("t", rows=len(column), lateness_ms=np.array(column, np.uint64))
+        for value in column:
+            theirs.observe(value / 1000)
+    for bound in [*map(str, metrics.LATENESS_BOUNDS_S), "+Inf"]:
+        assert ours.registry.get_sample_value("tarry_lateness_seconds_bucket", {"le": bound}) == (
+            registry.get_sample_value("h_bucket", {"le": bound})
+        )
+    assert ours.registry.get_sample_value("tarry_lateness_seconds_count") == registry.get_sample_value("h_count")
+    assert ours.registry.get_sample_value("tarry_lateness_seconds_sum") == pytest.approx(
+        registry.get_sample_value("h_sum")
+    )
+
+
+def test_the_endpoint_serves_what_prometheus_reads() -> None:
+    endpoint = metrics.Endpoint(used(), host="127.0.0.1", port=0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+            families = {family.name: family.type for family in text_string_to_metric_families(answer.read().decode())}
+    finally:
+        endpoint.close()
+    assert families["tarry_lateness_seconds"] == "histogram"
+    assert families["tarry_delayed_message_index_bucket_total"] == "gauge"
+
+
+def test_the_document_lists_every_series_with_its_type_and_labels() -> None:
+    document = (REPOSITORY / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(tarry_\w+)` \| (counter|gauge|histogram) \| ([\w, ]*)\|", document, re.MULTILINE)
+    listed = {
+        name: (kind, {label.strip() for label in labels.split(",") if label.strip()}) for name, kind, labels in rows
+    }
+    exported = {}
+    for family in used().registry.collect():
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        suffix = "_total" if family.type == "counter" else ""
+        exported[f"{family.name}{suffix}"] = (family.type, labels)
+    assert listed == exported
