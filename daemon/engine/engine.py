@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 TOPICS_PAGE_MAX = 1000
 LOOK_AFTER_S = 1.0
+# Whether a damaged shard was mended is looked at this often.
+DAMAGED_LOOK_S = 30.0
 # A slot that is uncertain for longer makes health say NOT_SERVING.
 STALLED_S = 2.0
 
@@ -133,9 +135,16 @@ class Engine:
 
     async def _serve_for_ever(self) -> None:
         while True:
-            claimed = await self._candidate.become_owner()
+            try:
+                claimed = await self._candidate.become_owner()
+            except Corruption as error:
+                log.error("the shards cannot be served: %s", error)
+                self._wait_for(f"a shard cannot be served: {error}")
+                await self._environment.sleep(DAMAGED_LOOK_S)
+                continue
             await self._serve(claimed)
             await self._lost.wait()
+            await self._candidate.give_up({claim.shard: claim.epoch for claim in claimed.claims})
             await self._environment.sleep(1.0)
 
     async def _serve(self, claimed: Claimed) -> None:

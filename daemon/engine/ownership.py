@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from daemon.durability import heartbeat, shard_manifest, standby, takeover
 from daemon.engine.environment import Environment
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.0
 # The former owner may go on handing out so long after its last confirmation (R8).
 FORMER_OWNER_S = 15.0
+# The store may take so long to note that a shard is given up; nobody's data depends on it.
+GIVE_UP_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,23 +84,57 @@ class Candidate:
         return self._standby.owner_address if self.shard_logs else ""
 
     async def become_owner(self) -> Claimed:
-        """Returns with every shard claimed and fenced, however long that takes. Raises Corruption."""
+        """Returns with every shard claimed and fenced, however long that takes.
+
+        Raises Corruption when a shard cannot be served; then nothing is claimed.
+        """
         while True:
             try:
                 claimable = await self._standby.until_claimable(self._waiting)
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
-                # Of several candidates the one that gets the first shard goes on with the others.
-                claims = [await self._claim(0)]
-                claims += await asyncio.gather(*map(self._claim, range(1, len(self.shard_logs))))
+                claims = await self._claim_all()
             except (StoreError, commit.CommitOutcomeUnknown) as error:
                 self._waiting(f"the store cannot be reached: {error}")
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
             else:
                 wait_s = 0.0 if claimable.former_owner_gone else FORMER_OWNER_S
-                return Claimed(tuple(claims), self._environment.clock.elapsed_s() + wait_s)
-            await self._environment.sleep(LOOK_S)
+                return Claimed(claims, self._environment.clock.elapsed_s() + wait_s)
+            # Two candidates that are refused together must not come back together.
+            await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
+
+    async def _claim_all(self) -> tuple[takeover.ShardClaim, ...]:
+        """Of several candidates the one that gets the first shard goes on with the others."""
+        first = await self._claim(0)
+        others = map(self._claim, range(1, len(self.shard_logs)))
+        results = [first, *await asyncio.gather(*others, return_exceptions=True)]
+        claims = tuple(result for result in results if isinstance(result, takeover.ShardClaim))
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self.give_up({claim.shard: claim.epoch for claim in claims})
+            raise errors[0]
+        return claims
+
+    async def give_up(self, epochs: Mapping[int, int]) -> None:
+        """Gives up shards that are still owned under these epochs, so that nobody waits for this daemon."""
+
+        def release(shard: int, epoch: int) -> None:
+            commit.commit(
+                self.shard_logs[shard],
+                shard_manifest.Release(epoch=epoch),
+                writer=self._environment.config.daemon_id,
+                created_ms=self._environment.clock.now_ms(),
+                deadline_s=GIVE_UP_S,
+            )
+
+        for shard, epoch in epochs.items():
+            try:
+                await self._environment.run(functools.partial(release, shard, epoch))
+            except commit.Refused:
+                log.info("shard %d belongs to another daemon", shard)
+            except (StoreError, commit.CommitOutcomeUnknown) as error:
+                log.warning("shard %d could not be given up: %s", shard, error)
 
     async def _claim(self, shard: int) -> takeover.ShardClaim:
         environment = self._environment
