@@ -18,9 +18,7 @@ from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 
 
-def open_bucket(
-    store: object_store.ObjectStore, live: LiveBucket
-) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads."""
     key = live.object.name
     with _naming(key):
@@ -30,9 +28,7 @@ def open_bucket(
         return table, bucket.decode_metadata(entry, table.metadata)
 
 
-def read_segments(
-    store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]
-) -> list[Rows]:
+def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     with _naming(key):
         start = segments[0].offset

@@ -39,4 +39,3 @@ def part_of(cut: TopicCut) -> checkpoint.TopicPart:
         ),
         progress=progress.to_stored(mutable.pages, (*cut.index.bits, mutable_bits)),
     )
-

@@ -22,9 +22,7 @@ def to_stored(pages: PageTable, bits: Iterable[BucketBits]) -> Progress:
         gone = BitMap64.union(*each.gone) if each.gone else BitMap64()
         acknowledged = acknowledged_to_stored(pages, each.acknowledged)
         if gone or acknowledged:
-            buckets.append(
-                BucketProgress(bucket=each.bucket, gone=pages.to_stored(gone), acknowledged=acknowledged)
-            )
+            buckets.append(BucketProgress(bucket=each.bucket, gone=pages.to_stored(gone), acknowledged=acknowledged))
     return Progress(buckets=tuple(buckets))
 
 

@@ -69,9 +69,7 @@ def _progress(
         raise Corruption(f"progress {error}") from error
 
 
-def counting_part(
-    tip: manifest.TopicManifest, loaded: checkpoint.Checkpoint | None
-) -> checkpoint.TopicPart | None:
+def counting_part(tip: manifest.TopicManifest, loaded: checkpoint.Checkpoint | None) -> checkpoint.TopicPart | None:
     """The topic's part of the checkpoint, if it is newer than the manifest."""
     if loaded is None or tip.applied >= loaded.slot:
         return None

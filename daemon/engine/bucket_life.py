@@ -118,16 +118,16 @@ class BucketLife:
     def _start(self) -> None:
         if self._work is None or self._work.done():
             self._work = asyncio.ensure_future(self._run())
+            self._work.add_done_callback(self._ended)
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._lost(error)
 
     async def _run(self) -> None:
-        try:
-            while self._seals:
-                await self._seal(self._seals[0])
-            await self._drop()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._lost(error)
+        while self._seals:
+            await self._seal(self._seals[0])
+        await self._drop()
 
     async def _seal(self, seal: _Seal) -> None:
         environment = self._environment
@@ -156,7 +156,7 @@ class BucketLife:
         seconds = environment.clock.elapsed_s() - started_s
         environment.metrics.bucket_operation("create", "succeed", seconds=seconds)
         rows = 0 if written is None else len(written.rows)
-        log.info("sealed a bucket topic=%s rows=%d slot=%d seconds=%.3f", self._topic.name, rows, seal.cut.slot, seconds)
+        log.info("sealed a bucket topic=%s rows=%d slot=%d seconds=%.3f", seal.cut.topic, rows, seal.cut.slot, seconds)
 
     def _finish(self, seal: _Seal, written: sealing.WrittenBucket | None) -> None:
         self._seals.popleft()
@@ -175,9 +175,7 @@ class BucketLife:
         self._topic.finish_seal(seal.memory, sealed, rows, near_ms=near_ms)
         self._changed()
 
-    async def _progress(
-        self, cut: sealing.SealCut
-    ) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
+    async def _progress(self, cut: sealing.SealCut) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
         """The progress of a cut: itself where it is small, or the object that it was written to."""
         progress, encoded = await self._environment.run(lambda: _encoded(cut))
         if len(encoded) <= INLINE_PROGRESS_BYTES:

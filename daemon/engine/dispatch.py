@@ -30,7 +30,7 @@ class StreamClosed(Exception):
 
 
 class DispatchStream:
-    """A dispatcher that listens. `held`: how many of the declared positions it holds; `epoch`: under which it was opened.
+    """A dispatcher that listens, under `epoch`. `held`: how many of the positions that it declared it holds.
 
     Close it always; what it holds is READY again then.
     """
@@ -64,7 +64,10 @@ class DispatchStream:
         return await self._topic.acknowledge(self.state, HeldPositions(ledger_id, entry_id, deliver_at_ms))
 
     async def next_messages(self) -> HandedOut:
-        """Waits for rows and permits. Raises NotOwner or Unavailable when the shard is lost, StreamClosed after `close`."""
+        """Waits for rows and permits.
+
+        Raises NotOwner or Unavailable when the shard is lost, StreamClosed after `close`.
+        """
         while True:
             if self._ended is not None:
                 raise self._ended

@@ -166,11 +166,12 @@ class Engine:
             for claim in claimed.claims
         ]
         self._shards = {shard.number: shard for shard in shards}
-        try:
-            rows = sum(await asyncio.gather(*(shard.recover() for shard in shards)))
-        except Exception as error:
-            self._drop_all(error)
-            return
+        recovered = await asyncio.gather(*(shard.recover() for shard in shards), return_exceptions=True)
+        for result in recovered:
+            if isinstance(result, BaseException):
+                self._drop_all(result)
+                return
+        rows = sum(result for result in recovered if isinstance(result, int))
         seconds = clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
         for shard in shards:
@@ -326,9 +327,7 @@ class Engine:
         if self._shards and (self._health.serving or self._health.reason.startswith(_UNREACHABLE)):
             return
         if self._candidate.owner_address and not self._shards:
-            raise NotOwner(
-                f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address
-            )
+            raise NotOwner(f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address)
         raise Unavailable(f"this daemon does not serve yet: {self._health.reason}")
 
     def _shard_of(self, topic: str) -> ServedShard:

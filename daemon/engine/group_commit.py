@@ -74,7 +74,7 @@ class GroupCommit:
             )
 
     def stage(self, record: Record, *, awaited: bool = True) -> asyncio.Future[int]:
-        """The decision is in the slot that this future names once it is durable and applied. Never cancel the future."""
+        """The future ends with the number of the decision's slot, once that is durable and applied. Never cancel it."""
         if self._ended is not None:
             raise self._ended
         slot = self._slots[-1] if self._slots else None

@@ -126,9 +126,7 @@ class ServedTopic:
         else:
             await asyncio.shield(slot)
         await self.shard.acknowledgements_open()
-        self._environment.metrics.acknowledged(
-            self.core.name, acknowledged=len(claims) - ignored, ignored=ignored
-        )
+        self._environment.metrics.acknowledged(self.core.name, acknowledged=len(claims) - ignored, ignored=ignored)
         return ignored
 
     async def _find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
@@ -171,8 +169,10 @@ class ServedTopic:
         """Returns when every row that is due now has been passed."""
         now_ms = self._environment.clock.now_ms()
         while True:
-            while self._pass_due(now_ms):
+            if self._pass_due(now_ms):
+                # Others have their turn.
                 await asyncio.sleep(0)
+                continue
             wanted = self.core.index.wanted_segments(now_ms)
             if not wanted:
                 return

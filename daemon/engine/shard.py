@@ -271,9 +271,7 @@ class ServedShard:
         served = ServedTopic(topic, self, self._due_loop, self._environment)
         commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
         self.topic_commits[topic.name] = commits
-        self.lives[topic.name] = BucketLife(
-            topic, commits, self._environment, lost=self.lose, changed=served.changed
-        )
+        self.lives[topic.name] = BucketLife(topic, commits, self._environment, lost=self.lose, changed=served.changed)
         self._by_id[topic.topic_id] = served
         self.topics[topic.name] = served
         return served
@@ -368,18 +366,15 @@ class ServedShard:
             or self._slots_since_checkpoint >= limits.checkpoint_slots
         )
         if wanted and (self._checkpointing is None or self._checkpointing.done()):
-            self._checkpointing = asyncio.ensure_future(self._checkpoint_or_lose())
+            self._checkpointing = asyncio.ensure_future(self._try_checkpoint())
+            self._checkpointing.add_done_callback(self._task_done)
 
-    async def _checkpoint_or_lose(self) -> None:
+    async def _try_checkpoint(self) -> None:
         try:
             await self._checkpoint()
         except StoreError as error:
-            # The journal is longer for it; the next slot asks again.
+            # The journal is longer for it; the next slots ask again.
             log.warning("shard %d: no checkpoint could be written: %s", self.number, error)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self.lose(error)
 
     async def _checkpoint(self) -> None:
         """Writes the state as of now, commits it, and deletes the slots that two checkpoints cover."""
