@@ -17,6 +17,7 @@ import threading
 import time
 from concurrent.futures import Future
 from multiprocessing.queues import Queue
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +125,8 @@ def _lateness(account: verdict.Account) -> dict[str, report.Value]:
     }
 
 
-_Report = Queue[tuple[int, int, int, int] | None]
+# (first row, row after the last, answered at, behind the plan by), the times in ms; None at the end.
+_Reports: TypeAlias = "Queue[tuple[int, int, int, int] | None]"
 
 
 class _Adding:
@@ -133,7 +135,7 @@ class _Adding:
     def __init__(self, address: str, plan: Plan, account: verdict.Account) -> None:
         context = multiprocessing.get_context("spawn")
         self._account = account
-        self._reports: _Report = context.Queue()
+        self._reports: _Reports = context.Queue()
         self._process = context.Process(target=_add_by_plan, args=(address, plan, self._reports), daemon=True)
         self._thread = threading.Thread(target=self._take_in, name="answers")
         self._ended = threading.Event()
@@ -170,7 +172,7 @@ class _Adding:
             self.behind_ms_max = max(self.behind_ms_max, behind_ms)
 
 
-def _add_by_plan(address: str, plan: Plan, reports: _Report) -> None:
+def _add_by_plan(address: str, plan: Plan, reports: _Reports) -> None:
     """Runs in the process of its own: one batch a step, each at its moment."""
     ledger_id, entry_id = plan.positions()
     due = plan.deliver_at_ms()
