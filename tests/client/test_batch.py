@@ -18,7 +18,6 @@ def received(number: int, entries: list[int]) -> tarry.Batch:
         entry_id=entry_id,
         deliver_at_ms=entry_id + np.uint64(100),
         key_hash=None,
-        redelivery_count=np.zeros(len(entries), dtype=np.uint32),
         received_at_ms=150,
         number=number,
     )

@@ -64,9 +64,9 @@ def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
 
 @given(values=st.lists(u64, max_size=300), counts=st.lists(u32, max_size=300))
 def test_a_received_column_is_an_array_of_its_numbers(values: list[int], counts: list[int]) -> None:
-    message = dispatch_pb2.Messages(ledger_id=values, redelivery_count=counts)
+    message = dispatch_pb2.Messages(ledger_id=values, key_hash=counts)
     assert wire.decode_u64(message.ledger_id).tolist() == values
-    assert wire.decode_u32(message.redelivery_count).tolist() == counts
+    assert wire.decode_u32(message.key_hash).tolist() == counts
     assert wire.decode_u64(message.ledger_id).flags.writeable
 
 

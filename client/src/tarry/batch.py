@@ -28,8 +28,6 @@ class Batch:
     deliver_at_ms: NDArray[np.uint64]
     key_hash: NDArray[np.uint32] | None
     """None when no row has one; rows without one have 0."""
-    redelivery_count: NDArray[np.uint32]
-    """Negative acknowledgements and time-outs so far."""
     received_at_ms: int
     """Unix time in ms by this machine's clock."""
     number: int
@@ -58,7 +56,6 @@ class Batch:
             entry_id=self.entry_id[rows],
             deliver_at_ms=self.deliver_at_ms[rows],
             key_hash=None if self.key_hash is None else self.key_hash[rows],
-            redelivery_count=self.redelivery_count[rows],
             rows=chosen,
         )
 

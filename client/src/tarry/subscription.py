@@ -24,7 +24,6 @@ from concurrent.futures import Future
 from types import TracebackType
 
 import grpc
-import numpy as np
 
 from tarry import batch, columns, connections, errors, futures, outbox, retry, session, wire
 from tarry.v1 import dispatch_pb2
@@ -317,7 +316,6 @@ class Subscription:
         received_at_ms = time.time_ns() // 1_000_000
         entry_id = wire.decode_u64(messages.entry_id)
         rows = len(entry_id)
-        count = wire.decode_u32(messages.redelivery_count)
         with self._changed:
             self._granted = max(0, self._granted - rows)
             if messages.epoch < self._epoch:
@@ -331,7 +329,6 @@ class Subscription:
                 entry_id=entry_id,
                 deliver_at_ms=wire.decode_u64(messages.deliver_at_ms),
                 key_hash=wire.decode_u32(messages.key_hash) if messages.key_hash else None,
-                redelivery_count=count if len(count) else np.zeros(rows, dtype=np.uint32),
                 received_at_ms=received_at_ms,
                 number=self._last_batch,
             )

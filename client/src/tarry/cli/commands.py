@@ -289,8 +289,8 @@ def watch(
 def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
     lateness_ms = received.lateness_ms.tolist()
     hashes = [None] * len(received) if received.key_hash is None else received.key_hash.tolist()
-    columns = (received.ledger_id, received.entry_id, received.deliver_at_ms, received.redelivery_count)
-    for ledger_id, entry_id, deliver_at_ms, redelivery_count, late_ms, key_hash in zip(
+    columns = (received.ledger_id, received.entry_id, received.deliver_at_ms)
+    for ledger_id, entry_id, deliver_at_ms, late_ms, key_hash in zip(
         *(column.tolist() for column in columns), lateness_ms, hashes, strict=True
     ):
         if as_json:
@@ -302,15 +302,13 @@ def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
                     "received_at_ms": received.received_at_ms,
                     "lateness_ms": late_ms,
                     "key_hash": key_hash,
-                    "redelivery_count": redelivery_count,
                     "epoch": received.epoch,
                 }
             )
             continue
-        again = f"  redelivered {redelivery_count}" if redelivery_count else ""
         click.echo(
             f"{output.time_text(received.received_at_ms)}  ledger {ledger_id}  entry {entry_id}"
-            f"  due {output.time_text(deliver_at_ms)}  late {late_ms} ms{again}"
+            f"  due {output.time_text(deliver_at_ms)}  late {late_ms} ms"
         )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tarry/v1/dispatch.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\"\x8b\x01\n\x10SubscribeRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.tarry.v1.OpenH\x00\x12\x1e\n\x04\x66low\x18\x02 \x01(\x0b\x32\x0e.tarry.v1.FlowH\x00\x12,\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x15.tarry.v1.AcknowledgeH\x00\x42\t\n\x07request\"\xad\x01\n\x11SubscribeResponse\x12\"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.tarry.v1.OpenedH\x00\x12&\n\x08messages\x18\x02 \x01(\x0b\x32\x12.tarry.v1.MessagesH\x00\x12\x1e\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0e.tarry.v1.DoneH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.tarry.v1.MovedH\x00\x42\n\n\x08response\"\xac\x01\n\x04Open\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12(\n\x04type\x18\x03 \x01(\x0e\x32\x1a.tarry.v1.SubscriptionType\x12\x1a\n\x0eheld_ledger_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rheld_entry_id\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x1e\n\x12held_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"%\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\r\"\x17\n\x04\x46low\x12\x0f\n\x07permits\x18\x01 \x01(\r\"i\n\x0b\x41\x63knowledge\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\"\x95\x01\n\x08Messages\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x05 \x03(\x07\x42\x02\x10\x01\x12\x1c\n\x10redelivery_count\x18\x06 \x03(\rB\x02\x10\x01\"]\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\r\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x1e\n\x05Moved\x12\x15\n\rowner_address\x18\x01 \x01(\t\"@\n\x19\x43reateSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"X\n\x1a\x43reateSubscriptionResponse\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x04\x12\x10\n\x08since_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\"@\n\x19\x44\x65leteSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"\x1c\n\x1a\x44\x65leteSubscriptionResponse*S\n\x10SubscriptionType\x12!\n\x1dSUBSCRIPTION_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SUBSCRIPTION_TYPE_SHARED\x10\x01\x32\x96\x02\n\x08\x44ispatch\x12H\n\tSubscribe\x12\x1a.tarry.v1.SubscribeRequest\x1a\x1b.tarry.v1.SubscribeResponse(\x01\x30\x01\x12_\n\x12\x43reateSubscription\x12#.tarry.v1.CreateSubscriptionRequest\x1a$.tarry.v1.CreateSubscriptionResponse\x12_\n\x12\x44\x65leteSubscription\x12#.tarry.v1.DeleteSubscriptionRequest\x1a$.tarry.v1.DeleteSubscriptionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tarry/v1/dispatch.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\"\x8b\x01\n\x10SubscribeRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.tarry.v1.OpenH\x00\x12\x1e\n\x04\x66low\x18\x02 \x01(\x0b\x32\x0e.tarry.v1.FlowH\x00\x12,\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x15.tarry.v1.AcknowledgeH\x00\x42\t\n\x07request\"\xad\x01\n\x11SubscribeResponse\x12\"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.tarry.v1.OpenedH\x00\x12&\n\x08messages\x18\x02 \x01(\x0b\x32\x12.tarry.v1.MessagesH\x00\x12\x1e\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0e.tarry.v1.DoneH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.tarry.v1.MovedH\x00\x42\n\n\x08response\"\xac\x01\n\x04Open\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12(\n\x04type\x18\x03 \x01(\x0e\x32\x1a.tarry.v1.SubscriptionType\x12\x1a\n\x0eheld_ledger_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rheld_entry_id\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x1e\n\x12held_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"%\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\r\"\x17\n\x04\x46low\x12\x0f\n\x07permits\x18\x01 \x01(\r\"i\n\x0b\x41\x63knowledge\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\"w\n\x08Messages\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x05 \x03(\x07\x42\x02\x10\x01\"]\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\r\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x1e\n\x05Moved\x12\x15\n\rowner_address\x18\x01 \x01(\t\"@\n\x19\x43reateSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"X\n\x1a\x43reateSubscriptionResponse\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x04\x12\x10\n\x08since_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\"@\n\x19\x44\x65leteSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"\x1c\n\x1a\x44\x65leteSubscriptionResponse*S\n\x10SubscriptionType\x12!\n\x1dSUBSCRIPTION_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SUBSCRIPTION_TYPE_SHARED\x10\x01\x32\x96\x02\n\x08\x44ispatch\x12H\n\tSubscribe\x12\x1a.tarry.v1.SubscribeRequest\x1a\x1b.tarry.v1.SubscribeResponse(\x01\x30\x01\x12_\n\x12\x43reateSubscription\x12#.tarry.v1.CreateSubscriptionRequest\x1a$.tarry.v1.CreateSubscriptionResponse\x12_\n\x12\x44\x65leteSubscription\x12#.tarry.v1.DeleteSubscriptionRequest\x1a$.tarry.v1.DeleteSubscriptionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,10 +52,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGES'].fields_by_name['deliver_at_ms']._serialized_options = b'\020\001'
   _globals['_MESSAGES'].fields_by_name['key_hash']._loaded_options = None
   _globals['_MESSAGES'].fields_by_name['key_hash']._serialized_options = b'\020\001'
-  _globals['_MESSAGES'].fields_by_name['redelivery_count']._loaded_options = None
-  _globals['_MESSAGES'].fields_by_name['redelivery_count']._serialized_options = b'\020\001'
-  _globals['_SUBSCRIPTIONTYPE']._serialized_start=1257
-  _globals['_SUBSCRIPTIONTYPE']._serialized_end=1340
+  _globals['_SUBSCRIPTIONTYPE']._serialized_start=1226
+  _globals['_SUBSCRIPTIONTYPE']._serialized_end=1309
   _globals['_SUBSCRIBEREQUEST']._serialized_start=63
   _globals['_SUBSCRIBEREQUEST']._serialized_end=202
   _globals['_SUBSCRIBERESPONSE']._serialized_start=205
@@ -68,20 +66,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLOW']._serialized_end=617
   _globals['_ACKNOWLEDGE']._serialized_start=619
   _globals['_ACKNOWLEDGE']._serialized_end=724
-  _globals['_MESSAGES']._serialized_start=727
-  _globals['_MESSAGES']._serialized_end=876
-  _globals['_DONE']._serialized_start=878
-  _globals['_DONE']._serialized_end=971
-  _globals['_MOVED']._serialized_start=973
-  _globals['_MOVED']._serialized_end=1003
-  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_start=1005
-  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_end=1069
-  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_start=1071
-  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_end=1159
-  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_start=1161
-  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_end=1225
-  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_start=1227
-  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_end=1255
-  _globals['_DISPATCH']._serialized_start=1343
-  _globals['_DISPATCH']._serialized_end=1621
+  _globals['_MESSAGES']._serialized_start=726
+  _globals['_MESSAGES']._serialized_end=845
+  _globals['_DONE']._serialized_start=847
+  _globals['_DONE']._serialized_end=940
+  _globals['_MOVED']._serialized_start=942
+  _globals['_MOVED']._serialized_end=972
+  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_start=974
+  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_end=1038
+  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_start=1040
+  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_end=1128
+  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_start=1130
+  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_end=1194
+  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_start=1196
+  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_end=1224
+  _globals['_DISPATCH']._serialized_start=1312
+  _globals['_DISPATCH']._serialized_end=1590
 # @@protoc_insertion_point(module_scope)

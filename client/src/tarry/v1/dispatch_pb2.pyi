@@ -239,7 +239,6 @@ class Messages(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
-    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -251,10 +250,6 @@ class Messages(_message.Message):
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty when no row has one; rows without one have 0 here."""
 
-    @_builtins.property
-    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Negative acknowledgements and time-outs so far; empty when all are 0."""
-
     def __init__(
         self,
         *,
@@ -263,11 +258,10 @@ class Messages(_message.Message):
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
-        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
