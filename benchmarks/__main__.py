@@ -23,7 +23,8 @@ PATIENCE_S = 60.0
 
 def main() -> int:
     arguments = _arguments()
-    settings = dict(each.split("=", 1) for each in arguments.set)
+    measurement = MEASUREMENTS[arguments.measurement]
+    settings = measurement.SETTINGS | dict(each.split("=", 1) for each in arguments.set)
     with contextlib.ExitStack() as stack:
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="tarry-benchmark-", dir=arguments.directory))
@@ -36,13 +37,17 @@ def main() -> int:
         daemon = stack.enter_context(processes.DaemonProcess("tarryd", directory, store | settings))
         daemon.start_serving(PATIENCE_S)
         try:
-            measured, accounted_for = MEASUREMENTS[arguments.measurement].run(daemon, arguments)
+            measured, accounted_for = measurement.run(daemon, arguments)
         except Exception:
             print(daemon.failed("was being measured"), file=sys.stderr)
             raise
-    where: dict[str, report.Value] = {"store": arguments.store, "settings": " ".join(arguments.set) or "defaults"}
+    where: dict[str, report.Value] = {"store": arguments.store, "settings": _text(settings)}
     report.Measurement(measured.name, {**where, **report.machine(), **measured.values}).show(as_json=arguments.json)
     return 0 if accounted_for else 1
+
+
+def _text(settings: dict[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
 
 
 def _arguments() -> argparse.Namespace:

@@ -15,6 +15,7 @@ import tarry
 from benchmarks import report
 from examples import processes
 
+SETTINGS: dict[str, object] = {}
 TOPIC = "add-rate"
 # As a broker rolls its ledgers.
 ROWS_PER_LEDGER = 50_000
