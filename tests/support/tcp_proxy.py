@@ -1,6 +1,6 @@
 """A TCP proxy that can be shut: the network between a daemon and its store goes away.
 
-Fault model: while it is shut, open connections are reset and new ones are refused. Nothing is delayed or changed.
+Fault model: while it is shut, open connections are closed and new ones are refused. Nothing is delayed or changed.
 
 Owns: the listening port, which stays the same, and the connections. Does not own: what is said on them.
 """
@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 1 << 16
-# Closing with this sends a reset instead of an orderly end.
-_RESET = struct.pack("ii", 1, 0)
 
 
 class TcpProxy:
@@ -48,7 +45,7 @@ class TcpProxy:
         self._start(self._accept, listener)
 
     def shut(self) -> None:
-        """Refuses new connections and resets the open ones."""
+        """Refuses new connections and closes the open ones."""
         with self._lock:
             listener, self._listener = self._listener, None
             connections = list(self._connections)
@@ -59,7 +56,7 @@ class TcpProxy:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for connection in connections:
-            _reset(connection)
+            _close(connection)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -78,12 +75,12 @@ class TcpProxy:
             try:
                 far = socket.create_connection(("127.0.0.1", self._upstream_port))
             except OSError:
-                _reset(near)
+                _close(near)
                 continue
             with self._lock:
                 if self._listener is not listener:
-                    _reset(near)
-                    _reset(far)
+                    _close(near)
+                    _close(far)
                     return
                 self._connections |= {near, far}
                 for source, sink in ((near, far), (far, near)):
@@ -98,13 +95,12 @@ class TcpProxy:
         except OSError:
             with self._lock:
                 self._connections -= {source, sink}
-            _reset(source)
-            _reset(sink)
+            _close(source)
+            _close(sink)
 
 
-def _reset(connection: socket.socket) -> None:
+def _close(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         # A thread that reads it is woken by this, not by closing.
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
