@@ -84,6 +84,7 @@ class Demo:
         self._due_ms = log.deliver_at_ms(self._first_ms, options.seconds * 1_000)
         self.account = verdict.Account(log.ledger_id, log.entry_id, self._due_ms, log.key_hash)
         self._kills: list[summary.Kill] = []
+        self._highest_bytes = 0
 
     def run(self, stored_bytes: Callable[[], int]) -> summary.Figures:
         """Adds, kills, receives and accounts. Raises `DemoFailed`."""
@@ -145,6 +146,7 @@ class Demo:
 
     def _kill_while_adding(self, stream: tarry.AddStream, numbers: range) -> None:
         stats = self._wait_for_stats(lambda stats: stats.buckets > 0 and stats.mutable_rows > 0)
+        self._note_memory()
         answered = threading.Event()
         sent = [(number, self._send(stream, number)) for number in numbers]
         unanswered = [(number, answer) for number, answer in sent if not answer.done()]
@@ -154,7 +156,7 @@ class Demo:
             first = number * ROWS_PER_BATCH
             self.account.note_sent_again(slice(first, first + ROWS_PER_BATCH))
             answer.add_done_callback(lambda _: answered.set())
-        serving_ms = self._start_again(at_ms)
+        serving_ms = self._start_again()
         if not answered.wait(PATIENCE_S):
             raise DemoFailed(f"no add was answered within {PATIENCE_S:g} s of the restart")
         working_ms = _now_ms()
@@ -169,9 +171,10 @@ class Demo:
         stats = self._wait_for_stats(
             lambda stats: stats.buckets > 0 and stats.mutable_rows > 0 and stats.subscriptions[0].in_flight > 0
         )
+        self._note_memory()
         at_ms = _now_ms()
         self._daemon.kill()
-        serving_ms = self._start_again(at_ms)
+        serving_ms = self._start_again()
         if not receiving.wait_until(lambda: receiving.first_received_above_ms(stats.epoch) is not None, PATIENCE_S):
             raise DemoFailed(f"nothing was handed out within {PATIENCE_S:g} s of the restart")
         working_ms = receiving.first_received_above_ms(stats.epoch) or _now_ms()
@@ -188,9 +191,13 @@ class Demo:
                 raise DemoFailed(f"the kill never met what it has to: {stats}")
             time.sleep(0.01)
 
-    def _start_again(self, killed_at_ms: int) -> int:
+    def _start_again(self) -> int:
         self._daemon.start_serving(PATIENCE_S)
         return _now_ms()
+
+    def _note_memory(self) -> None:
+        """The highest mark of a process goes with it."""
+        self._highest_bytes = max(self._highest_bytes, self._daemon.usage().resident_bytes_max)
 
     def _note_kill(
         self, name: str, at_ms: int, stats: tarry.TopicStats, serving_ms: int, working_ms: int, requests_in_flight: int
@@ -213,7 +220,7 @@ class Demo:
 
     def _figures(self, began_s: float, idle_bytes: int, loaded: _Loaded) -> summary.Figures:
         left = self._client.stats(TOPIC)
-        highest_bytes = self._daemon.usage().resident_bytes_max
+        self._note_memory()
         status = self._daemon.terminate()
         came = self.account.first_received_at_ms != np.iinfo(np.int64).max
         due, first = self.account.deliver_at_ms[came], self.account.first_received_at_ms[came]
@@ -248,7 +255,7 @@ class Demo:
             stored_bytes_per_row=loaded.stored_bytes / len(self.account),
             resident_idle_bytes=idle_bytes,
             resident_loaded_bytes=loaded.resident_bytes,
-            resident_bytes_max=highest_bytes,
+            resident_bytes_max=self._highest_bytes,
             due_histogram=summary.due_histogram(self.account.deliver_at_ms),
             verdict=dataclasses.replace(found, rules=rules),
         )

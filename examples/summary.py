@@ -118,7 +118,7 @@ def _draw_histogram(console: Console, figures: Figures) -> None:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table
 
 
@@ -173,5 +173,7 @@ def _verdict_table(figures: Figures) -> Table:
     table = _table("Checked by identity, every row", "promise", "broken by")
     for rule in figures.verdict.rules:
         table.add_row(rule.name, "[green]0[/]" if rule.broken == 0 else f"[bold red]{rule.broken:,}[/]")
-    table.add_row("[dim]handed out again because of a kill (owed)[/]", f"[dim]{figures.verdict.handed_out_again:,}[/]")
+    table.add_row(
+        "[dim]no breach: handed out again because of a kill[/]", f"[dim]{figures.verdict.handed_out_again:,}[/]"
+    )
     return table
