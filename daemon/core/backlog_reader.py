@@ -68,6 +68,7 @@ class BacklogReader:
                 last = min(head[0] if head[1] else head[0] - 1, cursor.number + READ_AHEAD_SEGMENTS - 1)
                 while last > cursor.number and (bucket.name, last) in cache:
                     last -= 1
+                last = bucket.table.that_fit(cursor.number, last, cache.room_rows)
                 wanted.append(SegmentRange(bucket.name, cursor.number, last))
         return wanted
 

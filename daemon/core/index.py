@@ -13,7 +13,7 @@ hand-out order over all buckets. A sealed bucket whose next segment is not in me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -48,6 +48,15 @@ class IndexCut:
     bits: tuple[BucketBits, ...]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Passed:
+    """Rows of one bucket that have just been passed, in due order. `late`: they lie before the bucket's head."""
+
+    bucket: Bucket
+    rows: KeyedRows
+    late: bool
+
+
 class Index:
     """The shared index of a topic."""
 
@@ -57,6 +66,8 @@ class Index:
         self.sealed: dict[str, SealedBucket] = {}
         self.sealing: list[MutableBucket] = []
         self.mutable = MutableBucket(pages, horizon_ms=now_ms)
+        # No row that was passed has a later time.
+        self.passed_until_ms = 0
         self._left_out: set[str] = set()
 
     # ---- counts
@@ -129,8 +140,9 @@ class Index:
     def acknowledge(self, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> int:
         """A subscription acknowledged positions; those that nobody is owed any longer are gone.
 
-        `entitled`: subscription id -> since_ms of every subscription, this one included. A row that came due before a
-        subscription was created counts as acknowledged by it. The number of acknowledged rows that the head had passed.
+        `entitled`: subscription id -> since_ms of every subscription; this one is missing if it was deleted since. A
+        row that came due before a subscription was created counts as acknowledged by it. The number of acknowledged
+        rows that the head had passed.
         """
         keys = bitmap_of(rows.keys)
         passed_rows = 0
@@ -138,7 +150,7 @@ class Index:
             if not bucket.present_rows or not bucket.present.intersect(keys):
                 continue
             hit = bucket.present & keys
-            if len(entitled) > 1:
+            if len(entitled) > 1 and by in entitled:
                 hit -= bucket.acknowledged_by(by)
             passed_rows += hit.intersection_cardinality(bucket.passed)
             bucket.remove(self._no_longer_owed(bucket, hit, rows, by, entitled))
@@ -150,7 +162,8 @@ class Index:
         others = [number for number in entitled if number != by]
         if not others:
             return hit
-        bucket.acknowledged_by(by).update(hit)
+        if by in entitled:
+            bucket.acknowledged_by(by).update(hit)
         gone = hit
         for number in others:
             acknowledged = bucket.acknowledged_by(number)
@@ -161,65 +174,96 @@ class Index:
         return gone
 
     def admit(self, subscription_id: int) -> None:
-        """A subscription was created: what others have acknowledged before is not owed to it."""
+        """A subscription was created that is not owed what has been passed: that counts as acknowledged by it."""
         for bucket in self.buckets:
-            sets = [keys for keys in bucket.acknowledged.values() if keys]
-            if sets:
-                bucket.acknowledged_by(subscription_id).update(BitMap64.union(*sets))
+            if bucket.passed_rows:
+                bucket.acknowledged_by(subscription_id).update(bucket.passed)
 
-    def dismiss(self, subscription_id: int, remaining: Iterable[int]) -> None:
-        """A subscription was deleted: what all others have acknowledged is gone."""
-        others = list(remaining)
+    def dismiss(self, subscription_id: int) -> None:
+        """A subscription was deleted; what nobody else was owed is gone already."""
         for bucket in self.buckets:
             bucket.acknowledged.pop(subscription_id, None)
-            if others:
-                sets = [bucket.acknowledged.get(number) for number in others]
-                if all(sets):
-                    bucket.remove(BitMap64.intersection(*[keys for keys in sets if keys]))
+
+    def dismiss_all_but(self, subscriptions: Collection[int]) -> None:
+        """Subscriptions that were deleted since their acknowledgements were stored."""
+        for bucket in self.buckets:
+            bucket.acknowledged = {
+                number: keys for number, keys in bucket.acknowledged.items() if number in subscriptions
+            }
+
+    def owed_to_none_of(self, subscriptions: Sequence[int]) -> BitMap64:
+        """The positions that all of the subscriptions acknowledged; those that are due when there are none."""
+        found = BitMap64()
+        for bucket in self.buckets:
+            sets = [bucket.acknowledged.get(number) for number in subscriptions]
+            if not sets:
+                found |= bucket.passed
+            elif all(sets):
+                found |= BitMap64.intersection(*[keys for keys in sets if keys])
+        return found
 
     # ---- due
 
     def next_due_ms(self) -> int | None:
         """No waiting row is due before; None when nothing waits."""
         times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
-        times += [bucket.head.next_due_ms() for bucket in self.readable if bucket.waiting_rows]
+        for bucket in self.readable:
+            if bucket.waiting_rows:
+                times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
         return min((time for time in times if time is not None), default=None)
 
     def next_due_in_memory_ms(self) -> int | None:
         """The same, of rows that can be passed without loading anything."""
         times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
         for bucket in self.readable:
-            if bucket.waiting_rows and bucket.head.settle(self.cache) is not None:
-                times.append(bucket.head.next_due_ms())
+            if bucket.waiting_rows:
+                times.append(bucket.late.next_due_ms())
+                if self._settle(bucket) is not None:
+                    times.append(bucket.head.next_due_ms())
         return min((time for time in times if time is not None), default=None)
 
-    def pass_due(self, now_ms: int, limit: int) -> list[tuple[Bucket, KeyedRows]]:
+    def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
         """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
         while True:
             sources, runs = self._runs_at(now_ms)
             taken = take_due(runs, now_ms, limit)
             if not taken:
                 return []
-            passed = [(sources[number], sources[number].pass_rows(rows)) for number, rows in taken]
-            passed = [(bucket, rows) for bucket, rows in passed if len(rows)]
+            passed = []
+            for number, rows in taken:
+                bucket, late = sources[number]
+                rows = bucket.pass_rows(rows)
+                if len(rows):
+                    self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
+                    passed.append(Passed(bucket, rows, late))
             if passed:
                 return passed
 
-    def _runs_at(self, now_ms: int) -> tuple[list[Bucket], list[SortedRun]]:
-        sources: list[Bucket] = []
+    def _runs_at(self, now_ms: int) -> tuple[list[tuple[Bucket, bool]], list[SortedRun]]:
+        """The runs to take from, and of each its bucket and whether its rows are late ones."""
+        sources: list[tuple[Bucket, bool]] = []
         runs: list[SortedRun] = []
         for memory in self.memory_buckets:
             for run in memory.runs_at(now_ms):
-                sources.append(memory)
+                sources.append((memory, False))
                 runs.append(run)
         for bucket in self.readable:
-            if bucket.head.at_end:
-                continue
-            loaded = bucket.head.settle(self.cache)
+            if len(bucket.late):
+                sources.append((bucket, True))
+                runs.append(bucket.late)
+            loaded = self._settle(bucket)
             if loaded is not None:
-                sources.append(bucket)
+                sources.append((bucket, False))
                 runs.append(loaded)
         return sources, runs
+
+    def _settle(self, bucket: SealedBucket) -> SortedRun | None:
+        """The head's segment, if it is in memory; segments that it has left may be dropped."""
+        number = bucket.head.number
+        run = bucket.head.settle(self.cache)
+        if bucket.head.number != number:
+            self.cache.spend(bucket.name, number)
+        return run
 
     def wanted_segments(self, before_ms: int) -> list[SegmentRange]:
         """The segments to load for the head: they begin before a time and are not in memory; the earliest first."""
@@ -227,7 +271,7 @@ class Index:
         for bucket in self.readable:
             if not bucket.waiting_rows or bucket.head.at_end:
                 continue
-            bucket.head.settle(self.cache)
+            self._settle(bucket)
             segments = bucket.head.wanted(before_ms, LOAD_AHEAD_SEGMENTS, self.cache)
             if segments is not None:
                 wanted.append((int(bucket.table.min_ms[segments.first]), segments))
@@ -245,9 +289,10 @@ class Index:
         return min(times, default=None)
 
     def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
-        """A segment is in memory."""
+        """A segment is in memory. The head takes it up at once if it waits for it: a later one may push it out."""
         if bucket in self.sealed:
             self.cache.put(bucket, number, rows)
+            self._settle(self.sealed[bucket])
 
     # ---- the life of buckets
 
@@ -268,9 +313,7 @@ class Index:
         if sealed is not None:
             sealed.passed, sealed.passed_rows = memory.passed, memory.passed_rows
             sealed.acknowledged = memory.acknowledged
-            next_due_ms = memory.next_due_ms() if memory.waiting_rows else None
-            times = rows.rows.deliver_at_ms
-            start = len(rows) if next_due_ms is None else int(np.searchsorted(times, np.uint64(next_due_ms)))
+            start, sealed.late = self._place_of_head(memory, rows)
             sealed.head.move_to_row(start)
             self.sealed[sealed.name] = sealed
             for number, (first, end) in enumerate(sealed.table.row_ranges()):
@@ -279,6 +322,21 @@ class Index:
         elif memory.present_rows:
             raise InvariantViolated(f"bucket {memory.name} was sealed empty with {memory.present_rows} rows present")
         memory.release_pages()
+
+    @staticmethod
+    def _place_of_head(memory: MutableBucket, rows: KeyedRows) -> tuple[int, SortedRun]:
+        """(the row before which everything is passed but what is late, the late rows)."""
+        next_due_ms = memory.next_due_ms() if memory.waiting_rows else None
+        if next_due_ms is None:
+            return len(rows), SortedRun(KeyedRows.empty())
+        times = rows.rows.deliver_at_ms
+        first = end = int(np.searchsorted(times, np.uint64(next_due_ms)))
+        if memory.passed_until_ms is not None:
+            end = int(np.searchsorted(times, np.uint64(memory.passed_until_ms), side="right"))
+        if end <= first:
+            return first, SortedRun(KeyedRows.empty())
+        mixed = rows.take(slice(first, end))
+        return end, SortedRun(mixed.take(contained(mixed.keys, memory.present - memory.passed)))
 
     def add_sealed(self, bucket: SealedBucket) -> None:
         self.sealed[bucket.name] = bucket

@@ -5,6 +5,8 @@ Does not own: sealing itself (`daemon.durability.sealing`) and who receives rows
 
 Rows that are far from due lie in the columns unsorted; those near are in sorted runs. Every row with a time at or
 below `_horizon_ms` is or was in a run, so the horizon is moved by one scan about once a second.
+
+A position that left before it was due and came back has two rows ahead of the clock; only the last one counts.
 """
 
 from __future__ import annotations
@@ -93,6 +95,11 @@ class MutableBucket(Bucket):
         self.first_row_at_ms: int | None = None
         # What was passed, in the order it was: a subscription that reads behind finds it here.
         self.passed_log: list[KeyedRows] = []
+        # No row that is due has a later time.
+        self.passed_until_ms: int | None = None
+        self._left_waiting = BitMap64()
+        self._came_back = BitMap64()
+        self._came_back_rows: list[KeyedRows] = []
 
     # ---- rows come
 
@@ -107,6 +114,10 @@ class MutableBucket(Bucket):
         self.present |= added
         self.present_rows += len(rows)
         self._append(rows)
+        if self._left_waiting.intersect(added):
+            again = self._left_waiting & added
+            self._came_back |= again
+            self._came_back_rows.append(rows.take(contained(rows.keys, again)))
         self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
         near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
         if near.all():
@@ -176,10 +187,34 @@ class MutableBucket(Bucket):
             self._runs.add(self._take(near))
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
+        if self._came_back:
+            due = due.take(self._is_current(due))
         passed = super().pass_rows(due)
         if len(passed):
             self.passed_log.append(passed)
+            last_ms = int(passed.rows.deliver_at_ms[-1])
+            self.passed_until_ms = max(self.passed_until_ms or 0, last_ms)
         return passed
+
+    def _left_before_due(self, keys: BitMap64) -> None:
+        if not self.name:
+            self._left_waiting |= keys
+
+    def _is_current(self, due: KeyedRows) -> npt.NDArray[np.bool_]:
+        """Which rows are the last ones of their positions."""
+        current = ~contained(due.keys, self._came_back)
+        doubtful = np.flatnonzero(~current)
+        if len(doubtful):
+            rows = KeyedRows.concat(self._came_back_rows)
+            _, last = np.unique(rows.keys[::-1], return_index=True)
+            rows = rows.take(len(rows) - 1 - last)
+            self._came_back_rows = [rows]
+            asked = due.take(doubtful)
+            last_row = rows.take(np.searchsorted(rows.keys, asked.keys))
+            current[doubtful] = (last_row.rows.deliver_at_ms == asked.rows.deliver_at_ms) & (
+                last_row.key_hash() == asked.key_hash()
+            )
+        return current
 
     def find_passed(self, keys: U64) -> KeyedRows:
         """The rows of those positions that are due here. O(rows of the bucket)."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U64, Index, Rows
+from storage_backends.formats.rows import U32, U64, Index, Rows
 
 PAGE_BITS = 32
 LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
@@ -64,6 +64,10 @@ class KeyedRows:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def key_hash(self) -> U32:
+        """u32[n], 0 where a row has none."""
+        return np.zeros(len(self), np.uint32) if self.rows.key_hash is None else self.rows.key_hash
 
     def take(self, index: Index) -> KeyedRows:
         return KeyedRows(self.rows.take(index), self.keys[index])

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
-from daemon.core.positions import PageTable, pages_of
+from daemon.core.positions import KeyedRows, PageTable, pages_of
+from daemon.core.runs import SortedRun
 from daemon.core.segments import SegmentCursor, SegmentTable
 from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
@@ -20,7 +21,8 @@ from storage_backends.formats.manifest import LiveBucket
 class SealedBucket(Bucket):
     """One live bucket of the topic's manifest.
 
-    `head`: rows before it have been passed. `live`: what the manifest says of it.
+    `head`: rows before it have been passed, or are in `late`: rows that were already due when the bucket was sealed,
+    but not passed yet though later ones were. `live`: what the manifest says of it.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SealedBucket(Bucket):
         self.live = live
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
+        self.late = SortedRun(KeyedRows.empty())
         self._pages = pages
         self._held_pages = pages_of(present)
         pages.hold(self._held_pages)

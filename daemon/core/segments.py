@@ -45,6 +45,15 @@ class SegmentTable:
         ends = np.cumsum([segment.rows for segment in self.infos]).tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
+    def that_fit(self, first: int, last: int, room_rows: int) -> int:
+        """The last of the segments first..last that fit into the room together; the first one is always read."""
+        room_rows -= self.infos[first].rows
+        number = first
+        while number < last and room_rows >= self.infos[number + 1].rows:
+            number += 1
+            room_rows -= self.infos[number].rows
+        return number
+
     def holding(self, deliver_at_ms: int) -> range:
         """The segments that may hold rows of that time."""
         first = int(np.searchsorted(self.max_ms, np.uint64(deliver_at_ms), side="left"))
@@ -53,12 +62,17 @@ class SegmentTable:
 
 
 class SegmentCache:
-    """Loaded segments, the least recently used ones dropped beyond the budget; what a cursor reads stays with it."""
+    """Loaded segments; beyond the budget those that the head has passed are dropped, then the least recently used.
+
+    What a cursor reads stays with it.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_rows = max(1, budget_bytes // LOADED_ROW_BYTES)
         self._segments: collections.OrderedDict[tuple[str, int], KeyedRows] = collections.OrderedDict()
         self._of_bucket: dict[str, set[int]] = {}
+        self._spent: set[tuple[str, int]] = set()
+        self._spent_rows = 0
         self.rows = 0
 
     def get(self, bucket: str, number: int) -> KeyedRows | None:
@@ -72,7 +86,16 @@ class SegmentCache:
 
     @property
     def room_rows(self) -> int:
-        return self._budget_rows - self.rows
+        """What may be loaded without dropping a segment that the head has not passed."""
+        return self._budget_rows - self.rows + self._spent_rows
+
+    def spend(self, bucket: str, number: int) -> None:
+        """The head has passed the segment: it is dropped before any other."""
+        rows = self._segments.get((bucket, number))
+        if rows is not None and (bucket, number) not in self._spent:
+            self._spent.add((bucket, number))
+            self._spent_rows += len(rows)
+            self._segments.move_to_end((bucket, number), last=False)
 
     def rows_of(self, bucket: str) -> int:
         return sum(len(self._segments[bucket, number]) for number in self._of_bucket.get(bucket, ()))
@@ -90,6 +113,9 @@ class SegmentCache:
         if rows is not None:
             self.rows -= len(rows)
             self._of_bucket[bucket].discard(number)
+            if (bucket, number) in self._spent:
+                self._spent.remove((bucket, number))
+                self._spent_rows -= len(rows)
 
     def discard_bucket(self, bucket: str) -> None:
         for number in tuple(self._of_bucket.get(bucket, ())):
@@ -153,4 +179,6 @@ class SegmentCursor:
             if (self.bucket, last) in cache:
                 break
             last += 1
-        return SegmentRange(self.bucket, first, last - 1) if last > first else None
+        if last == first:
+            return None
+        return SegmentRange(self.bucket, first, self._table.that_fit(first, last - 1, cache.room_rows))

@@ -21,8 +21,7 @@ from pyroaring import BitMap64
 
 from daemon.core import limits
 from daemon.core.backlog_reader import BacklogReader
-from daemon.core.bucket import Bucket
-from daemon.core.index import Index
+from daemon.core.index import Index, Passed
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.runs import in_due_order
@@ -33,7 +32,7 @@ from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneR
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.rows import U32, U64, Rows
 
-# Rows of one Gone record when the last subscription is deleted.
+# Rows of one Gone record when a subscription is deleted.
 GONE_RECORD_ROWS = 200_000
 
 
@@ -102,6 +101,7 @@ class Topic:
         for stored in subscriptions:
             self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
         self._staged = BitMap64()
+        self._staged_pages: set[int] = set()
 
     # ---- adds
 
@@ -118,6 +118,7 @@ class Topic:
         late = times <= np.uint64(now_ms)
         nothing = np.empty(0, np.uint32)
         returned = nothing
+        late_on_arrival = int(late.sum() if fresh is None else late[fresh].sum())
         if batch.return_already_due and late.any():
             chosen = np.arange(len(times)) if fresh is None else fresh
             returned = chosen[late[chosen]].astype(np.uint32)
@@ -131,16 +132,20 @@ class Topic:
             accepted=len(rows),
             duplicates=duplicates,
             returned_index=returned,
-            late_on_arrival=int(late.sum() if fresh is None else late[fresh].sum()),
+            late_on_arrival=late_on_arrival,
             raised_index=raised_index.astype(np.uint32),
             raised_deliver_at_ms=np.empty(0, np.uint64) if raised is None else rows.deliver_at_ms[raised],
         )
         staged = bitmap_of(keys if fresh is None else keys[fresh])
+        # A bucket that is dropped before the rows are applied must not take their pages with it.
+        fresh_pages = pages_of(staged) - self._staged_pages
+        self.index.pages.hold(fresh_pages)
+        self._staged_pages |= fresh_pages
+        self._staged |= staged
         if fresh is not None:
-            self.index.pages.forget_unheld(pages_of(bitmap_of(keys)) - pages_of(staged) - pages_of(self._staged))
+            self.index.pages.forget_unheld(pages_of(bitmap_of(keys)))
         if not len(rows):
             return None, outcome
-        self._staged |= staged
         return AddRecord(self.topic_id, self.incarnation, 0, rows), outcome
 
     def _without_row(self, keys: U64) -> npt.NDArray[np.intp] | None:
@@ -239,60 +244,68 @@ class Topic:
         if isinstance(record, AddRecord):
             rows = KeyedRows(record.rows, self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id))
             added = bitmap_of(rows.keys)
-            self._staged -= added
             self.index.mutable.add(rows, added, elapsed_ms=elapsed_ms)
+            self._release_staged(added)
         elif isinstance(record, AcknowledgeRecord):
             self._apply_acknowledge(record, slot)
         else:
             keys = self.index.pages.find(record.ledger_id, record.entry_id)
             self.index.remove(bitmap_of(keys))
 
-    def _apply_acknowledge(self, record: AcknowledgeRecord, slot: int) -> None:
-        state = self.subscriptions.get(record.subscription_id)
-        if state is None:
-            # Deleted since: its claims are waived.
+    def _release_staged(self, added: BitMap64) -> None:
+        if not self._staged_pages:
             return
+        self._staged -= added
+        left = pages_of(self._staged)
+        self.index.pages.release(self._staged_pages - left)
+        self._staged_pages = left
+
+    def _apply_acknowledge(self, record: AcknowledgeRecord, slot: int) -> None:
         rows = self.index.pages.keyed(record.rows)
         entitled = {
             number: other.stored.since_ms
             for number, other in self.subscriptions.items()
             if other.stored.created_slot < slot
         }
-        if len(state.acknowledging):
-            state.acknowledging -= bitmap_of(rows.keys)
-        state.backlog -= self.index.acknowledge(rows, record.subscription_id, entitled)
+        passed_rows = self.index.acknowledge(rows, record.subscription_id, entitled)
+        state = self.subscriptions.get(record.subscription_id)
+        if state is not None:
+            state.backlog -= passed_rows
+            if len(state.acknowledging):
+                state.acknowledging -= bitmap_of(rows.keys)
 
-    def reach_slot(self, slot: int) -> None:
-        """Replay has applied every slot up to this one: subscriptions that were created there are owed from here on."""
-        for number, state in self.subscriptions.items():
-            if state.stored.created_slot == slot:
-                self.index.admit(number)
+    # ---- subscriptions
+
+    def since_for_new_subscription(self, now_ms: int) -> int:
+        """The `since_ms` of a subscription that is created now: everything that has been passed is before it."""
+        return max(now_ms, self.index.passed_until_ms) if self.subscriptions else 0
 
     def add_subscription(self, stored: Subscription) -> SubscriptionState:
-        """The subscription is in the topic's manifest. What was due before is counted for the first one."""
+        """The subscription is in the topic's manifest. What was due before is owed to the first one only."""
         state = SubscriptionState(stored, ready_rows_max=self._ready_rows_max)
-        self.index.admit(stored.subscription_id)
-        if not self.subscriptions:
+        if self.subscriptions:
+            self.index.admit(stored.subscription_id)
+        else:
             state.backlog = sum(bucket.passed_rows for bucket in self.index.buckets)
         self.subscriptions[stored.subscription_id] = state
         return state
 
+    def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
+        """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
+        others = [number for number in self.subscriptions if number != subscription_id]
+        keys = keys_of(self.index.owed_to_none_of(others))
+        records = []
+        for first in range(0, len(keys), GONE_RECORD_ROWS):
+            ledger_id, entry_id = self.index.pages.positions(keys[first : first + GONE_RECORD_ROWS])
+            records.append(
+                GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, ledger_id, entry_id)
+            )
+        return records
+
     def remove_subscription(self, subscription_id: int) -> None:
         """The subscription is no longer in the topic's manifest."""
         del self.subscriptions[subscription_id]
-        self.index.dismiss(subscription_id, self.subscriptions)
-
-    def gone_with_last_subscription(self) -> list[GoneRecord]:
-        """The decisions that make everything that is due gone."""
-        records = []
-        for bucket in self.index.buckets:
-            keys = keys_of(bucket.passed)
-            for first in range(0, len(keys), GONE_RECORD_ROWS):
-                ledger_id, entry_id = self.index.pages.positions(keys[first : first + GONE_RECORD_ROWS])
-                records.append(
-                    GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, ledger_id, entry_id)
-                )
-        return records
+        self.index.dismiss(subscription_id)
 
     # ---- due
 
@@ -306,6 +319,9 @@ class Topic:
             owed, complete = self._owed(state, passed)
             state.backlog += sum(map(len, owed))
             if not state.is_fed:
+                if state.dispatchers:
+                    # The reader may be beyond the late ones.
+                    state.feed(in_due_order([rows for each, rows in zip(passed, owed, strict=True) if each.late]))
                 continue
             if complete:
                 everything = in_due_order(owed) if everything is None else everything
@@ -314,19 +330,26 @@ class Topic:
                 state.feed(in_due_order(owed))
             if state.is_full:
                 state.reader = self._reader(at_head=True)
-        return sum(len(rows) for _, rows in passed)
+        return sum(len(each.rows) for each in passed)
 
     @staticmethod
-    def _owed(state: SubscriptionState, passed: Sequence[tuple[Bucket, KeyedRows]]) -> tuple[list[KeyedRows], bool]:
-        """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them."""
+    def _owed(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
+        """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them.
+
+        What it is not owed counts as acknowledged by it from here on.
+        """
         owed = []
         complete = True
-        for bucket, rows in passed:
-            mask = state.owes(rows)
-            kept = rows if mask is None else rows.take(mask)
-            if bucket.acknowledged.get(state.subscription_id) and len(kept):
-                kept = bucket.unacknowledged(kept, state.subscription_id)
-            complete = complete and len(kept) == len(rows)
+        for each in passed:
+            kept = each.rows
+            mask = state.owes(kept)
+            acknowledged = each.bucket.acknowledged.get(state.subscription_id)
+            if mask is not None:
+                each.bucket.acknowledged_by(state.subscription_id).update(bitmap_of(kept.keys[~mask]))
+                kept = kept.take(mask)
+            if acknowledged and len(kept):
+                kept = each.bucket.unacknowledged(kept, state.subscription_id)
+            complete = complete and len(kept) == len(each.rows)
             owed.append(kept)
         return owed, complete
 
@@ -370,13 +393,13 @@ class Topic:
 
     def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
         """See `Index.finish_seal`; readers go on in the sealed bucket."""
+        self.index.finish_seal(memory, sealed, rows, near_ms=near_ms)
         for state in self.subscriptions.values():
             if state.reader is not None:
                 if sealed is not None:
                     state.reader.sealed(memory, sealed)
                 else:
                     state.reader.dropped(memory)
-        self.index.finish_seal(memory, sealed, rows, near_ms=near_ms)
 
     def drop(self, name: str) -> None:
         """A bucket every row of which is gone left the manifest."""

@@ -23,7 +23,7 @@ from pyroaring import BitMap64
 
 from daemon.core.bucket import GoneSet
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.durability import bucket_objects, progress
@@ -90,12 +90,12 @@ def restore(
     by_bucket = {each.bucket: each for each in objects.progress.buckets}
     for live, table, metadata in objects.buckets:
         topic.index.add_sealed(_sealed_bucket(pages, live, table, metadata, by_bucket.get(live.object.name)))
-    if part is None:
-        return
-    _restore_mutable(topic.index.mutable, pages, part.mutable_rows, by_bucket.get(""), elapsed_ms)
-    for sealing in part.sealing:
-        if tip.applied < sealing.slot:
-            _restore_mutable(topic.index.mutable, pages, sealing.rows, by_bucket.get(sealing.bucket), elapsed_ms)
+    if part is not None:
+        _restore_mutable(topic.index.mutable, pages, part.mutable_rows, by_bucket.get(""), elapsed_ms)
+        for sealing in part.sealing:
+            if tip.applied < sealing.slot:
+                _restore_mutable(topic.index.mutable, pages, sealing.rows, by_bucket.get(sealing.bucket), elapsed_ms)
+    topic.index.dismiss_all_but(topic.subscriptions)
 
 
 def _sealed_bucket(
@@ -107,9 +107,12 @@ def _sealed_bucket(
 ) -> SealedBucket:
     rows = pages.from_stored(metadata.positions)
     gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
+    named = pages_of(rows)
     restored = SealedBucket(live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages)
     if bits is not None:
         restored.acknowledged = progress.acknowledged_from_stored(pages, bits.acknowledged)
+    # Of some pages everything may be gone.
+    pages.forget_unheld(named)
     return restored
 
 
@@ -117,14 +120,15 @@ def _restore_mutable(
     mutable: MutableBucket, pages: PageTable, rows: Rows, bits: BucketProgress | None, elapsed_ms: int
 ) -> None:
     keyed = KeyedRows(rows, pages.intern(rows.ledger_id, rows.entry_id))
+    named = pages_of(bitmap_of(keyed.keys))
     if bits is not None and bits.gone:
         keyed = keyed.take(~contained(keyed.keys, pages.from_stored(bits.gone)))
-    if not len(keyed):
-        return
-    mutable.add(keyed, bitmap_of(keyed.keys), elapsed_ms=elapsed_ms)
+    if len(keyed):
+        mutable.add(keyed, bitmap_of(keyed.keys), elapsed_ms=elapsed_ms)
     if bits is not None:
         for number, keys in progress.acknowledged_from_stored(pages, bits.acknowledged).items():
             mutable.acknowledged_by(number).update(keys)
+    pages.forget_unheld(named)
 
 
 def replay(
@@ -135,7 +139,6 @@ def replay(
     elapsed_ms: int,
 ) -> int:
     """Applies the topic's decisions of the slots above `state_slot`, in order; how many rows they name."""
-    topic.reach_slot(state_slot)
     rows = 0
     for header, records in slots:
         if header.slot <= state_slot:
@@ -144,5 +147,4 @@ def replay(
             if record.topic_id == topic.topic_id:
                 topic.apply(record, header.slot, elapsed_ms=elapsed_ms)
                 rows += len(record.ledger_id if isinstance(record, journal.GoneRecord) else record.rows)
-        topic.reach_slot(header.slot)
     return rows

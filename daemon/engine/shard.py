@@ -316,7 +316,7 @@ class ServedShard:
             stored = manifest.Subscription(
                 subscription_id=commits.manifest.last_subscription_id + 1,
                 name=subscription,
-                since_ms=self._environment.clock.now_ms() if topic.core.subscriptions else 0,
+                since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
                 created_slot=self.applied_slot,
             )
             await commits.commit(
@@ -340,9 +340,8 @@ class ServedShard:
                 raise NotFound(f"topic {name} has no subscription {subscription!r}")
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
             topic.end_streams(gone, subscription_id=state.subscription_id)
-            if len(topic.core.subscriptions) == 1:
-                await topic.settle_due()
-                await topic.commit_records(topic.core.gone_with_last_subscription())
+            await topic.settle_due()
+            await topic.commit_records(topic.core.gone_with_subscription(state.subscription_id))
             await self.topic_commits[name].commit(
                 lambda tip: topic_manifest.SetSubscriptions(
                     subscriptions=tuple(
