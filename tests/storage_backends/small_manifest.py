@@ -1,6 +1,6 @@
 """The smallest manifest there can be, for tests of the commit primitive: a head and a list of words.
 
-Owns: the manifest, its bytes and two operations.
+Owns: the manifest, its bytes, two operations, and what the tests of the primitive do with stores.
 Does not own: anything of the product; the primitive must not know what it commits.
 """
 
@@ -15,11 +15,14 @@ from collections.abc import Callable
 from storage_backends import commit
 from storage_backends.formats.errors import FormatError
 from storage_backends.formats.manifest import ManifestHead
+from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
+from tests.support.fault_store import Call, Decide, Fault, FaultStore
 from tests.support.virtual_clock import VirtualClock
 
 PREFIX = "shards/00/manifest/"
 CRC_BYTES = 4
+DAY_S = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,3 +126,40 @@ def stored(store: ObjectStore, number: int) -> Words:
 
 def newest(store: ObjectStore) -> Words:
     return decode(store.get(max(entry.key for entry in store.list(PREFIX))))
+
+
+def key(number: int) -> str:
+    return f"{PREFIX}{number:020d}"
+
+
+def filled(count: int, store: ObjectStore | None = None, *, name: str = "before") -> ObjectStore:
+    """A store with `count` more commits."""
+    store = store or MemoryStore()
+    log, tip = log_of(store, name=name), None
+    for number in range(count):
+        tip = put(log, Append(f"{name}-{number}"), warm=tip)
+    return store
+
+
+def operations(store: FaultStore) -> list[str]:
+    return [call.operation for call in store.calls]
+
+
+def at(operation: str, action: Callable[[], object], *, fault: Fault = Fault.NONE, nth: int = 1) -> Decide:
+    """Runs `action` before the nth call of `operation` reaches the store; that call meets `fault`."""
+    counts = itertools.count(1)
+
+    def decide(call: Call) -> Fault:
+        if call.operation == operation and next(counts) == nth:
+            action()
+            return fault
+        return Fault.NONE
+
+    return decide
+
+
+def emptied_up_to_the_tip(inner: ObjectStore) -> None:
+    """What garbage collection leaves a day later: five more manifests, and only the last of all."""
+    filled(5, inner, name="later")
+    for entry in sorted(inner.list(PREFIX), key=lambda entry: entry.key)[:-1]:
+        inner.delete(entry.key)
