@@ -9,7 +9,6 @@ bucket's rows are `present` and `gone` together; `gone` only grows.
 
 from __future__ import annotations
 
-import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained
@@ -67,9 +66,6 @@ class Bucket:
         count = len(waiting)
         if count != len(due):
             due = due.take(contained(due.keys, waiting))
-        if count != len(due):
-            # The same row twice: it left before it was due and came back as it was.
-            due = due.take(np.sort(np.unique(due.keys, return_index=True)[1]))
         self.passed |= waiting
         self.passed_rows += count
         return due
@@ -87,14 +83,9 @@ class Bucket:
         self.passed_rows -= due_rows
         if self.gone is not None:
             self.gone.add(hit)
-        if due_rows < len(hit):
-            self._left_before_due(hit - due)
         for acknowledged in self.acknowledged.values():
             acknowledged -= hit
         return hit, due_rows
-
-    def _left_before_due(self, keys: BitMap64) -> None:
-        """Positions are gone whose rows are still to be read in the order they come due."""
 
     def acknowledged_by(self, subscription_id: int) -> BitMap64:
         """The set to read or to grow."""

@@ -6,7 +6,8 @@ Does not own: sealing itself (`daemon.durability.sealing`) and who receives rows
 Rows that are far from due lie in the columns unsorted; those near are in sorted runs. Every row with a time at or
 below `_horizon_ms` is or was in a run, so the horizon is moved by one scan about once a second.
 
-A position that left before it was due and came back has two rows ahead of the clock; only the last one counts.
+Rows that have left stay in the columns, the runs and the log: of a position that left and came back only the last
+row counts.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class MutableBucket(Bucket):
         self.passed_log: list[KeyedRows] = []
         # No row that is due has a later time.
         self.passed_until_ms: int | None = None
-        self._left_waiting = BitMap64()
+        self._left = BitMap64()
         self._came_back = BitMap64()
         self._came_back_rows: list[KeyedRows] = []
 
@@ -114,8 +115,8 @@ class MutableBucket(Bucket):
         self.present |= added
         self.present_rows += len(rows)
         self._append(rows)
-        if self._left_waiting.intersect(added):
-            again = self._left_waiting & added
+        if self._left.intersect(added):
+            again = self._left & added
             self._came_back |= again
             self._came_back_rows.append(rows.take(contained(rows.keys, again)))
         self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
@@ -187,34 +188,42 @@ class MutableBucket(Bucket):
             self._runs.add(self._take(near))
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
-        if self._came_back:
-            due = due.take(self._is_current(due))
-        passed = super().pass_rows(due)
+        passed = super().pass_rows(self._current(due))
         if len(passed):
             self.passed_log.append(passed)
             last_ms = int(passed.rows.deliver_at_ms[-1])
             self.passed_until_ms = max(self.passed_until_ms or 0, last_ms)
         return passed
 
-    def _left_before_due(self, keys: BitMap64) -> None:
-        if not self.name:
-            self._left_waiting |= keys
+    def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
+        hit, due_rows = super().remove(keys)
+        if self.gone is None:
+            self._left |= hit
+        return hit, due_rows
 
-    def _is_current(self, due: KeyedRows) -> npt.NDArray[np.bool_]:
-        """Which rows are the last ones of their positions."""
-        current = ~contained(due.keys, self._came_back)
-        doubtful = np.flatnonzero(~current)
-        if len(doubtful):
-            rows = KeyedRows.concat(self._came_back_rows)
-            _, last = np.unique(rows.keys[::-1], return_index=True)
-            rows = rows.take(len(rows) - 1 - last)
-            self._came_back_rows = [rows]
-            asked = due.take(doubtful)
-            last_row = rows.take(np.searchsorted(rows.keys, asked.keys))
-            current[doubtful] = (last_row.rows.deliver_at_ms == asked.rows.deliver_at_ms) & (
-                last_row.key_hash() == asked.key_hash()
-            )
-        return current
+    def unacknowledged(self, rows: KeyedRows, subscription_id: int) -> KeyedRows:
+        return super().unacknowledged(self._current(rows), subscription_id)
+
+    def _current(self, rows: KeyedRows) -> KeyedRows:
+        """Without rows that are not the last ones of their positions, and each row once."""
+        if not self._came_back:
+            return rows
+        doubtful = np.flatnonzero(contained(rows.keys, self._came_back))
+        if not len(doubtful):
+            return rows
+        last = KeyedRows.concat(self._came_back_rows)
+        last = last.take(len(last) - 1 - np.unique(last.keys[::-1], return_index=True)[1])
+        self._came_back_rows = [last]
+        asked = rows.take(doubtful)
+        counting = last.take(np.searchsorted(last.keys, asked.keys))
+        is_last = counting.rows.deliver_at_ms == asked.rows.deliver_at_ms
+        is_last &= counting.key_hash() == asked.key_hash()
+        # A row that came back as it was is there twice.
+        first = np.unique(asked.keys[is_last], return_index=True)[1]
+        kept = np.ones(len(rows), np.bool_)
+        kept[doubtful] = False
+        kept[doubtful[is_last][first]] = True
+        return rows.take(kept)
 
     def find_passed(self, keys: U64) -> KeyedRows:
         """The rows of those positions that are due here. O(rows of the bucket)."""

@@ -247,7 +247,8 @@ class Engine:
     def _set_health(self, health: Health) -> None:
         if health == self._health or (self._stopping and health.serving):
             return
-        if health.serving != self._health.serving or not health.serving:
+        # What follows the bracket changes from second to second.
+        if health.reason.split(" (")[0] != self._health.reason.split(" (")[0]:
             log.info("health serving=%s reason=%r", health.serving, health.reason)
         self._health = health
         self._environment.metrics.set_serving(health.serving)
