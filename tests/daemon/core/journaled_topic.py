@@ -1,0 +1,365 @@
+"""A topic with its journal, manifest, checkpoint and store, in one thread: what the engine does, without waiting.
+
+Owns: slots, seals, loading and recovery around a `Topic`, through the product's own stored forms.
+Does not own: what is right (`oracle`) and what happens next (`topic_machine`, the tests).
+
+Fault model: a crash loses the topic in memory, what is staged and every seal that is not finished; objects, the
+manifest, the checkpoint and written slots stay.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from daemon.core.limits import RequestLimits
+from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.positions import KeyedRows
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import SegmentCache, SegmentRange
+from daemon.core.subscription import SubscriptionState
+from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
+from daemon.durability import bucket_objects, checkpoint, recovery, sealing
+from storage_backends import topic_manifest
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import journal, manifest
+from storage_backends.formats.rows import U32
+from storage_backends.formats.segment import SegmentLimits
+from storage_backends.memory import MemoryStore
+
+Position = tuple[int, int]
+
+LIMITS = RequestLimits(
+    rows_max=100_000, topic_max_bytes=1024, subscription_max_bytes=255, subscriptions_max=100, delay_max_ms=10**9
+)
+TOPIC_ID = "topic"
+EPOCH = 1
+# Enough turns for anything that comes to an end.
+TURNS_MAX = 5_000
+
+
+class _SameThread(concurrent.futures.Executor):
+    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_: object) -> Iterator[Any]:
+        return map(fn, *iterables)
+
+
+def batch_of(
+    positions: Sequence[Position],
+    *,
+    deliver_at_ms: Sequence[int] | None = None,
+    delay_ms: Sequence[int] | None = None,
+    key_hash: Sequence[int] | None = None,
+    return_already_due: bool = False,
+) -> AddBatch:
+    return AddBatch(
+        ledger_id=np.array([ledger for ledger, _ in positions], np.uint64),
+        entry_id=np.array([entry for _, entry in positions], np.uint64),
+        deliver_at_ms=None if deliver_at_ms is None else np.array(deliver_at_ms, np.uint64),
+        delay_ms=None if delay_ms is None else np.array(delay_ms, np.uint64),
+        key_hash=None if key_hash is None else np.array(key_hash, np.uint32),
+        return_already_due=return_already_due,
+    )
+
+
+def claims_of(claims: Iterable[tuple[Position, int]]) -> HeldPositions:
+    """Claims of (position, deliver_at_ms)."""
+    claims = list(claims)
+    return HeldPositions(
+        np.array([position[0] for position, _ in claims], np.uint64),
+        np.array([position[1] for position, _ in claims], np.uint64),
+        np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
+    )
+
+
+def listed(rows: KeyedRows) -> list[tuple[int, int, int]]:
+    """(deliver_at_ms, ledger_id, entry_id) of each row, in the order of the rows."""
+    columns = (rows.rows.deliver_at_ms, rows.rows.ledger_id, rows.rows.entry_id)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def key_hashes_of(rows: KeyedRows) -> list[int]:
+    key_hash: U32 | None = rows.rows.key_hash
+    return [0] * len(rows) if key_hash is None else key_hash.tolist()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Seal:
+    cut: sealing.SealCut
+    memory: MutableBucket
+
+
+class JournaledTopic:
+    """`budget_bytes`: of the segments in memory. `segment_limits`: how buckets are cut into segments."""
+
+    def __init__(
+        self,
+        *,
+        now_ms: int = 1_000_000,
+        budget_bytes: int = 1 << 30,
+        ready_rows_max: int = 1 << 30,
+        segment_limits: SegmentLimits | None = None,
+        compatible: bool = False,
+    ) -> None:
+        self.now_ms = now_ms
+        self.slot = 0
+        self.store = MemoryStore()
+        self.slots: list[bytes] = []
+        self.checkpoint: bytes | None = None
+        self.seals: collections.deque[_Seal] = collections.deque()
+        self.staged = journal.SlotBuilder()
+        self._budget_bytes = budget_bytes
+        self._ready_rows_max = ready_rows_max
+        self._segment_limits = segment_limits or SegmentLimits(time_step_ms=1_000, rows_max=4, rows_min=0)
+        self._compatible = compatible
+        self._names = itertools.count(1)
+        self._changed_slot = 0
+        create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, incarnation=1, epoch=EPOCH, applied=0)
+        self.tip = create.apply(None)
+        self.core = self._new_core()
+
+    def _new_core(self) -> Topic:
+        return Topic(
+            self.tip.topic,
+            self.tip.topic_id,
+            self.tip.incarnation,
+            self.tip.subscriptions,
+            now_ms=self.now_ms,
+            cache=SegmentCache(self._budget_bytes),
+            ready_rows_max=self._ready_rows_max,
+        )
+
+    # ---- requests
+
+    def stage_add(self, batch: AddBatch) -> AddOutcome:
+        record, outcome = self.core.stage_add(batch, now_ms=self.now_ms, request_limits=LIMITS)
+        if record is not None:
+            self.staged.append(record)
+        return outcome
+
+    def add(self, positions: Sequence[Position], deliver_at_ms: int | Sequence[int]) -> AddOutcome:
+        times = [deliver_at_ms] * len(positions) if isinstance(deliver_at_ms, int) else deliver_at_ms
+        outcome = self.stage_add(batch_of(positions, deliver_at_ms=times))
+        self.commit()
+        return outcome
+
+    def stage_acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int]]) -> int:
+        """The number of claims that were ignored."""
+        record, rest = self.core.stage_acknowledge(state, claims_of(claims))
+        if record is not None:
+            self.staged.append(record)
+        if not len(rest):
+            return 0
+        found = self.find_in_backlog(state, rest)
+        record = self.core.stage_acknowledge_found(state, found)
+        if record is not None:
+            self.staged.append(record)
+        return len(rest) - len(found)
+
+    def acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int]]) -> int:
+        ignored = self.stage_acknowledge(state, claims)
+        self.commit()
+        return ignored
+
+    def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
+        for _ in range(TURNS_MAX):
+            found, missing = self.core.find_in_backlog(state, claims)
+            if not missing:
+                return found
+            self.load(missing)
+        raise AssertionError("finding claimed rows in the backlog makes no progress")
+
+    def commit(self) -> None:
+        """What is staged is one slot, durable and applied."""
+        records = self.staged.freeze()
+        if not records:
+            return
+        self.staged = journal.SlotBuilder()
+        self.slot += 1
+        header = journal.SlotHeader(1, EPOCH, self.slot, journal.SlotKind.DATA, len(records))
+        self.slots.append(journal.encode_slot(header, records))
+        self._changed_slot = self.slot
+        for record in records:
+            self.core.apply(record, self.slot, elapsed_ms=0)
+
+    # ---- subscriptions
+
+    def create_subscription(self) -> SubscriptionState:
+        self.commit()
+        number = self.tip.last_subscription_id + 1
+        stored = manifest.Subscription(
+            subscription_id=number,
+            name=f"subscription-{number}",
+            since_ms=self.core.since_for_new_subscription(self.now_ms),
+            created_slot=self.slot,
+        )
+        self._set_subscriptions((*self.tip.subscriptions, stored), number)
+        return self.core.add_subscription(stored)
+
+    def gone_with(self, subscription_id: int) -> list[journal.GoneRecord]:
+        """What deleting the subscription will make gone: first of its two steps."""
+        self.commit()
+        self.pass_all()
+        return self.core.gone_with_subscription(subscription_id)
+
+    def delete_subscription(self, subscription_id: int, gone: Sequence[journal.GoneRecord]) -> None:
+        for record in gone:
+            self.staged.append(record)
+        self.commit()
+        left = tuple(each for each in self.tip.subscriptions if each.subscription_id != subscription_id)
+        self._set_subscriptions(left, self.tip.last_subscription_id)
+        self.core.remove_subscription(subscription_id)
+
+    def _set_subscriptions(self, subscriptions: tuple[manifest.Subscription, ...], last: int) -> None:
+        operation = topic_manifest.SetSubscriptions(subscriptions=subscriptions, last_subscription_id=last, epoch=EPOCH)
+        assert operation.precondition(self.tip) is None
+        self.tip = operation.apply(self.tip)
+
+    # ---- due rows
+
+    def pass_all(self) -> None:
+        """Every row that is due now is passed, whatever must be loaded for it."""
+        for _ in range(TURNS_MAX):
+            if self.core.pass_due(self.now_ms, 1_000):
+                continue
+            wanted = self.core.index.wanted_segments(self.now_ms)
+            if not wanted:
+                return
+            self.load(wanted)
+        raise AssertionError("passing due rows makes no progress")
+
+    def catch_up(self, state: SubscriptionState, limit: int = 1_000) -> None:
+        for _ in range(TURNS_MAX):
+            needed = self.core.catch_up(state, limit)
+            if not needed:
+                return
+            self.load(needed)
+        raise AssertionError("reading a backlog again makes no progress")
+
+    def drain(self, state: SubscriptionState, dispatcher: int, limit: int = 1_000) -> list[KeyedRows]:
+        """Everything that is due is handed out to one dispatcher."""
+        self.pass_all()
+        batches = []
+        for _ in range(TURNS_MAX):
+            self.catch_up(state, limit)
+            rows = state.hand_out(dispatcher, limit)
+            if len(rows):
+                batches.append(rows)
+            elif state.reader is None:
+                return batches
+        raise AssertionError("handing out makes no progress")
+
+    def load(self, wanted: Iterable[SegmentRange]) -> None:
+        for segments in wanted:
+            bucket = self.core.index.sealed[segments.bucket]
+            infos = bucket.table.infos[segments.first : segments.last + 1]
+            rows = bucket_objects.read_segments(self.store, segments.bucket, infos)
+            for offset, each in enumerate(rows):
+                self.core.index.load(segments.bucket, segments.first + offset, self.core.index.pages.keyed(each))
+
+    # ---- buckets
+
+    def begin_seal(self) -> bool:
+        index = self.core.index
+        if index.mutable.first_row_at_ms is None:
+            return False
+        key = f"buckets/{next(self._names):03}"
+        taken = index.cut()
+        cut = sealing.SealCut(topic="topic", key=key, base=0, slot=self.slot, rows=taken.mutable, bits=taken.bits)
+        self.seals.append(_Seal(cut, index.begin_seal(key, now_ms=self.now_ms)))
+        return True
+
+    def write_seal(self) -> sealing.WrittenBucket | None:
+        """The oldest seal is committed: bucket, progress, manifest."""
+        cut = self.seals[0].cut
+        written = sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
+        progress: manifest.Progress | None = sealing.progress_of(cut)
+        reference = None
+        if cut.slot % 2:
+            body = manifest.encode_progress(sealing.progress_of(cut))
+            reference = topic_manifest.reference_to(f"progress/{next(self._names):03}", 0, body)
+            self.store.put(reference.name, body)
+            progress = None
+        operation = topic_manifest.Seal(
+            buckets=() if written is None else (written.live,),
+            progress=progress,
+            progress_object=reference,
+            slot_from=self.tip.applied,
+            slot_to=cut.slot,
+            epoch=EPOCH,
+            replaced_delete_after_ms=0,
+        )
+        assert operation.precondition(self.tip) is None
+        self.tip = operation.apply(self.tip)
+        return written
+
+    def finish_seal(self, written: sealing.WrittenBucket | None, *, near_ms: int | None = None) -> None:
+        """The bucket that `write_seal` committed is served."""
+        memory = self.seals.popleft().memory
+        sealed = None
+        if written is not None:
+            sealed = SealedBucket(
+                written.live,
+                written.table.segments,
+                present=memory.present,
+                gone=memory.gone_since_cut(),
+                pages=self.core.index.pages,
+            )
+        rows = KeyedRows.empty() if written is None else written.rows
+        self.core.finish_seal(memory, sealed, rows, near_ms=self.now_ms if near_ms is None else near_ms)
+
+    def seal(self, *, near_ms: int | None = None) -> None:
+        """Cuts, commits and serves the bucket that takes new rows."""
+        self.begin_seal()
+        while self.seals:
+            self.finish_seal(self.write_seal(), near_ms=near_ms)
+
+    def drop_empty(self) -> list[str]:
+        empty = [bucket.name for bucket in self.core.index.droppable()]
+        if empty:
+            operation = topic_manifest.DropBuckets(buckets=tuple(empty), epoch=EPOCH, delete_after_ms=0)
+            assert operation.precondition(self.tip) is None
+            self.tip = operation.apply(self.tip)
+            for name in empty:
+                self.core.drop(name)
+                self.store.delete(name)
+        return empty
+
+    # ---- checkpoint and crash
+
+    def take_checkpoint(self) -> None:
+        """Of everything that is applied, as the shard's owner writes it."""
+        parts: tuple[checkpoint_format.TopicPart, ...] = ()
+        if self._changed_slot > self.tip.applied:
+            cut = checkpoint.TopicCut(
+                topic_id=TOPIC_ID,
+                topic="topic",
+                incarnation=1,
+                index=self.core.index.cut(),
+                sealing=tuple(seal.cut for seal in self.seals),
+            )
+            parts = (checkpoint.part_of(cut),)
+        value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=self.slot, topics=parts)
+        self.checkpoint = checkpoint_format.encode_checkpoint(value)
+
+    def crash_and_recover(self) -> None:
+        self.seals.clear()
+        self.staged = journal.SlotBuilder()
+        # The new owner's fence.
+        self.slot += 1
+        fence = journal.SlotHeader(1, EPOCH, self.slot, journal.SlotKind.FENCE, 0)
+        self.slots.append(journal.encode_slot(fence, ()))
+        self._changed_slot = self.slot
+        self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
+        loaded = None if self.checkpoint is None else checkpoint_format.decode_checkpoint(self.checkpoint)
+        part = recovery.counting_part(self.tip, loaded)
+        objects = recovery.read_objects(self.store, self.tip, part, _SameThread())
+        self.core = self._new_core()
+        state_slot = max(self.tip.applied, 0 if loaded is None else loaded.slot)
+        recovery.restore(self.core, self.tip, objects, part, elapsed_ms=0)
+        recovery.replay(self.core, map(journal.decode_slot, self.slots), state_slot=state_slot, elapsed_ms=0)

@@ -1,0 +1,138 @@
+"""What a topic must do, as plain dicts: slow, and simple enough to be believed.
+
+Owns: rows, subscriptions, what is staged, and the outcome of every request by the rules of the semantics.
+Does not own: when rows are passed (told by `passed`), buckets, segments and storage: they must not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+Position = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    deliver_at_ms: int
+    key_hash: int
+    passed: bool = False
+    acknowledged: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class Subscriber:
+    since_ms: int
+    dispatchers: set[int] = dataclasses.field(default_factory=set)
+    # Position -> (dispatcher, time it was handed out with).
+    in_flight: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    acknowledging: set[Position] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Added:
+    accepted: int
+    duplicates: int
+    returned: list[int]
+    late: int
+    raised: list[int]
+    raised_deliver_at_ms: list[int]
+
+
+class Oracle:
+    def __init__(self) -> None:
+        self.rows: dict[Position, Row] = {}
+        self.subscribers: dict[int, Subscriber] = {}
+        self.staged_adds: dict[Position, Row] = {}
+        self.staged_acknowledgements: list[tuple[int, Position]] = []
+
+    # ---- who is owed what
+
+    def is_owed(self, number: int, row: Row) -> bool:
+        return row.deliver_at_ms > self.subscribers[number].since_ms and number not in row.acknowledged
+
+    def owed_by_nobody(self, row: Row, *, without: int | None = None) -> bool:
+        return not any(self.is_owed(number, row) for number in self.subscribers if number != without)
+
+    def backlog(self, number: int) -> dict[Position, Row]:
+        return {at: row for at, row in self.rows.items() if row.passed and self.is_owed(number, row)}
+
+    def ready(self, number: int) -> dict[Position, Row]:
+        """What may be handed out now."""
+        subscriber = self.subscribers[number]
+        return {
+            at: row
+            for at, row in self.backlog(number).items()
+            if at not in subscriber.in_flight and at not in subscriber.acknowledging
+        }
+
+    # ---- requests
+
+    def add(self, rows: Iterable[tuple[Position, int, int]], *, now_ms: int, return_already_due: bool) -> Added:
+        """Rows of (position, deliver_at_ms, key_hash)."""
+        floor_ms = max((each.since_ms for each in self.subscribers.values()), default=0)
+        seen: set[Position] = set()
+        accepted = duplicates = late = 0
+        returned, raised, raised_ms = [], [], []
+        for number, (at, deliver_at_ms, key_hash) in enumerate(rows):
+            if at in self.rows or at in self.staged_adds or at in seen:
+                duplicates += 1
+                continue
+            seen.add(at)
+            late += deliver_at_ms <= now_ms
+            if return_already_due and deliver_at_ms <= now_ms:
+                returned.append(number)
+                continue
+            if deliver_at_ms <= floor_ms:
+                deliver_at_ms = floor_ms + 1
+                raised.append(number)
+                raised_ms.append(deliver_at_ms)
+            accepted += 1
+            self.staged_adds[at] = Row(deliver_at_ms, key_hash)
+        return Added(accepted, duplicates, returned, late, raised, raised_ms)
+
+    def acknowledge(self, number: int, claims: Iterable[tuple[Position, int]]) -> int:
+        """How many of the claims are ignored."""
+        subscriber = self.subscribers[number]
+        ignored = 0
+        for at, deliver_at_ms in claims:
+            row = self.rows.get(at)
+            in_backlog = row is not None and row.passed and self.is_owed(number, row)
+            if row is None or not in_backlog or row.deliver_at_ms != deliver_at_ms or at in subscriber.acknowledging:
+                ignored += 1
+                continue
+            subscriber.in_flight.pop(at, None)
+            subscriber.acknowledging.add(at)
+            self.staged_acknowledgements.append((number, at))
+        return ignored
+
+    def commit(self) -> None:
+        for number, at in self.staged_acknowledgements:
+            self.subscribers[number].acknowledging.discard(at)
+            row = self.rows[at]
+            row.acknowledged.add(number)
+        for _, at in self.staged_acknowledgements:
+            if at in self.rows and self.owed_by_nobody(self.rows[at]):
+                del self.rows[at]
+        self.rows |= self.staged_adds
+        self.staged_acknowledgements.clear()
+        self.staged_adds.clear()
+
+    # ---- what time and crashes do
+
+    def passed(self, positions: Iterable[Position]) -> None:
+        for at in positions:
+            self.rows[at].passed = True
+
+    def close(self, number: int, dispatcher: int) -> None:
+        subscriber = self.subscribers[number]
+        subscriber.dispatchers.discard(dispatcher)
+        subscriber.in_flight = {at: held for at, held in subscriber.in_flight.items() if held[0] != dispatcher}
+
+    def crash(self) -> None:
+        self.staged_adds.clear()
+        self.staged_acknowledgements.clear()
+        for row in self.rows.values():
+            row.passed = False
+        for number, subscriber in self.subscribers.items():
+            self.subscribers[number] = Subscriber(subscriber.since_ms)

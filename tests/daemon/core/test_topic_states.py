@@ -1,0 +1,36 @@
+"""Whatever happens to a topic, in whatever order: the rules of the semantics hold."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.daemon.core.topic_machine import TopicMachine
+
+# Runs of each kind; a long search: TARRY_TEST_STATE_RUNS=5000 with --hypothesis-profile=search.
+RUNS = int(os.environ.get("TARRY_TEST_STATE_RUNS", "60"))
+STEPS = 60
+# A failure is printed as it was found; shrinking it is for the one who looks into it.
+PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
+
+
+def run(machine: type[TopicMachine]) -> None:
+    settings = hypothesis.settings(
+        max_examples=RUNS,
+        stateful_step_count=STEPS,
+        phases=PHASES,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    run_state_machine_as_test(machine, settings=settings)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("budget_rows", [1, 6, 1_000_000])
+def test_nothing_is_early_lost_or_handed_out_twice_whatever_happens(budget_rows: int) -> None:
+    class Machine(TopicMachine):
+        budgets_rows = (budget_rows,)
+
+    run(Machine)
