@@ -92,7 +92,7 @@ def _open_store(settings: config.Config) -> object_store.ObjectStore:
     if settings.store.kind == "local":
         return local_directory.LocalDirectory(settings.store.path)
     # The AWS SDK takes a third of the time in which a daemon starts: only where it is needed.
-    from storage_backends import s3  # noqa: PLC0415
+    from storage_backends import s3
 
     given = settings.store.s3
     return s3.S3Store(

@@ -78,7 +78,7 @@ class WriteCheckpoint:
     reference: CheckpointReference
     replay_from: int
     epoch: int
-    delete_after_ms: int = 0
+    delete_after_ms: int
 
     def precondition(self, tip: ShardManifest | None) -> str | None:
         if tip is None:

@@ -18,7 +18,7 @@ from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
-from daemon.engine.bucket_life import BucketLife
+from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS, BucketLife
 from daemon.engine.calls import SubscriptionCreated
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
@@ -396,7 +396,12 @@ class ServedShard:
             reference = manifest.CheckpointReference(object=written, slot=slot, replay_from=slot)
             return commit.commit(
                 self._shard_log,
-                shard_manifest.WriteCheckpoint(reference=reference, replay_from=slot, epoch=self.epoch),
+                shard_manifest.WriteCheckpoint(
+                    reference=reference,
+                    replay_from=slot,
+                    epoch=self.epoch,
+                    delete_after_ms=environment.clock.now_ms() + TOMBSTONE_GRACE_MS,
+                ),
                 writer=environment.config.daemon_id,
                 created_ms=environment.clock.now_ms(),
                 warm=tip,

@@ -160,7 +160,9 @@ class Owner:
         reference = manifest.CheckpointReference(object=written, slot=slot, replay_from=slot)
         self.tip = commit.commit(
             self.log,
-            shard_manifest.WriteCheckpoint(reference=reference, replay_from=slot, epoch=self.claim.epoch),
+            shard_manifest.WriteCheckpoint(
+                reference=reference, replay_from=slot, epoch=self.claim.epoch, delete_after_ms=0
+            ),
             writer=self.name,
             created_ms=0,
             warm=self.tip,
