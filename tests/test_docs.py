@@ -1,0 +1,158 @@
+"""What the documents name exists: links, headings, paths, `make` targets, settings, series. And no file names a machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# What make, the tools and a run of the daemon leave in a checkout.
+NOT_OURS = {"__pycache__", "build", "dist", "tarry-data"}
+SOURCES = {".cfg", ".json", ".md", ".proto", ".py", ".pyi", ".service", ".sh", ".toml", ".yaml", ".yml"}
+# Made by tools, or long texts of others.
+NOT_READ = {"uv.lock", "gen_proto.py.lock", "LICENSE"}
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+MACHINE_PATH = re.compile(r"(?<![\w.}/-])/(?:work|root|home)/\w")
+
+
+def walk() -> Iterator[Path]:
+    for folder, folders, names in os.walk(REPOSITORY):
+        folders[:] = sorted(name for name in folders if name not in NOT_OURS and (name[0] != "." or name == ".ci"))
+        for name in sorted(names):
+            yield Path(folder, name)
+
+
+FILES = tuple(walk())
+DOCUMENTS = tuple(path for path in FILES if path.suffix == ".md")
+
+
+def inline_code(text: str) -> list[str]:
+    return INLINE_CODE.findall(FENCE.sub("", text))
+
+
+def code(text: str) -> str:
+    return "\n".join([*FENCE.findall(text), *inline_code(text)])
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(text: str, document: Path) -> list[str]:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (document.parent / name) if name else document
+        if not path.exists():
+            broken.append(target)
+        elif anchor and path.suffix == ".md":
+            linked = text if path == document else path.read_text(encoding="utf-8")
+            if anchor not in map(slug, HEADING.findall(FENCE.sub("", linked))):
+                broken.append(target)
+    return broken
+
+
+def absent_paths(text: str, document: Path) -> list[str]:
+    """Code that looks like a path below the root of the repository and is none."""
+    top = {path.name for path in REPOSITORY.iterdir()} - NOT_OURS
+    named = (name for name in inline_code(text) if re.fullmatch(r"\.?\w[\w.-]*(/[\w.*-]+)+/?", name))
+    ours = (name for name in named if name.split("/", 1)[0] in top)
+    return [name for name in ours if not list(REPOSITORY.glob(name.rstrip("/")))]
+
+
+def absent_targets(text: str, document: Path) -> list[str]:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
+    return sorted(set(re.findall(r"\bmake ([a-z][a-z-]*)", code(text))) - targets)
+
+
+def absent_settings(text: str, document: Path) -> list[str]:
+    """Code such as `store.path` that is neither a setting nor a module."""
+    configuration = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text(encoding="utf-8")
+    settings, sections = set(), []
+    for line in configuration.splitlines():
+        if heading := re.fullmatch(r"## `([\w.]+)`", line):
+            sections.append(heading[1])
+        elif sections and (row := re.match(r"\| `(\w+)` \|", line)):
+            settings.add(f"{sections[-1]}.{row[1]}")
+    named = set(
+        re.findall(rf"(?<![\w./])(?:{'|'.join(map(re.escape, sections))})\.[\w.]+\b", "\n".join(inline_code(text)))
+    )
+    return sorted(name for name in named - settings - set(sections) if not is_module(name))
+
+
+def is_module(name: str) -> bool:
+    """Whether it is a module, or a name in one."""
+    for dotted in (name, name.rpartition(".")[0]):
+        path = REPOSITORY.joinpath(*dotted.split("."))
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            return dotted == name or path.is_file() or path.with_suffix(".py").is_file()
+    return False
+
+
+def absent_series(text: str, document: Path) -> list[str]:
+    known = (REPOSITORY / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    return sorted({name for name in re.findall(r"\btarry_[a-z_]*[a-z]\b", code(text)) if name not in known})
+
+
+CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
+    "links": broken_links,
+    "paths": absent_paths,
+    "make targets": absent_targets,
+    "settings": absent_settings,
+    "series": absent_series,
+}
+
+
+def named(paths: Iterable[Path]) -> list[str]:
+    return [path.relative_to(REPOSITORY).as_posix() for path in paths]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named(DOCUMENTS))
+def test_what_a_document_names_exists(document: Path, check: str) -> None:
+    assert CHECKS[check](document.read_text(encoding="utf-8"), document) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "absent"),
+    [
+        ("links", "[a](docs/NOWHERE.md), [b](README.md), [c](https://example.org)", "docs/NOWHERE.md"),
+        ("links", "# Here\n[a](#there), [b](#here)", "#there"),
+        ("paths", "`daemon/nowhere.py`, `daemon/main.py`, `shards/00/journal`", "daemon/nowhere.py"),
+        ("make targets", "`make nothing`, `make test`", "nothing"),
+        ("make targets", "```\nmake nothing\n```", "nothing"),
+        ("settings", "`store.nothing`, `store.path`, `daemon.main`", "store.nothing"),
+        ("series", "`tarry_nothing_total`, `tarry_serving`", "tarry_nothing_total"),
+    ],
+)
+def test_what_does_not_exist_is_found(check: str, text: str, absent: str) -> None:
+    assert CHECKS[check](text, REPOSITORY / "README.md") == [absent]
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    found = []
+    for path in FILES:
+        if path.name not in NOT_READ and (path.suffix in SOURCES or not path.suffix):
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                if MACHINE_PATH.search(line):
+                    found.append(f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}")
+    assert found == []
+
+
+@pytest.mark.parametrize("folder", ["work", "root", "home"])
+def test_a_path_of_one_machine_is_found(folder: str) -> None:
+    assert MACHINE_PATH.search(f"see /{folder}/x")
+    assert not MACHINE_PATH.search(f"https://example.org/{folder}/x and a/{folder}/x and {{tmp}}/{folder}/x")
