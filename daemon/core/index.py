@@ -48,6 +48,10 @@ class IndexCut:
     bits: tuple[BucketBits, ...]
 
 
+# Rows of a search in sealed buckets, by (bucket, segment).
+SeenRows = dict[tuple[str, int], KeyedRows]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Passed:
     """Rows of one bucket that have just been passed, in due order. `late`: they lie before the bucket's head."""
@@ -110,8 +114,12 @@ class Index:
                 found |= bucket.present & asked
         return found
 
-    def find_loaded(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The rows of due positions with those times: (rows found in memory, segments to load to tell more)."""
+    def find_loaded(self, keys: U64, deliver_at_ms: U64, seen: SeenRows) -> tuple[KeyedRows, list[SegmentRange]]:
+        """The rows of due positions with those times: (rows found in memory, segments to load to tell more).
+
+        `seen`: what earlier calls for the same positions found, by segment; empty at the first. So the segments need
+        not be in memory together.
+        """
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []
         for bucket in self.readable:
@@ -120,11 +128,14 @@ class Index:
                 continue
             times = np.unique(deliver_at_ms[contained(keys, wanted)]).tolist()
             for number in sorted({number for time in times for number in bucket.table.holding(time)}):
-                rows = self.cache.get(bucket.name, number)
+                rows = seen.get((bucket.name, number))
+                if rows is None:
+                    rows = self.cache.get(bucket.name, number)
                 if rows is None:
                     missing.append(SegmentRange(bucket.name, number, number))
                 else:
-                    found.append(rows.take(contained(rows.keys, wanted)))
+                    rows = seen[bucket.name, number] = rows.take(contained(rows.keys, wanted))
+                    found.append(rows)
         rows = KeyedRows.concat(found)
         named = set(zip(keys.tolist(), deliver_at_ms.tolist(), strict=True))
         same = [row in named for row in zip(rows.keys.tolist(), rows.rows.deliver_at_ms.tolist(), strict=True)]

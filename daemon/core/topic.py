@@ -21,7 +21,7 @@ from pyroaring import BitMap64
 
 from daemon.core import limits
 from daemon.core.backlog_reader import BacklogReader
-from daemon.core.index import Index, Passed
+from daemon.core.index import Index, Passed, SeenRows
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.runs import in_due_order
@@ -219,13 +219,18 @@ class Topic:
         mask = contained(keys, due)
         return HeldPositions(claims.ledger_id[mask], claims.entry_id[mask], claims.deliver_at_ms[mask])
 
-    def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell)."""
+    def find_in_backlog(
+        self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows
+    ) -> tuple[KeyedRows, list[SegmentRange]]:
+        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
+
+        `seen`: empty at the first call, and handed in again with the same claims after loading.
+        """
         claims = self.in_backlog(state, claims)
         if not len(claims):
             return KeyedRows.empty(), []
         keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
-        found, missing = self.index.find_loaded(keys, claims.deliver_at_ms)
+        found, missing = self.index.find_loaded(keys, claims.deliver_at_ms, seen)
         owed = state.owes(found) if len(found) else None
         return (found if owed is None else found.take(owed)), missing
 

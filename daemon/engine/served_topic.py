@@ -16,6 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from daemon.core import limits
+from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -133,8 +134,9 @@ class ServedTopic:
         """Claimed rows that are due and not in any hand: READY, or held over from an earlier stream."""
         if not len(self.core.in_backlog(state, claims)):
             return KeyedRows.empty()
+        seen: SeenRows = {}
         while True:
-            found, missing = self.core.find_in_backlog(state, claims)
+            found, missing = self.core.find_in_backlog(state, claims, seen)
             if not missing:
                 return found
             await self._load(missing)

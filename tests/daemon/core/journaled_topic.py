@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from daemon.core.index import SeenRows
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
@@ -167,8 +168,9 @@ class JournaledTopic:
         return ignored
 
     def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
+        seen: SeenRows = {}
         for _ in range(TURNS_MAX):
-            found, missing = self.core.find_in_backlog(state, claims)
+            found, missing = self.core.find_in_backlog(state, claims, seen)
             if not missing:
                 return found
             self.load(missing)
