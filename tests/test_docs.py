@@ -1,4 +1,4 @@
-"""What the documents name exists: links, headings, paths, `make` targets, settings, series. And no file names a machine."""
+"""What documents name exists: links, paths, `make` targets, settings, series. And no file names a machine's paths."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def absent_settings(text: str, document: Path) -> list[str]:
         elif sections and (row := re.match(r"\| `(\w+)` \|", line)):
             settings.add(f"{sections[-1]}.{row[1]}")
     named = set(
-        re.findall(rf"(?<![\w./])(?:{'|'.join(map(re.escape, sections))})\.[\w.]+\b", "\n".join(inline_code(text)))
+        re.findall(rf"(?<![\w./])(?:{'|'.join(map(re.escape, sections))})\.\w+(?![\w.])", "\n".join(inline_code(text)))
     )
     return sorted(name for name in named - settings - set(sections) if not is_module(name))
 
