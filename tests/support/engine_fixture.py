@@ -1,0 +1,316 @@
+"""Daemons in one process on one store, in virtual time: started, killed, frozen, superseded.
+
+Owns: how an engine is put together for a test, and how a test ends one the way a machine would.
+Does not own: what is tested, and the store (`MemoryStore` unless another is given).
+
+A daemon that is killed writes and reads nothing from that moment on: its tasks are cancelled, and its threads die at
+their next step. One that is frozen stops at its next call to the store, and goes on from there when it is thawed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import itertools
+import random
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from daemon import config, metrics
+from daemon.engine.calls import AddBatch, AddOutcome
+from daemon.engine.dispatch import DispatchStream, no_positions
+from daemon.engine.engine import Engine
+from daemon.engine.environment import Environment
+from daemon.engine.served_topic import ServedTopic
+from daemon.engine.shard import ServedShard
+from storage_backends.memory import MemoryStore
+from storage_backends.object_store import ObjectStore
+from tests.support.fault_store import Call, Fault, FaultStore, Pause, Script
+from tests.support.virtual_loop import Gate, InlineExecutor, VirtualLoop
+
+T = TypeVar("T")
+
+# The wall clock when the loop's time is 0.
+EPOCH_MS = 1_700_000_000_000
+TIMEOUT_S = 600.0
+"""Virtual seconds in which anything that a test waits for must have come."""
+
+_daemon: contextvars.ContextVar[Daemon | None] = contextvars.ContextVar("daemon", default=None)
+
+
+class Killed(BaseException):
+    """What a thread of a dead process meets."""
+
+
+class Daemon:
+    """One engine as it would be in a process of its own. `script` plans faults of its calls to the store."""
+
+    def __init__(self, fixture: EngineFixture, daemon_id: str, settings: Sequence[str]) -> None:
+        self.daemon_id = daemon_id
+        self.script = Script()
+        self.store = FaultStore(fixture.store, self._decide)
+        self.at_crash_point: Callable[[str], None] = lambda name: None
+        self.dead = False
+        self.metrics = metrics.Metrics()
+        self._fixture = fixture
+        self._loop = fixture.loop
+        self._thawed: Gate | None = None
+        self._gates: list[Gate] = []
+        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
+        self._context = contextvars.copy_context()
+        self._context.run(_daemon.set, self)
+        self._changed = asyncio.Event()
+        environment = Environment(
+            config=config.load(
+                environment={},
+                overrides=["daemon.shards=1", *settings, f"daemon.id={daemon_id}", f"daemon.address={daemon_id}:1"],
+            ),
+            store=self.store,
+            locks=None,
+            metrics=self.metrics,
+            clock=fixture,
+            threads=fixture.threads,
+            parts=InlineExecutor(),
+            sleep=asyncio.sleep,
+            blocking_sleep=self._block,
+            jitter=fixture.random.random,
+            new_id=lambda: f"id-{next(fixture.numbers):06d}",
+        )
+        self.engine = Engine(environment)
+        self.engine.on_health_change(lambda _: self._changed.set())
+
+    # ---- life
+
+    async def start(self) -> Daemon:
+        await self.call(self.engine.start())
+        return self
+
+    async def serving(self) -> Daemon:
+        return await self.until(lambda: self.engine.health.serving)
+
+    async def until(self, condition: Callable[[], bool], *, timeout_s: float = TIMEOUT_S) -> Daemon:
+        """Returns when the condition holds; looked at whenever health changes, and 20 times a second."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._changed.clear()
+                try:
+                    async with asyncio.timeout(0.05):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+        return self
+
+    async def stop(self) -> None:
+        """The orderly end."""
+        await self.call(self.engine.stop())
+
+    def kill(self) -> None:
+        """SIGKILL: what was written is there, everything else is gone."""
+        self.dead = True
+        self.store.go_down()
+        for task in list(self._tasks):
+            task.cancel()
+        for gate in self._gates:
+            gate.set()
+
+    def freeze(self) -> None:
+        """Its calls to the store, from now on, wait until it is thawed."""
+        self._thawed = self.gate()
+
+    def thaw(self) -> None:
+        gate, self._thawed = self._thawed, None
+        if gate is not None:
+            gate.set()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A call to the engine, made in its process: it ends with it."""
+        return asyncio.get_running_loop().create_task(work, context=self._context)
+
+    def adopt(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+
+    # ---- holding
+
+    def gate(self) -> Gate:
+        """A gate that opens, at the latest, when the daemon is killed."""
+        gate = Gate(self._loop)
+        self._gates.append(gate)
+        return gate
+
+    def pause(self, operation: str, key_part: str, *, then: Fault = Fault.NONE) -> Held:
+        """The next such call to the store waits until it is released."""
+        held = Held(self, then)
+        self.script.plan(operation, held.pause, key_part=key_part)
+        return held
+
+    def stop_here(self, gate: Gate) -> None:
+        """Called in a thread of the daemon: it waits for the gate."""
+        gate.wait()
+        if self.dead:
+            raise Killed
+
+    def _decide(self, call: Call) -> Fault | Pause:
+        if self._thawed is not None:
+            return Pause(released=self._thawed)
+        return self.script(call)
+
+    def _block(self, seconds: float) -> None:
+        self._loop.block(seconds)
+        if self.dead:
+            raise Killed
+
+    # ---- shorthands
+
+    @property
+    def shards(self) -> dict[int, ServedShard]:
+        return self.engine._shards
+
+    def topic(self, name: str) -> ServedTopic:
+        return next(shard.topics[name] for shard in self.shards.values() if name in shard.topics)
+
+    def add(
+        self, topic: str, ledger_id: int, entries: Sequence[int], delay_ms: int = 1_000
+    ) -> asyncio.Task[AddOutcome]:
+        """Adds entries of a ledger that are due `delay_ms` from now, by absolute times."""
+        count = len(entries)
+        batch = AddBatch(
+            ledger_id=np.full(count, ledger_id, np.uint64),
+            entry_id=np.array(entries, np.uint64),
+            deliver_at_ms=np.full(count, self._fixture.now_ms() + delay_ms, np.uint64),
+            delay_ms=None,
+            key_hash=None,
+            return_already_due=False,
+        )
+        return self.call(self.engine.add(topic, batch))
+
+    async def receiver(self, topic: str, subscription: str = "s", *, permits: int = 1_000_000) -> Receiver:
+        """Creates the subscription if there is none, and opens a stream on it."""
+        await self.call(self.engine.create_subscription(topic, subscription))
+        stream = await self.call(self.engine.open_dispatch(topic, subscription, no_positions()))
+        stream.grant(permits)
+        return Receiver(self, topic, stream)
+
+
+class Held:
+    """A call to the store that waits. `reached` tells that it does."""
+
+    def __init__(self, daemon: Daemon, then: Fault) -> None:
+        self._daemon = daemon
+        self._released = daemon.gate()
+        self.pause = Pause(then, released=self._released)
+
+    async def reached(self) -> None:
+        await self._daemon.until(self.pause.reached.is_set)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+class Receiver:
+    """A stream whose messages are taken as they come: (ledger, entry, deliver_at_ms). `early`: before their time."""
+
+    def __init__(self, daemon: Daemon, topic: str, stream: DispatchStream) -> None:
+        self.stream = stream
+        self.rows: list[tuple[int, int, int]] = []
+        self.early: list[tuple[int, int, int]] = []
+        self.ended: Exception | None = None
+        self._daemon = daemon
+        self._fixture = daemon._fixture
+        self._fixture.receivers.append(self)
+        self.task = daemon.call(self._receive())
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                handed_out = await self.stream.next_messages()
+                rows = handed_out.rows
+                columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+                for row in zip(*columns, strict=True):
+                    self.rows.append(row)
+                    if row[2] > self._fixture.now_ms():
+                        self.early.append(row)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.ended = error
+
+    @property
+    def positions(self) -> set[tuple[int, int]]:
+        return {(ledger, entry) for ledger, entry, _ in self.rows}
+
+    async def received(self, count: int, *, timeout_s: float = TIMEOUT_S) -> list[tuple[int, int, int]]:
+        """Returns when that many rows have come."""
+        await self._daemon.until(lambda: len(self.rows) >= count, timeout_s=timeout_s)
+        return self.rows
+
+    def acknowledge(self, rows: Sequence[tuple[int, int, int]]) -> asyncio.Task[int]:
+        columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
+        return self._daemon.call(self.stream.acknowledge(*columns))
+
+
+class EngineFixture:
+    """Several daemons, one store, one clock. It is the wall clock and the monotonic one of all of them."""
+
+    def __init__(self, store: ObjectStore | None = None, *, settings: Sequence[str] = (), seed: int = 1) -> None:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, VirtualLoop):
+            raise TypeError("daemons of a test run on a VirtualLoop")
+        self.loop = loop
+        self.store = store if store is not None else MemoryStore()
+        self.random = random.Random(seed)
+        self.numbers = itertools.count()
+        self.threads = concurrent.futures.ThreadPoolExecutor(64, thread_name_prefix="store")
+        self.receivers: list[Receiver] = []
+        self.step_ms = 0
+        self._settings = settings
+        self._daemons: list[Daemon] = []
+        loop.set_task_factory(_task_of_daemon)
+
+    def now_ms(self) -> int:
+        return EPOCH_MS + self.step_ms + int(self.loop.time() * 1000 + 1e-3)
+
+    def elapsed_s(self) -> float:
+        return self.loop.time()
+
+    def daemon(self, daemon_id: str = "one", *settings: str) -> Daemon:
+        made = Daemon(self, daemon_id, (*self._settings, *settings))
+        self._daemons.append(made)
+        return made
+
+    async def served_by(self, daemon_id: str = "one", *settings: str) -> Daemon:
+        """A daemon that serves."""
+        daemon = await self.daemon(daemon_id, *settings).start()
+        return await daemon.serving()
+
+    def crash_point(self, name: str) -> None:
+        """The hook for `crash_points.intercepted`."""
+        daemon = _daemon.get()
+        if daemon is not None:
+            if daemon.dead:
+                raise Killed
+            daemon.at_crash_point(name)
+
+    async def close(self) -> None:
+        for daemon in self._daemons:
+            daemon.thaw()
+            daemon.kill()
+        await self.loop.jobs_ended()
+        self.threads.shutdown()
+
+    def keys(self, part: str) -> list[str]:
+        """The keys of the store that contain `part`, in order."""
+        return sorted(each.key for each in self.store.list("") if part in each.key)
+
+
+def _task_of_daemon(
+    loop: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+    context: contextvars.Context | None = None,
+) -> asyncio.Task[Any]:
+    daemon = _daemon.get() if context is None else context.get(_daemon)
+    task = asyncio.Task(work, loop=loop, context=context)
+    if daemon is not None:
+        daemon.adopt(task)
+    return task
