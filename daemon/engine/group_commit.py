@@ -24,6 +24,8 @@ BACK_PRESSURE_RETRY_MS = 100
 # So long may a slot be uncertain before new requests are refused, and before those that wait are told so.
 STALL_REFUSE_S = 2.0
 STALL_ANSWER_S = 10.0
+# Without a confirmation of the epoch for so long nothing is answered before there is one (R8).
+ANSWER_UNCONFIRMED_S = 30.0
 # Records that nobody awaits go with the next slot, or after this time.
 UNAWAITED_S = 1.0
 
@@ -145,6 +147,9 @@ class GroupCommit:
     async def _write(self, slot: _Slot) -> None:
         records = slot.builder.freeze()
         number = await self._journal.write(records)
+        if not self._confirmation.fresh_within(ANSWER_UNCONFIRMED_S):
+            # The slot was sent long ago: a successor may have replayed it and gone on since.
+            await self._confirmation.confirm_after(self._environment.clock.elapsed_s())
         self._applied(number, records)
         if not slot.certain.done():
             slot.certain.set_result(number)
