@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.daemon.core.topic_machine import TopicMachine
 
 # Runs of each kind; a long search: TARRY_TEST_STATE_RUNS=5000 with --hypothesis-profile=search.
-RUNS = int(os.environ.get("TARRY_TEST_STATE_RUNS", "60"))
+RUNS = int(os.environ.get("TARRY_TEST_STATE_RUNS", "80"))
 STEPS = 60
 # A failure is printed as it was found; shrinking it is for the one who looks into it.
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)

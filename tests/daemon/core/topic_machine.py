@@ -21,8 +21,8 @@ from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.oracle import Oracle, Subscriber
 
 U64_MAX = (1 << 64) - 1
-LEDGERS = (7, 0, 1 << 40, U64_MAX)
-ENTRIES = (*range(8), 65_535, 65_536, (1 << 32) - 1, 1 << 32, (1 << 32) + 5, 9 << 40, U64_MAX)
+LEDGERS = (7, 0, U64_MAX)
+ENTRIES = (0, 1, 2, 65_535, 65_536, (1 << 32) - 1, 1 << 32, U64_MAX)
 POSITIONS = tuple((ledger, entry) for ledger in LEDGERS for entry in ENTRIES)
 START_MS = 1_000_000
 # Times of rows, from now: late, now, soon, beyond the sorted horizon of a mutable bucket, and far.
@@ -51,8 +51,11 @@ class TopicMachine(RuleBasedStateMachine):
         ready_rows_max=st.sampled_from((1, 4, 1 << 30)),
         rows_max=st.sampled_from((1, 3, 1_000)),
         compatible=st.booleans(),
+        subscriptions=st.sampled_from((0, 1, 2, 2)),
     )
-    def start(self, data: st.DataObject, ready_rows_max: int, rows_max: int, compatible: bool) -> None:
+    def start(
+        self, data: st.DataObject, ready_rows_max: int, rows_max: int, compatible: bool, subscriptions: int
+    ) -> None:
         self.all_fit = (budget := data.draw(st.sampled_from(self.budgets_rows))) > 1_000
         self.topic = JournaledTopic(
             now_ms=START_MS,
@@ -61,6 +64,26 @@ class TopicMachine(RuleBasedStateMachine):
             segment_limits=SegmentLimits(time_step_ms=1_000, rows_max=rows_max, rows_min=0),
             compatible=compatible,
         )
+        for _ in range(subscriptions):
+            self.create_subscription()
+
+    # ---- a great deal at once
+
+    @precondition(lambda self: self.oracle.subscribers)
+    @rule(batch=batches, pick=picks, acknowledged=st.lists(picks, max_size=4))
+    def rows_come_and_go(self, batch: list[tuple[Position, int, int]], pick: int, acknowledged: list[int]) -> None:
+        self.add(batch, relative=False, keyed=True, returned=False, now=True)
+        self.topic.now_ms += 3_000
+        self.drain_one(self.number(pick))
+        if acknowledged and any(each.in_flight for each in self.oracle.subscribers.values()):
+            self.acknowledge_what_is_in_flight(acknowledged, off_ms=0, now=True)
+
+    @rule(batch=batches, ahead_ms=st.sampled_from((0, FAR_MS)))
+    def a_bucket_is_filled_and_sealed(self, batch: list[tuple[Position, int, int]], ahead_ms: int) -> None:
+        self.add(batch, relative=False, keyed=False, returned=False, now=True)
+        self.topic.begin_seal()
+        while self.topic.seals:
+            self.finish_a_seal(ahead_ms)
 
     # ---- adds
 
@@ -310,13 +333,13 @@ class TopicMachine(RuleBasedStateMachine):
     # ---- acknowledgements
 
     @precondition(lambda self: any(each.in_flight for each in self.oracle.subscribers.values()))
-    @rule(which=st.lists(picks, min_size=1, max_size=8), now=st.booleans())
-    def acknowledge_what_is_in_flight(self, which: list[int], now: bool) -> None:
+    @rule(which=st.lists(picks, min_size=1, max_size=8), off_ms=st.sampled_from((0, 0, 1)), now=st.booleans())
+    def acknowledge_what_is_in_flight(self, which: list[int], off_ms: int, now: bool) -> None:
         held = [(number, at) for number, sub in self.oracle.subscribers.items() for at in sorted(sub.in_flight)]
         chosen = [held[pick % len(held)] for pick in which]
         for number in sorted({number for number, _ in chosen}):
             in_flight = self.oracle.subscribers[number].in_flight
-            self.acknowledge(number, [(at, in_flight[at][1]) for each, at in chosen if each == number])
+            self.acknowledge(number, [(at, in_flight[at][1] + off_ms) for each, at in chosen if each == number])
         if now:
             self.commit()
 

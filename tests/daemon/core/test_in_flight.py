@@ -1,0 +1,56 @@
+"""The table of what was handed out, against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import InFlight
+from daemon.core.positions import KeyedRows, keys_of
+from storage_backends.formats.rows import Rows
+
+keys = st.integers(0, 30)
+actions = st.one_of(
+    st.tuples(st.just("add"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
+    st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
+    st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
+)
+
+
+def rows_of(chosen: list[int], deliver_at_ms: list[int]) -> KeyedRows:
+    column = np.array(chosen, np.uint64)
+    return KeyedRows(Rows(np.array(deliver_at_ms, np.uint64), column, column), column)
+
+
+@given(steps=st.lists(actions, max_size=40))
+def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(steps: list[tuple[str, object, int]]) -> None:
+    table, expected = InFlight(), dict[int, tuple[int, int]]()
+    for step, (action, argument, dispatcher) in enumerate(steps):
+        if action == "add":
+            fresh = [key for key in argument if key not in expected]  # type: ignore[attr-defined]
+            if fresh:
+                table.add(rows_of(fresh[::-1], [step + key for key in fresh[::-1]]), dispatcher)
+                expected |= {key: (step + key, dispatcher) for key in fresh}
+        elif action == "take":
+            claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
+            wanted = []
+            for key, time in claims:
+                wanted.append(key in expected and expected[key][0] == time)
+                if wanted[-1]:
+                    del expected[key]
+            found = table.take(*np.array(claims, np.uint64).T)
+            assert found.tolist() == wanted
+        elif action == "close":
+            taken = table.take_dispatcher(dispatcher)
+            held = {key: time for key, (time, by) in expected.items() if by == dispatcher}
+            assert dict(zip(taken.keys.tolist(), taken.rows.deliver_at_ms.tolist(), strict=True)) == held
+            expected = {key: each for key, each in expected.items() if each[1] != dispatcher}
+        else:
+            taken = table.take_keys(BitMap64(argument))  # type: ignore[arg-type]
+            assert set(taken.keys.tolist()) == expected.keys() & argument  # type: ignore[operator]
+            expected = {key: each for key, each in expected.items() if key not in argument}  # type: ignore[operator]
+        assert len(table) == len(expected)
+        assert keys_of(table.keys()).tolist() == sorted(expected)

@@ -1,0 +1,67 @@
+"""What a request may ask for, at the edges of what it may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from daemon.core import limits
+from daemon.errors import DelayTooLong, InvalidArgument
+
+NOW_MS = 1_000
+
+
+def times(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+@pytest.mark.parametrize("name", ["a", "é" * 5, "x" * 10])
+def test_a_name_of_one_to_the_most_bytes_passes(name: str) -> None:
+    limits.check_name("topic", name, 10)
+
+
+@pytest.mark.parametrize(("name", "size_bytes"), [("", 0), ("é" * 6, 12), ("x" * 11, 11)])
+def test_a_name_is_measured_in_utf8_and_the_answer_names_field_size_and_limit(name: str, size_bytes: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"topic has {size_bytes} bytes .* 1 to 10"):
+        limits.check_name("topic", name, 10)
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_a_request_has_one_row_or_more_and_not_too_many(rows: int) -> None:
+    limits.check_rows("entry_id", 1, 5)
+    limits.check_rows("entry_id", 5, 5)
+    with pytest.raises(InvalidArgument, match=f"entry_id has {rows} rows; .* 1 to 5"):
+        limits.check_rows("entry_id", rows, 5)
+
+
+def test_a_delay_counts_from_now() -> None:
+    absolute = limits.absolute_times(None, times(0, 500), now_ms=NOW_MS, delay_max_ms=500)
+    assert absolute.tolist() == [1_000, 1_500]
+
+
+def test_a_time_is_taken_as_it_is_also_when_it_is_past() -> None:
+    absolute = limits.absolute_times(times(0, 999, 1_500), None, now_ms=NOW_MS, delay_max_ms=500)
+    assert absolute.tolist() == [0, 999, 1_500]
+
+
+@pytest.mark.parametrize(
+    ("deliver_at_ms", "delay_ms", "message"),
+    [
+        (times(1, 1_501), None, r"deliver_at_ms\[1\] is 1501; the largest delay is 500 ms, so it may be at most 1500"),
+        (times(2**64 - 1), None, r"deliver_at_ms\[0\] is 18446744073709551615"),
+        (None, times(501, 0), r"delay_ms\[0\] is 501; .* at most 500"),
+        (None, times(2**64 - 1), r"delay_ms\[0\] is 18446744073709551615"),
+    ],
+)
+def test_a_row_beyond_the_largest_delay_is_named(
+    deliver_at_ms: np.ndarray | None,
+    delay_ms: np.ndarray | None,
+    message: str,
+) -> None:
+    with pytest.raises(DelayTooLong, match=message):
+        limits.absolute_times(deliver_at_ms, delay_ms, now_ms=NOW_MS, delay_max_ms=500)
+
+
+def test_a_request_without_times_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="both missing"):
+        limits.absolute_times(None, None, now_ms=NOW_MS, delay_max_ms=500)

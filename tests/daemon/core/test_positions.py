@@ -1,0 +1,127 @@
+"""Keys of positions, pages, and sets in their stored form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyroaring import BitMap64
+
+from daemon.core.positions import UNKNOWN_KEY, PageTable, bitmap_of, contained, keys_of, pages_of
+from storage_backends.formats.position_bitmap import position_bitmaps, positions_of
+
+U64_MAX = (1 << 64) - 1
+u64 = st.one_of(st.integers(0, 20), st.sampled_from((2**32 - 1, 2**32, 2**33 + 1, U64_MAX)), st.integers(0, U64_MAX))
+position_sets = st.sets(st.tuples(u64, u64), max_size=30)
+
+
+def columns(positions: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    pairs = np.array(positions, np.uint64).reshape(-1, 2)
+    return pairs[:, 0].copy(), pairs[:, 1].copy()
+
+
+@given(positions=position_sets)
+def test_every_position_has_a_key_of_its_own_that_leads_back_to_it(positions: set[tuple[int, int]]) -> None:
+    table = PageTable()
+    ledger_id, entry_id = columns(sorted(positions))
+    keys = table.intern(ledger_id, entry_id)
+    assert len(set(keys.tolist())) == len(positions)
+    back = table.positions(keys)
+    assert back[0].tolist() == ledger_id.tolist()
+    assert back[1].tolist() == entry_id.tolist()
+    assert table.find(ledger_id, entry_id).tolist() == keys.tolist()
+
+
+@given(known=position_sets, asked=position_sets)
+def test_a_position_of_an_unknown_page_has_no_key_and_makes_none(
+    known: set[tuple[int, int]], asked: set[tuple[int, int]]
+) -> None:
+    table = PageTable()
+    table.intern(*columns(sorted(known)))
+    pages = {(ledger, entry >> 32) for ledger, entry in known}
+    assert len(table) == len(pages)
+    found = table.find(*columns(sorted(asked)))
+    for (ledger, entry), key in zip(sorted(asked), found.tolist(), strict=True):
+        assert (key != int(UNKNOWN_KEY)) == ((ledger, entry >> 32) in pages)
+    assert len(table) == len(pages)
+
+
+def test_a_page_stays_while_anybody_holds_it_and_its_ordinal_is_never_given_out_again() -> None:
+    table = PageTable()
+    ledger_id, entry_id = columns([(7, 1), (8, 1)])
+    before = table.intern(ledger_id, entry_id)
+    ordinals = pages_of(bitmap_of(before))
+    table.hold(ordinals)
+    table.hold(ordinals)
+    table.release(ordinals)
+    table.forget_unheld(ordinals)
+    assert table.find(ledger_id, entry_id).tolist() == before.tolist()
+    table.release(ordinals)
+    assert len(table) == 0
+    assert set(table.find(ledger_id, entry_id).tolist()) == {int(UNKNOWN_KEY)}
+    again = table.intern(ledger_id, entry_id)
+    assert not set(again.tolist()) & set(before.tolist())
+    assert table.positions(before)[0].tolist() == [7, 8]
+
+
+def test_a_page_that_nobody_holds_is_forgotten_on_request() -> None:
+    table = PageTable()
+    keys = table.intern(*columns([(7, 1), (9, 2**40)]))
+    table.hold(pages_of(bitmap_of(keys[:1])))
+    table.forget_unheld(pages_of(bitmap_of(keys)))
+    assert len(table) == 1
+
+
+# A run, a bit set, an array and few values, in every number of containers about the limit of four: with and without
+# run containers the stored form has its lengths in different places.
+SHAPES = {
+    "array": [0, 2, 4, 900],
+    "run": list(range(100, 9_000)),
+    "bitset": list(range(0, 20_000, 3)),
+    "one": [65_535],
+}
+
+
+@pytest.mark.parametrize("containers", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("shapes", [("array",), ("run",), ("bitset",), ("run", "array"), ("bitset", "one", "run")])
+def test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says(
+    shapes: tuple[str, ...], containers: int
+) -> None:
+    entries = [(number << 16) | low for number in range(containers) for low in SHAPES[shapes[number % len(shapes)]]]
+    positions = [(ledger, page | entry) for ledger in (3, U64_MAX) for page in (0, 5 << 32) for entry in entries]
+    table = PageTable()
+    ledger_id, entry_id = columns(positions)
+    keys = table.intern(ledger_id, entry_id)
+    stored = table.to_stored(bitmap_of(keys))
+    expected = {(each.ledger_id, each.page): each.entries for each in position_bitmaps(ledger_id, entry_id)}
+    assert {(each.ledger_id, each.page): bytes(each.entries) for each in stored} == expected
+    assert table.from_stored(stored) == bitmap_of(keys)
+    elsewhere = PageTable()
+    elsewhere.intern(*columns([(1, 1), (U64_MAX, 0)]))
+    there = elsewhere.from_stored(reversed(stored))
+    assert set(zip(*map(np.ndarray.tolist, elsewhere.positions(keys_of(there))), strict=True)) == set(positions)
+
+
+@given(positions=position_sets)
+def test_a_stored_set_is_the_same_set_in_another_table(positions: set[tuple[int, int]]) -> None:
+    table = PageTable()
+    stored = table.to_stored(bitmap_of(table.intern(*columns(sorted(positions)))))
+    assert set(zip(*map(np.ndarray.tolist, positions_of(stored)), strict=True)) == positions
+    other = PageTable()
+    back = other.positions(keys_of(other.from_stored(stored)))
+    assert set(zip(back[0].tolist(), back[1].tolist(), strict=True)) == positions
+
+
+def test_storing_a_set_does_not_change_it() -> None:
+    table = PageTable()
+    keys = bitmap_of(table.intern(*columns([(7, entry) for entry in range(5_000)])))
+    before = keys.serialize()
+    table.to_stored(keys)
+    assert keys.serialize() == before
+
+
+@given(keys=st.lists(st.integers(0, U64_MAX), max_size=40), members=st.sets(st.integers(0, U64_MAX), max_size=40))
+def test_contained_says_of_each_key_whether_it_is_in_the_set(keys: list[int], members: set[int]) -> None:
+    members |= set(keys[::2])
+    assert contained(np.array(keys, np.uint64), BitMap64(members)).tolist() == [key in members for key in keys]
