@@ -133,14 +133,19 @@ async def _serve(settings: config.Config, store: object_store.ObjectStore, ready
 
 
 async def _run(engine: Engine, server: Server, stop: asyncio.Event) -> None:
-    """Starts the engine, which may have to wait for its shards, and stops it when told. Raises what start raises."""
+    """Starts the engine, which may have to wait for its shards, and stops it when told.
+
+    Raises what start raises, and what ended a task of the engine.
+    """
     starting = asyncio.create_task(engine.start())
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await stopping
+            await asyncio.wait((stopping, engine.failed), return_when=asyncio.FIRST_COMPLETED)
+        if engine.failed.done():
+            engine.failed.result()
         log.info("stopping")
     finally:
         stopping.cancel()

@@ -13,7 +13,7 @@ hand-out order over all buckets. A sealed bucket whose next segment is not in me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -276,27 +276,37 @@ class Index:
             self.cache.spend(bucket.name, number)
         return run
 
-    def wanted_segments(self, before_ms: int) -> list[SegmentRange]:
-        """The segments to load for the head: they begin before a time and are not in memory; the earliest first."""
+    def wanted_segments(self, now_ms: int, ahead_ms: int = 0) -> list[SegmentRange]:
+        """The segments to load for the head, the earliest first: those that are due, and those that come due within
+        `ahead_ms` as far as there is room for them: what is loaded ahead must not drive out what was.
+        """
         wanted = []
         for bucket in self.readable:
             if not bucket.waiting_rows or bucket.head.at_end:
                 continue
             self._settle(bucket)
-            segments = bucket.head.wanted(before_ms, LOAD_AHEAD_SEGMENTS, self.cache)
+            segments = bucket.head.wanted(now_ms + ahead_ms, LOAD_AHEAD_SEGMENTS, self.cache)
             if segments is not None:
-                wanted.append((int(bucket.table.min_ms[segments.first]), segments))
+                wanted.append((int(bucket.table.min_ms[segments.first]), bucket.table, segments))
         wanted.sort(key=lambda item: item[0])
-        return [segments for _, segments in wanted]
+        room_rows = self.cache.room_rows
+        chosen = []
+        for min_ms, table, segments in wanted:
+            if min_ms <= now_ms or table.infos[segments.first].rows <= room_rows:
+                chosen.append(segments)
+                room_rows -= sum(info.rows for info in table.infos[segments.first : segments.last + 1])
+        return chosen
 
-    def next_load_ms(self) -> int | None:
-        """The time of the earliest segment that the head will need and that is not in memory."""
+    def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
+        """When the next segment of the head is to be loaded: `ahead_ms` before it is due if there is room."""
         times = []
         for bucket in self.readable:
             if bucket.waiting_rows and not bucket.head.at_end:
                 number = bucket.head.number + (bucket.head.run is not None)
-                if number < len(bucket.table) and (bucket.name, number) not in self.cache:
-                    times.append(int(bucket.table.min_ms[number]))
+                in_memory = number >= len(bucket.table) or (bucket.name, number) in self.cache
+                if not in_memory and not being_read(bucket.name, number):
+                    fits = bucket.table.infos[number].rows <= self.cache.room_rows
+                    times.append(int(bucket.table.min_ms[number]) - (ahead_ms if fits else 0))
         return min(times, default=None)
 
     def load(self, bucket: str, number: int, rows: KeyedRows) -> None:

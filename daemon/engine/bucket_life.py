@@ -125,9 +125,11 @@ class BucketLife:
             self._lost(error)
 
     async def _run(self) -> None:
-        while self._seals:
-            await self._seal(self._seals[0])
-        await self._drop()
+        while self._seals or self._topic.index.droppable():
+            if self._seals:
+                await self._seal(self._seals[0])
+            else:
+                await self._drop()
 
     async def _seal(self, seal: _Seal) -> None:
         environment = self._environment
@@ -186,8 +188,6 @@ class BucketLife:
 
     async def _drop(self) -> None:
         empty = [bucket.name for bucket in self._topic.index.droppable()]
-        if not empty:
-            return
         now_ms = self._environment.clock.now_ms()
         await self._commits.commit(
             lambda tip: topic_manifest.DropBuckets(

@@ -54,14 +54,17 @@ class DispatchStream:
         """There may be something to hand out."""
         self._changed.set()
 
-    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64) -> int:
+    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
         """Acknowledges positions with the times they were handed out with; returns when that is durable.
 
-        The number of positions that were not in the backlog with that time: nothing happened to them.
+        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the number of
+        positions that were not in the backlog with that time: nothing happened to them.
         """
         if self._ended is not None:
             raise self._ended
-        return await self._topic.acknowledge(self.state, HeldPositions(ledger_id, entry_id, deliver_at_ms))
+        return await self._topic.acknowledge(
+            self.state, HeldPositions(ledger_id, entry_id, deliver_at_ms), awaited=awaited
+        )
 
     async def next_messages(self) -> HandedOut:
         """Waits for rows and permits.

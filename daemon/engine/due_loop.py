@@ -16,6 +16,8 @@ from daemon.engine.environment import Clock
 
 # The wall clock may step while the loop sleeps: it looks again at least this often.
 SLEEP_MAX_MS = 500
+# Stale entries that the heap may hold beside as many as there are sleepers.
+HEAP_SLACK = 1_000
 
 
 class Sleeper(Protocol):
@@ -37,6 +39,7 @@ class DueLoop:
         self._tick_ms = tick_ms
         self._heap: list[tuple[int, int, Sleeper]] = []
         self._numbers = itertools.count()
+        self._heap_max = HEAP_SLACK
         self._sooner = asyncio.Event()
         self._sleeping_until_ms: int | None = None
 
@@ -45,9 +48,17 @@ class DueLoop:
         if wake_at_ms is None or (sleeper.wake_at_ms is not None and sleeper.wake_at_ms <= wake_at_ms):
             return
         sleeper.wake_at_ms = wake_at_ms
+        if len(self._heap) > self._heap_max:
+            self._drop_stale()
         heapq.heappush(self._heap, (wake_at_ms, next(self._numbers), sleeper))
         if self._sleeping_until_ms is None or wake_at_ms < self._sleeping_until_ms:
             self._sooner.set()
+
+    def _drop_stale(self) -> None:
+        """Entries of sleepers that were scheduled for a sooner time since would stay until they are due."""
+        self._heap = [entry for entry in self._heap if entry[2].wake_at_ms == entry[0]]
+        heapq.heapify(self._heap)
+        self._heap_max = 2 * len(self._heap) + HEAP_SLACK
 
     async def run(self) -> None:
         while True:

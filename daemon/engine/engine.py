@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 
 TOPICS_PAGE_MAX = 1000
 LOOK_AFTER_S = 1.0
+# A shard that cannot be given up in order within this time is left as it is: the journal has everything.
+RELEASE_S = 20.0
 # Whether a damaged shard was mended is looked at this often.
 DAMAGED_LOOK_S = 30.0
 # A slot that is uncertain for longer makes health say NOT_SERVING.
@@ -63,7 +65,6 @@ class Engine:
         self._environment = environment
         self._shards_total = 0
         self._due_loop = DueLoop(environment.clock, tick_ms=environment.config.delivery.tick_ms)
-        self._cache = SegmentCache(environment.config.delivery.segment_memory_bytes)
         self._shards: dict[int, ServedShard] = {}
         self._candidate = Candidate(environment, waiting=self._wait_for)
         self._health = Health(serving=False, reason="starting")
@@ -72,6 +73,9 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._loop = asyncio.get_running_loop()
+        self._store_away = False
+        # Ends with the error of a task that must not end: the process cannot go on.
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     # ---- life
 
@@ -95,7 +99,7 @@ class Engine:
         )
         for work in (self._serve_for_ever(), self._due_loop.run(), self._look_after(), beat):
             task = asyncio.ensure_future(work)
-            task.add_done_callback(_report)
+            task.add_done_callback(self._task_ended)
             self._tasks.append(task)
 
     async def _root_format(self) -> RootFormat:
@@ -113,7 +117,7 @@ class Engine:
             except Damaged as error:
                 raise Corruption(f"the root cannot be served: {error}") from error
             except StoreError as error:
-                self._wait_for(f"{_UNREACHABLE}: {error}")
+                self._wait_for(f"the store cannot be reached: {error}")
                 await environment.sleep(delay_s)
         raise InvariantViolated("the delays ended")
 
@@ -124,11 +128,13 @@ class Engine:
         for task in self._tasks:
             task.cancel()
         shards = list(self._shards.values())
-        results = await asyncio.gather(*(shard.release() for shard in shards), return_exceptions=True)
+        releases = (asyncio.wait_for(shard.release(), RELEASE_S) for shard in shards)
+        results = await asyncio.gather(*releases, return_exceptions=True)
         stopped = Unavailable("the daemon is stopping; try again")
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, BaseException):
-                log.error("shard %d could not be given up in order: %s", shard.number, result)
+                why = f"it took longer than {RELEASE_S:.0f} s" if isinstance(result, TimeoutError) else result
+                log.error("shard %d could not be given up in order, what is durable stays: %s", shard.number, why)
             shard.close(stopped)
         self._shards = {}
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -150,6 +156,8 @@ class Engine:
     async def _serve(self, claimed: Claimed) -> None:
         self._lost.clear()
         self._wait_for("recovering the topics")
+        # Keys of segments that an earlier ownership loaded mean nothing now.
+        cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
         clock = self._environment.clock
         started_s = clock.elapsed_s()
         shards = [
@@ -158,7 +166,7 @@ class Engine:
                 self._candidate.shard_logs[claim.shard],
                 self._topic_log,
                 self._due_loop,
-                self._cache,
+                cache,
                 self._environment,
                 acknowledgements_from_s=claimed.acknowledgements_from_s,
                 lost=self._shard_lost,
@@ -171,6 +179,9 @@ class Engine:
             if isinstance(result, BaseException):
                 self._drop_all(result)
                 return
+        if self._shards.get(0) is not shards[0]:
+            # Lost while it was being recovered.
+            return
         rows = sum(result for result in recovered if isinstance(result, int))
         seconds = clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
@@ -179,6 +190,7 @@ class Engine:
             shard.serve()
         topics = sum(len(shard.topics) for shard in shards)
         log.info("serving shards=%d topics=%d rows_replayed=%d seconds=%.3f", len(shards), topics, rows, seconds)
+        self._store_away = False
         self._set_health(Health(serving=True, reason="serving"))
 
     def _topic_log(self, shard: int, topic_id: str) -> ManifestLog[TopicManifest]:
@@ -202,6 +214,7 @@ class Engine:
     def _drop_all(self, error: BaseException) -> None:
         """One daemon owns all shards: when one is lost, all are given up, and this daemon stands by."""
         shards, self._shards = self._shards, {}
+        self._store_away = False
         self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
         if isinstance(error, NotOwner):
             answer: TarryError = NotOwner(str(error), owner_address=error.owner_address)
@@ -219,7 +232,7 @@ class Engine:
             await self._environment.sleep(LOOK_AFTER_S)
             for shard in self._shards.values():
                 shard.look_after()
-            if self._health.serving or self._health.reason.startswith(_UNREACHABLE):
+            if self._health.serving or self._store_away:
                 self._look_after_health()
 
     def _look_after_health(self) -> None:
@@ -227,9 +240,19 @@ class Engine:
         unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
         if stalled or unconfirmed:
             shard = (stalled or unconfirmed)[0]
-            self._set_health(Health(serving=False, reason=f"{_UNREACHABLE}: shard {shard.number} waits for it"))
+            self._store_away = True
+            self._wait_for(f"the store cannot be reached: shard {shard.number} waits for it")
         elif self._shards:
+            self._store_away = False
             self._set_health(Health(serving=True, reason="serving"))
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("a task of the engine has ended: %r", error, exc_info=error)
+        self._drop_all(error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     # ---- health
 
@@ -277,11 +300,8 @@ class Engine:
         await self._shard_of(topic).delete_subscription(topic, subscription)
 
     async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
-        """Opens a dispatcher's stream. Raises NotFound."""
+        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""
         self._check_names(topic, subscription)
-        limits_ = self._environment.request_limits
-        if len(held) > limits_.rows_max:
-            limits.check_rows("held_entry_id", len(held), limits_.rows_max)
         served = self._topic(topic)
         return await served.open_subscription(
             subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
@@ -325,7 +345,7 @@ class Engine:
 
     def _check_serving(self) -> None:
         """Raises what a caller is told while the shards are not served here."""
-        if self._shards and (self._health.serving or self._health.reason.startswith(_UNREACHABLE)):
+        if self._shards and (self._health.serving or self._store_away):
             return
         if self._candidate.owner_address and not self._shards:
             raise NotOwner(f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address)
@@ -339,15 +359,7 @@ class Engine:
         return await self._shard_of(topic).topic_to_write(topic)
 
     def _topic(self, topic: str) -> ServedTopic:
-        served = self._shard_of(topic).topics.get(topic)
+        served = self._shard_of(topic).topic(topic)
         if served is None:
             raise NotFound(f"there is no topic {topic!r}")
         return served
-
-
-_UNREACHABLE = "the store cannot be reached"
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.critical("a task of the engine has ended: %r", error, exc_info=error)

@@ -56,6 +56,7 @@ class GroupCommit:
         self._applied = applied
         self._slots: collections.deque[_Slot] = collections.deque()
         self._writing: _Slot | None = None
+        self._writing_since_s = 0.0
         self._staged = asyncio.Event()
         self._slot_bytes_max = environment.config.journal.slot_bytes_max
         self._ended: Exception | None = None
@@ -64,11 +65,9 @@ class GroupCommit:
         """Raises what a request is to be answered with when nothing can be staged now."""
         if self._ended is not None:
             raise self._ended
-        stalled_since_s = self._journal.stalled_since_s
-        if stalled_since_s is not None:
-            stalled_s = self._environment.clock.elapsed_s() - stalled_since_s
-            if stalled_s > STALL_REFUSE_S:
-                raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
+        stalled_s = self.stalled_s
+        if stalled_s > STALL_REFUSE_S:
+            raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
         if len(self._slots) >= STAGED_SLOTS_MAX:
             raise QuotaExceeded(
                 f"{len(self._slots)} full slots wait to be written, the limit is {STAGED_SLOTS_MAX}; try again",
@@ -104,7 +103,10 @@ class GroupCommit:
         asked_s = self._environment.clock.elapsed_s()
         if self._writing is not None:
             await asyncio.shield(self._writing.certain)
-        await self._confirmation.confirm_after(asked_s)
+        try:
+            await asyncio.wait_for(self._confirmation.confirm_after(asked_s), STALL_ANSWER_S)
+        except TimeoutError:
+            raise Unavailable(f"the store has not answered for {STALL_ANSWER_S:.0f} s; try again") from None
 
     async def flush(self) -> None:
         """Returns when everything that is staged now is durable and applied."""
@@ -115,9 +117,8 @@ class GroupCommit:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the slot that is being written has been uncertain; 0.0 when it is not."""
-        since_s = self._journal.stalled_since_s
-        return 0.0 if since_s is None else self._environment.clock.elapsed_s() - since_s
+        """For how long the slot that is being written has been on its way; 0.0 when none is."""
+        return 0.0 if self._writing is None else self._environment.clock.elapsed_s() - self._writing_since_s
 
     def answer_stalled(self) -> None:
         """Whoever has waited too long is told that the outcome is unknown; the slot is still being tried."""
@@ -135,7 +136,7 @@ class GroupCommit:
                 await self._staged.wait()
                 self._staged.clear()
                 while self._slots:
-                    self._writing = self._slots.popleft()
+                    self._writing, self._writing_since_s = self._slots.popleft(), self._environment.clock.elapsed_s()
                     await self._write(self._writing)
                     self._writing = None
                     if self._slots and self._environment.linger_s and len(self._slots) == 1:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from daemon.durability import backoff
 from daemon.engine.environment import Environment
-from daemon.errors import InvariantViolated
+from daemon.errors import Corruption, InvariantViolated
 from storage_backends import commit
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.object_store import StoreError
+from storage_backends.object_store import Damaged, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class TopicCommits:
     async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
         """Commits the operation made for the tip; returns when that is certain, however long the store is away.
 
-        Raises commit.Refused when the precondition fails: for an owner that means that the epoch is over.
+        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, and
+        Corruption when the tip is damaged.
         """
         async with self._turn:
             made = operation(self._tip.manifest)
@@ -83,6 +84,8 @@ async def commit_until_certain(
                     deadline_s=DEADLINE_S,
                 )
             )
+        except Damaged as error:
+            raise Corruption(f"manifest {error}") from error
         except (commit.CommitOutcomeUnknown, StoreError) as error:
             log.warning("a manifest commit is not certain, trying again: %s", error)
             await environment.sleep(delay_s)

@@ -34,9 +34,12 @@ class SegmentLoader:
         self._loaded = loaded
         self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(READS_MAX)
+        self._closed = False
 
     def start(self, wanted: Iterable[SegmentRange]) -> list[asyncio.Task[None]]:
         """Reads segments that are not being read; the tasks to wait for until all of them are in memory."""
+        if self._closed:
+            return []
         tasks = []
         for segments in wanted:
             numbers = range(segments.first, segments.last + 1)
@@ -51,11 +54,12 @@ class SegmentLoader:
                 tasks.append(task)
         return tasks
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._reads)
+    def reads(self, bucket: str, number: int) -> bool:
+        """Whether the segment is being read."""
+        return (bucket, number) in self._reads
 
     def close(self) -> None:
+        self._closed = True
         for task in set(self._reads.values()):
             task.cancel()
 

@@ -21,7 +21,6 @@ from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
-from daemon.durability.journal import JournalWriter
 from daemon.engine.calls import SubscriptionStats, TopicStats, TopicSummary
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.due_loop import DueLoop
@@ -51,7 +50,6 @@ class Owned(Protocol):
     number: int
     epoch: int
     commits: GroupCommit
-    journal: JournalWriter
 
     @property
     def may_hand_out(self) -> bool: ...
@@ -74,6 +72,7 @@ class ServedTopic:
         self._loader = SegmentLoader(topic, environment, self._segments_loaded)
         self._behind: dict[int, asyncio.Task[None]] = {}
         self._dispatchers = itertools.count(1)
+        self._ended: Exception | None = None
         # Set while requests may pass; cleared while a subscription comes or goes.
         self._open = asyncio.Event()
         self._open.set()
@@ -81,7 +80,7 @@ class ServedTopic:
     # ---- requests
 
     async def add(self, batch: AddBatch) -> AddOutcome:
-        if not self._open.is_set():
+        while not self._open.is_set():
             await self._open.wait()
         commits = self.shard.commits
         commits.check_accepting()
@@ -107,25 +106,26 @@ class ServedTopic:
         )
         return outcome
 
-    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions) -> int:
+    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> int:
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        if not self._open.is_set():
+        while not self._open.is_set():
             await self._open.wait()
         commits = self.shard.commits
         commits.check_accepting()
         record, rest = self.core.stage_acknowledge(state, claims)
-        slot = None if record is None else commits.stage(record)
+        slot = None if record is None else commits.stage(record, awaited=awaited)
         ignored = len(rest)
         if len(rest):
             found = await self._find_in_backlog(state, rest)
             record = self.core.stage_acknowledge_found(state, found)
             if record is not None:
-                slot = commits.stage(record)
+                slot = commits.stage(record, awaited=awaited)
                 ignored -= len(found)
-        if slot is None:
-            await commits.confirmed()
-        else:
+        if slot is not None:
             await asyncio.shield(slot)
+        if ignored:
+            # What was not in the backlog may have left it by a decision of a later slot.
+            await commits.confirmed()
         await self.shard.acknowledgements_open()
         self._environment.metrics.acknowledged(self.core.name, acknowledged=len(claims) - ignored, ignored=ignored)
         return ignored
@@ -170,7 +170,7 @@ class ServedTopic:
     async def settle_due(self) -> None:
         """Returns when every row that is due now has been passed."""
         now_ms = self._environment.clock.now_ms()
-        while True:
+        while self._ended is None:
             if self._pass_due(now_ms):
                 # Others have their turn.
                 await asyncio.sleep(0)
@@ -184,7 +184,7 @@ class ServedTopic:
 
     async def open_subscription(self, subscription: str, held: HeldPositions, *, streams_max: int) -> DispatchStream:
         """Opens a stream on a subscription by its name. Raises NotFound."""
-        if not self._open.is_set():
+        while not self._open.is_set():
             await self._open.wait()
         states = self.core.subscriptions.values()
         state = next((state for state in states if state.stored.name == subscription), None)
@@ -203,8 +203,13 @@ class ServedTopic:
         stream = DispatchStream(self, state, next(self._dispatchers), epoch=self.shard.epoch)
         found = KeyedRows.empty()
         if len(held):
+            # The rows that it holds have been passed before it asks for them.
             await self.settle_due()
             found = await self._find_in_backlog(state, held)
+        if self._ended is not None:
+            raise self._ended
+        if state.subscription_id not in self.core.subscriptions:
+            raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
         self.core.open(state, stream.dispatcher)
         self.core.hold(state, stream.dispatcher, found)
         stream.held = len(found)
@@ -227,6 +232,8 @@ class ServedTopic:
                 for stream in list(of_subscription.values()):
                     self.close_stream(stream)
                     stream.end(error)
+        if subscription_id is not None:
+            self.streams.pop(subscription_id, None)
 
     @property
     def may_hand_out(self) -> bool:
@@ -254,11 +261,16 @@ class ServedTopic:
 
     def changed(self) -> None:
         """Rows were added, loaded or sealed: the next wake-up may be sooner."""
+        if self._ended is not None:
+            return
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:
+        if self._ended is not None:
+            return None
         self._pass_due(now_ms)
-        self._loader.start(self.core.index.wanted_segments(now_ms + self._load_ahead_ms))
+        ahead_ms = self._environment.config.delivery.lookahead_ms
+        self._loader.start(self.core.index.wanted_segments(now_ms, ahead_ms))
         return self._next_wake_ms()
 
     def _pass_due(self, now_ms: int) -> int:
@@ -270,18 +282,11 @@ class ServedTopic:
                 self._read_on(state)
         return passed
 
-    @property
-    def _load_ahead_ms(self) -> int:
-        """How long before it is due a segment is loaded; nothing is loaded ahead while the memory for it is full."""
-        return self._environment.config.delivery.lookahead_ms if self.core.index.cache.room_rows > 0 else 0
-
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
         index = self.core.index
         times = [index.next_due_in_memory_ms()]
-        load_ms = index.next_load_ms()
-        if load_ms is not None and not self._loader.busy:
-            times.append(load_ms - self._load_ahead_ms)
+        times.append(index.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads))
         return min((time for time in times if time is not None), default=None)
 
     def _segments_loaded(self) -> None:
@@ -292,7 +297,12 @@ class ServedTopic:
     def _read_on(self, state: SubscriptionState) -> None:
         """Derives READY rows for a subscription that is behind and runs low."""
         number = state.subscription_id
-        if state.reader is None or state.ready_rows >= READY_LOW_ROWS or number in self._behind:
+        if (
+            self._ended is not None
+            or state.reader is None
+            or state.ready_rows >= READY_LOW_ROWS
+            or number in self._behind
+        ):
             return
         needed = self.core.catch_up(state, CATCH_UP_ROWS)
         if needed:
@@ -372,7 +382,8 @@ class ServedTopic:
         )
 
     def close(self, error: Exception) -> None:
-        """The topic is served here no longer."""
+        """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""
+        self._ended = error
         self.end_streams(error)
         self._loader.close()
         for task in self._behind.values():

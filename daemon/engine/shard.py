@@ -8,12 +8,13 @@ and buckets (`bucket_life`).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint, checkpoint_store, recovery, shard_manifest
+from daemon.durability import checkpoint, checkpoint_store, journal_tail, recovery, shard_manifest
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
@@ -22,14 +23,14 @@ from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS, BucketLife
 from daemon.engine.calls import SubscriptionCreated
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
-from daemon.engine.group_commit import GroupCommit
+from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
-from daemon.errors import NotFound, QuotaExceeded
+from daemon.errors import Corruption, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest, names
-from storage_backends.formats.journal import AddRecord, Record
+from storage_backends.formats.journal import AddRecord, Record, SlotHeader
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ HAND_OUT_UNCONFIRMED_S = 15.0
 SUBSCRIPTIONS_RETRY_MS = 60_000
 # Topics that are recovered at the same time.
 TOPICS_AT_ONCE = 8
+
+
+TailSlot = tuple[SlotHeader, tuple[Record, ...]]
 
 
 class ServedShard:
@@ -75,6 +79,10 @@ class ServedShard:
         self._acknowledgements_from_s = acknowledgements_from_s
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
+        # Topics that are damaged. Their slots are kept: no checkpoint moves on while there are any.
+        self._refused: dict[str, Corruption] = {}
+        self._recovered = False
+        self._releasing = False
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
         self._bytes_since_checkpoint = 0
         self._slots_since_checkpoint = 0
@@ -117,13 +125,23 @@ class ServedShard:
     async def recover(self) -> int:
         """Claims and restores every topic of the shard; how many rows were replayed. Then it may be served."""
         topic_ids = await self._environment.run(self._topic_ids)
+        tails = _by_topic(self._claim.slots)
         turns = asyncio.Semaphore(TOPICS_AT_ONCE)
 
         async def recover(topic_id: str) -> int:
             async with turns:
-                return await self._recover_topic(topic_id)
+                try:
+                    return await self._recover_topic(topic_id, tails.get(topic_id, ()))
+                except Corruption as error:
+                    log.error("shard %d: topic %s cannot be served: %s", self.number, topic_id, error)
+                    self._refused[topic_id] = error
+                    return 0
 
-        return sum(await asyncio.gather(*map(recover, topic_ids)))
+        rows = sum(await asyncio.gather(*map(recover, topic_ids)))
+        # Nothing reads the tail and the checkpoint again.
+        self._claim = dataclasses.replace(self._claim, checkpoint=None, slots=())
+        self._recovered = True
+        return rows
 
     def serve(self) -> None:
         """Starts writing slots and confirming the epoch."""
@@ -144,12 +162,11 @@ class ServedShard:
 
     async def release(self) -> None:
         """Orderly end: what is staged becomes durable, the state goes into a checkpoint, the shard is given up."""
-        await self.commits.flush()
-        for life in self.lives.values():
-            life.seal(self.applied_slot)
-        for life in self.lives.values():
-            await life.settled()
-        await self._checkpoint()
+        self._releasing = True
+        if self._recovered:
+            await self._keep()
+        for topic in self.topics.values():
+            topic.end_streams(Unavailable("the daemon is stopping; try again"))
         await self._environment.run(
             lambda: commit.commit(
                 self._shard_log,
@@ -160,6 +177,18 @@ class ServedShard:
                 deadline_s=10.0,
             )
         )
+
+    async def _keep(self) -> None:
+        """Everything that is in memory is in buckets and a checkpoint when this returns."""
+        await self.commits.flush()
+        for life in self.lives.values():
+            life.seal(self.applied_slot)
+        for life in self.lives.values():
+            await life.settled()
+        if self._checkpointing is not None:
+            await asyncio.wait([self._checkpointing])
+        if not self._refused:
+            await self._checkpoint()
 
     def close(self, error: Exception) -> None:
         """Drops all state; whoever waits gets the error."""
@@ -178,7 +207,7 @@ class ServedShard:
 
     @property
     def may_hand_out(self) -> bool:
-        return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
+        return not self._releasing and self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     async def acknowledgements_open(self) -> None:
         wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
@@ -213,6 +242,8 @@ class ServedShard:
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
+        if not self._recovered or self._releasing:
+            return
         self.commits.answer_stalled()
         for life in self.lives.values():
             life.after_slot(self.applied_slot)
@@ -227,7 +258,7 @@ class ServedShard:
         keys = (entry.key for entry in self._environment.store.list(prefix))
         return sorted({key[len(prefix) :].split("/", 1)[0] for key in keys})
 
-    async def _recover_topic(self, topic_id: str) -> int:
+    async def _recover_topic(self, topic_id: str, tail: Sequence[TailSlot]) -> int:
         environment = self._environment
         topic_log = self._topic_logs(self.number, topic_id)
         tip = await commit_until_certain(environment, topic_log, topic_manifest.Claim(epoch=self.epoch), warm=None)
@@ -242,8 +273,7 @@ class ServedShard:
 
         def restore() -> int:
             recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
-            slots = ((slot.header, slot.records) for slot in self._claim.slots)
-            return recovery.replay(topic, slots, state_slot=state_slot, elapsed_ms=elapsed_ms)
+            return recovery.replay(topic, tail, state_slot=state_slot, elapsed_ms=elapsed_ms)
 
         rows = await environment.run(restore)
         served = self._serve_topic(topic, topic_log, tip)
@@ -278,7 +308,7 @@ class ServedShard:
 
     async def topic_to_write(self, name: str) -> ServedTopic:
         """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
-        topic = self.topics.get(name)
+        topic = self.topic(name)
         if topic is not None:
             return topic
         self.commits.check_accepting()
@@ -286,7 +316,21 @@ class ServedShard:
         if birth is None:
             birth = self._births[name] = asyncio.ensure_future(self._bear(name))
             birth.add_done_callback(lambda _: self._births.pop(name, None))
-        return await asyncio.shield(birth)
+        try:
+            return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
+        except TimeoutError:
+            raise OutcomeUnknown(f"topic {name} is new, and the store has not answered; a retry is safe") from None
+        except asyncio.CancelledError:
+            if birth.cancelled():
+                raise Unavailable("the shard is served by this daemon no longer; try again") from None
+            raise
+
+    def topic(self, name: str) -> ServedTopic | None:
+        """The topic; None when there is none. Raises Corruption when it cannot be served."""
+        topic = self.topics.get(name)
+        if topic is None and self._refused and (refused := self._refused.get(names.topic_id(name))) is not None:
+            raise Corruption(f"topic {name}: {refused}")
+        return topic
 
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
@@ -294,7 +338,12 @@ class ServedShard:
         create = topic_manifest.Create(
             topic=name, topic_id=topic_id, incarnation=1, epoch=self.epoch, applied=self.applied_slot
         )
-        tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
+        try:
+            tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
+        except commit.Refused:
+            # The former owner's last act, which landed after this owner had listed the topics.
+            await self._recover_topic(topic_id, ())
+            return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
 
     # ---- subscriptions
@@ -319,12 +368,13 @@ class ServedShard:
                 since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
                 created_slot=self.applied_slot,
             )
-            await commits.commit(
+            await self._commit_subscriptions(
+                commits,
                 lambda tip: topic_manifest.SetSubscriptions(
                     subscriptions=(*tip.subscriptions, stored),
                     last_subscription_id=stored.subscription_id,
                     epoch=self.epoch,
-                )
+                ),
             )
             topic.core.add_subscription(stored)
             return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
@@ -342,19 +392,29 @@ class ServedShard:
             topic.end_streams(gone, subscription_id=state.subscription_id)
             await topic.settle_due()
             await topic.commit_records(topic.core.gone_with_subscription(state.subscription_id))
-            await self.topic_commits[name].commit(
+            await self._commit_subscriptions(
+                self.topic_commits[name],
                 lambda tip: topic_manifest.SetSubscriptions(
                     subscriptions=tuple(
                         each for each in tip.subscriptions if each.subscription_id != state.subscription_id
                     ),
                     last_subscription_id=tip.last_subscription_id,
                     epoch=self.epoch,
-                )
+                ),
             )
             topic.core.remove_subscription(state.subscription_id)
             self.lives[name].after_slot(self.applied_slot)
         finally:
             topic.resume()
+
+    async def _commit_subscriptions(
+        self, commits: TopicCommits, operation: Callable[[manifest.TopicManifest], topic_manifest.SetSubscriptions]
+    ) -> None:
+        try:
+            await commits.commit(operation)
+        except commit.Refused as refused:
+            self.lose(refused)
+            raise NotOwner(f"shard {self.number} has another owner: {refused.reason}") from refused
 
     # ---- checkpoints
 
@@ -364,21 +424,21 @@ class ServedShard:
             self._bytes_since_checkpoint >= limits.checkpoint_bytes
             or self._slots_since_checkpoint >= limits.checkpoint_slots
         )
-        if wanted and (self._checkpointing is None or self._checkpointing.done()):
+        if wanted and not self._refused and (self._checkpointing is None or self._checkpointing.done()):
             self._checkpointing = asyncio.ensure_future(self._try_checkpoint())
             self._checkpointing.add_done_callback(self._task_done)
 
     async def _try_checkpoint(self) -> None:
         try:
             await self._checkpoint()
-        except StoreError as error:
+        except (StoreError, commit.CommitOutcomeUnknown) as error:
             # The journal is longer for it; the next slots ask again.
             log.warning("shard %d: no checkpoint could be written: %s", self.number, error)
 
     async def _checkpoint(self) -> None:
         """Writes the state as of now, commits it, and deletes the slots that two checkpoints cover."""
         environment = self._environment
-        self._bytes_since_checkpoint = self._slots_since_checkpoint = 0
+        size_bytes, slots = self._bytes_since_checkpoint, self._slots_since_checkpoint
         slot = self.applied_slot
         cuts = [
             life.cut()
@@ -409,5 +469,17 @@ class ServedShard:
             )
 
         committed = await environment.run(write)
+        self._bytes_since_checkpoint -= size_bytes
+        self._slots_since_checkpoint -= slots
         while await environment.run(lambda: self._truncation.truncate(committed.manifest)):
             pass
+
+
+def _by_topic(slots: Iterable[journal_tail.Slot]) -> dict[str, list[TailSlot]]:
+    """The tail's records by topic: each topic is replayed without looking at the others' records."""
+    tails: dict[str, list[TailSlot]] = {}
+    for slot in slots:
+        for topic_id in {record.topic_id for record in slot.records}:
+            own = tuple(record for record in slot.records if record.topic_id == topic_id)
+            tails.setdefault(topic_id, []).append((slot.header, own))
+    return tails

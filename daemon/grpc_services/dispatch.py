@@ -168,7 +168,7 @@ def _close_unused(opening: asyncio.Future[DispatchStream]) -> None:
 
 
 def _acknowledge(stream: DispatchStream, request: pb.Acknowledge) -> Awaitable[int]:
-    return stream.acknowledge(*columns.acknowledged(request))
+    return stream.acknowledge(*columns.acknowledged(request), awaited=request.request_id != 0)
 
 
 def _done(epoch: int, request_id: int, outcome: int | Exception, *, answered: bool) -> bytes | None:
