@@ -1,0 +1,330 @@
+"""The failure table of the storage protocol, one case per row.
+
+Owns: a case for every row that the daemon can meet, or where the row is tried, or the capability that it waits for.
+Does not own: every place at which a crash may come (`tests/daemon/engine/test_crash_points.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from daemon.errors import OutcomeUnknown, TarryError, Unavailable
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import names
+from storage_backends.memory import MemoryStore
+from storage_backends.object_store import StoreRefused
+from storage_backends.probe import probe
+from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.support.fault_store import Fault
+
+SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
+JOURNAL = "/journal/"
+BUCKETS = "/buckets/"
+
+WAITS = "waits for: "
+
+# Every row of the table: the test of this module that is its case, or what it waits for.
+TABLE = {
+    "crash before the journal PUT lands": "test_crash_before_the_slot_lands",
+    "crash after it lands, before the answer": "test_crash_after_the_slot_landed",
+    "a duplicate that depends on a slot that never lands": "test_duplicate_of_a_slot_that_never_lands",
+    "answer lost, owner alive": "test_answer_lost_and_the_owner_lives",
+    "owner paused an hour, then sends its slot": "test_owner_paused_an_hour",
+    "crash between bucket PUT and manifest": "test_crash_between_bucket_and_manifest",
+    "crash between seal and checkpoint": "test_crash_between_seal_and_checkpoint",
+    "manifest landed, answer lost, others committed after": "test_manifest_landed_and_its_answer_was_lost",
+    "seal by a zombie after the claim": "test_seal_by_a_zombie",
+    "crash between claim and fence": "test_crash_between_claim_and_fence",
+    "two claimants interleave": "test_two_claimants",
+    "ack between a merge's plan and its commit": WAITS + "merge",
+    "Spark output written, commit never sent": WAITS + "the Spark job",
+    "Spark commit landed, job restarted": WAITS + "the Spark job",
+    "merge slower than the floor": WAITS + "merge and collection",
+    "two merges of one run": WAITS + "merge",
+    "crash after hand-out, before ack": "test_crash_after_hand_out",
+    "topic deleted, then a stale merge or journal tail": WAITS + "deletion of topics",
+    "tombstone deleted, crash before it is dropped": WAITS + "collection",
+    "reader holds an old manifest past the grace": WAITS + "collection",
+    "store loses or corrupts an object": "test_store_corrupts_a_bucket",
+    "store ignores conditions": "test_store_ignores_conditions",
+    "daemon reaches clients but not the store": "test_store_out_of_reach",
+    "disk full, out of memory, SIGKILL": "test_sigkill",
+}
+
+
+def test_every_row_of_the_table_has_its_case_or_waits_for_a_capability() -> None:
+    module = sys.modules[__name__]
+    cases = [case for case in TABLE.values() if not case.startswith(WAITS)]
+    assert all(callable(getattr(module, case, None)) for case in cases)
+    assert len(TABLE) == 24
+
+
+async def everything(daemon: Daemon, rows: int) -> set[tuple[int, int]]:
+    """What a new receiver is handed out: so many rows and no more, none early, none twice."""
+    receiver = await daemon.receiver("t")
+    await receiver.received(rows)
+    await asyncio.sleep(60)
+    assert len(receiver.rows) == len(receiver.positions) == rows
+    assert not receiver.early
+    return receiver.positions
+
+
+async def test_crash_before_the_slot_lands(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 0, [0])
+    held = one.pause("put_if_absent", JOURNAL, then=Fault.FAIL_BEFORE)
+    add = one.add("t", 1, range(10))
+    await held.reached()
+    one.kill()
+    two = await machines.served_by()
+    assert add.cancelled(), "it was not answered"
+    assert (await two.add("t", 1, range(10))).accepted == 10
+    await everything(two, 11)
+
+
+async def test_crash_after_the_slot_landed(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 0, [0])
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
+    held = one.pause("head", JOURNAL)
+    add = one.add("t", 1, range(10))
+    await held.reached()
+    one.kill()
+    two = await machines.served_by()
+    assert add.cancelled()
+    assert (await two.add("t", 1, range(10))).duplicates == 10
+    await everything(two, 11)
+
+
+async def test_duplicate_of_a_slot_that_never_lands(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 0, [0])
+    held = one.pause("put_if_absent", JOURNAL, then=Fault.FAIL_BEFORE)
+    add = one.add("t", 1, range(10))
+    await held.reached()
+    duplicate = one.add("t", 1, range(10))
+    await asyncio.sleep(10)
+    assert not duplicate.done()
+    one.freeze()
+    two = await machines.served_by("two")
+    one.thaw()
+    held.release()
+    answers = await asyncio.gather(add, duplicate, return_exceptions=True)
+    assert all(isinstance(answer, TarryError) for answer in answers)
+    assert two.topic("t").core.index.pending_rows <= 1
+
+
+async def test_answer_lost_and_the_owner_lives(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 0, [0])
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL)
+    assert (await one.add("t", 1, range(10))).accepted == 10
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=JOURNAL, times=100)
+    one.script.plan("head", Fault.FAIL_BEFORE, key_part=JOURNAL, times=20)
+    with pytest.raises(OutcomeUnknown):
+        await one.add("t", 2, range(10))
+    await one.serving()
+    assert (await one.add("t", 2, range(10))).duplicates == 10
+    await everything(one, 21)
+
+
+async def test_owner_paused_an_hour(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 0, [0])
+    held = one.pause("put_if_absent", JOURNAL)
+    add = one.add("t", 1, range(10))
+    await held.reached()
+    one.freeze()
+    two = await machines.served_by("two")
+    await asyncio.sleep(3600)
+    held.release()
+    with pytest.raises(TarryError):
+        await add
+    one.thaw()
+    await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
+    assert (await two.add("t", 1, range(10))).accepted == 10
+    await everything(two, 11)
+
+
+async def test_crash_between_bucket_and_manifest(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 0, [0])
+    held = one.pause("put_if_absent", "/topics/", then=Fault.FAIL_BEFORE)
+    await one.add("t", 1, range(20))
+    await held.reached()
+    one.kill()
+    (orphan,) = machines.keys(BUCKETS)
+    two = await machines.served_by("one", *SMALL)
+    await everything(two, 21)
+    live = two.topic("t").core.index.sealed
+    assert live, "it was sealed again"
+    assert orphan not in live
+    assert orphan in machines.keys(BUCKETS), "collection, and nothing else, deletes an orphan"
+
+
+async def test_crash_between_seal_and_checkpoint(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    receiver = await one.receiver("t")
+    for ledger_id in range(7):
+        await one.add("t", ledger_id, range(2))
+    await receiver.received(14)
+    assert machines.keys("/checkpoint/")
+    await receiver.acknowledge(receiver.rows[:4])
+    await one.add("t", 50, range(20))
+    await one.until(lambda: bool(one.topic("t").core.index.sealed))
+    one.kill()
+    await everything(await machines.served_by("one", *SMALL), 14 - 4 + 20)
+
+
+async def test_manifest_landed_and_its_answer_was_lost(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 0, [0])
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="/topics/")
+    held = one.pause("head", "/topics/")
+    await one.add("t", 1, range(20))
+    await held.reached()
+    log = topic_manifest.topic_log(
+        machines.store,
+        0,
+        names.topic_id("t"),
+        monotonic=machines.elapsed_s,
+        sleep=lambda seconds: None,
+        jitter=lambda: 0.5,
+        new_id=lambda: "another-commit",
+    )
+    tip = log.read_tip()
+    assert tip is not None
+    commit.commit(
+        log,
+        topic_manifest.SetSubscriptions(subscriptions=(), last_subscription_id=0, epoch=1),
+        writer="another",
+        created_ms=0,
+        warm=tip,
+        deadline_s=1.0,
+    )
+    held.release()
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 1)
+    assert len(machines.keys(BUCKETS)) == 1
+    await everything(one, 21)
+
+
+async def test_seal_by_a_zombie(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 0, [0])
+    held = one.pause("put", BUCKETS)
+    await one.add("t", 1, range(20))
+    await held.reached()
+    one.freeze()
+    two = await machines.served_by("two", *SMALL)
+    manifests = machines.keys(f"{names.topic_id('t')}/manifest/")
+    held.release()
+    one.thaw()
+    await one.until(lambda: not one.engine.health.serving)
+    await asyncio.sleep(5)
+    zombies = set(machines.keys(f"{names.topic_id('t')}/manifest/")) - set(manifests)
+    assert all(machines.store.get(key).find(b"one") < 0 for key in zombies)
+    await everything(two, 21)
+
+
+async def test_crash_between_claim_and_fence(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, range(10))
+    one.kill()
+    two = machines.daemon()
+    held = two.pause("put_if_absent", JOURNAL, then=Fault.FAIL_BEFORE)
+    await two.start()
+    await held.reached()
+    two.kill()
+    three = await machines.served_by()
+    assert three.shards[0].epoch == 3
+    await everything(three, 10)
+
+
+async def test_two_claimants(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, range(10))
+    one.kill()
+    lower = machines.daemon("lower")
+    held = lower.pause("put_if_absent", JOURNAL)
+    await lower.start()
+    await held.reached()
+    lower.freeze()
+    higher = await machines.served_by("higher")
+    held.release()
+    lower.thaw()
+    await asyncio.sleep(10)
+    assert not lower.engine.health.serving
+    assert higher.engine.health.serving
+    await everything(higher, 10)
+
+
+async def test_crash_after_hand_out(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    receiver = await one.receiver("t")
+    await one.add("t", 1, range(10))
+    rows = await receiver.received(10)
+    assert await receiver.acknowledge(rows[:3]) == 0
+    one.kill()
+    assert await everything(await machines.served_by(), 7) == {row[:2] for row in rows[3:]}
+
+
+async def test_store_corrupts_a_bucket(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    for ledger_id in (1, 2):
+        await one.add("t", ledger_id, range(20), delay_ms=60_000)
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 2)
+    one.kill()
+    damaged = machines.keys(BUCKETS)[0]
+    body = bytearray(machines.store.get(damaged))
+    body[len(body) // 2] ^= 1
+    machines.store.put(damaged, bytes(body))
+    two = await machines.served_by("one", *SMALL)
+    receiver = await two.receiver("t")
+    await receiver.received(20)
+    assert {ledger_id for ledger_id, _ in receiver.positions} == {2}
+    assert damaged in machines.keys(BUCKETS), "what is damaged is never deleted"
+
+
+class WithoutConditions(MemoryStore):
+    """A store that takes no notice of If-None-Match."""
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        self.put(key, body, metadata=metadata)
+
+
+def test_store_ignores_conditions() -> None:
+    probe(MemoryStore(), "probe/1")
+    with pytest.raises(StoreRefused, match="ignores the condition"):
+        probe(WithoutConditions(), "probe/1")
+
+
+async def test_store_out_of_reach(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 0, [0])
+    one.store.go_down()
+    add = one.add("t", 1, range(10))
+    await one.until(lambda: not one.engine.health.serving)
+    with pytest.raises(Unavailable):
+        await one.add("t", 2, range(10))
+    with pytest.raises(OutcomeUnknown):
+        await add
+    one.store.come_back()
+    await one.serving()
+    await everything(one, 11)
+
+
+async def test_sigkill(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    adds = [one.add("t", ledger_id, range(8)) for ledger_id in range(10)]
+    await adds[0]
+    adds += [one.add("t", ledger_id, range(8)) for ledger_id in range(10, 20)]
+    one.kill()
+    two = await machines.served_by("one", *SMALL)
+    for ledger_id in range(20):
+        outcome = await two.add("t", ledger_id, range(8))
+        assert outcome.accepted + outcome.duplicates == 8
+    await everything(two, 160)
