@@ -28,6 +28,7 @@ from daemon.core.runs import in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
+from daemon.errors import InvariantViolated
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord, Record
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.rows import U32, U64, Rows
@@ -100,6 +101,7 @@ class Topic:
         self.subscriptions: dict[int, SubscriptionState] = {}
         for stored in subscriptions:
             self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
+        self._coming: SubscriptionState | None = None
         self._staged = BitMap64()
         self._staged_pages: set[int] = set()
 
@@ -285,14 +287,25 @@ class Topic:
         """The `since_ms` of a subscription that is created now: everything that has been passed is before it."""
         return max(now_ms, self.index.passed_until_ms) if self.subscriptions else 0
 
-    def add_subscription(self, stored: Subscription) -> SubscriptionState:
-        """The subscription is in the topic's manifest. What was due before is owed to the first one only."""
+    def begin_subscription(self, stored: Subscription) -> None:
+        """The subscription is about to be in the topic's manifest: what is passed from here on is counted for it.
+
+        What was passed before is owed to the first one only. No other decision is applied before `add_subscription`.
+        """
         state = SubscriptionState(stored, ready_rows_max=self._ready_rows_max)
         if self.subscriptions:
             self.index.admit(stored.subscription_id)
         else:
             state.backlog = sum(bucket.passed_rows for bucket in self.index.buckets)
-        self.subscriptions[stored.subscription_id] = state
+        self._coming = state
+
+    def add_subscription(self) -> SubscriptionState:
+        """The subscription that was begun is in the topic's manifest."""
+        state = self._coming
+        if state is None:
+            raise InvariantViolated("a subscription is added that was not begun")
+        self._coming = None
+        self.subscriptions[state.subscription_id] = state
         return state
 
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
@@ -320,6 +333,8 @@ class Topic:
         if not passed:
             return 0
         everything: KeyedRows | None = None
+        if self._coming is not None:
+            self._coming.backlog += sum(map(len, self._owed(self._coming, passed)[0]))
         for state in self.subscriptions.values():
             owed, complete = self._owed(state, passed)
             state.backlog += sum(map(len, owed))

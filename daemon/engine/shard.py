@@ -368,6 +368,7 @@ class ServedShard:
                 since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
                 created_slot=self.applied_slot,
             )
+            topic.core.begin_subscription(stored)
             await self._commit_subscriptions(
                 commits,
                 lambda tip: topic_manifest.SetSubscriptions(
@@ -376,7 +377,7 @@ class ServedShard:
                     epoch=self.epoch,
                 ),
             )
-            topic.core.add_subscription(stored)
+            topic.core.add_subscription()
             return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
         finally:
             topic.resume()
