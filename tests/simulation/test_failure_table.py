@@ -7,14 +7,17 @@ Does not own: every place at which a crash may come (`tests/daemon/engine/test_c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
+from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
@@ -328,3 +331,10 @@ async def test_sigkill(machines: EngineFixture) -> None:
         outcome = await two.add("t", ledger_id, range(8))
         assert outcome.accepted + outcome.duplicates == 8
     await everything(two, 160)
+
+
+async def test_sigkill_on_a_local_directory(tmp_path: Path) -> None:
+    with contextlib.closing(LocalDirectory(tmp_path / "root")) as store:
+        fixture = EngineFixture(store)
+        await test_sigkill(fixture)
+        await fixture.close()
