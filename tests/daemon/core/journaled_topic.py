@@ -191,7 +191,8 @@ class JournaledTopic:
 
     # ---- subscriptions
 
-    def create_subscription(self) -> SubscriptionState:
+    def create_subscription(self, meanwhile: Callable[[], object] = lambda: None) -> SubscriptionState:
+        """`meanwhile`: what happens while the manifest is being committed."""
         self.commit()
         number = self.tip.last_subscription_id + 1
         stored = manifest.Subscription(
@@ -200,8 +201,10 @@ class JournaledTopic:
             since_ms=self.core.since_for_new_subscription(self.now_ms),
             created_slot=self.slot,
         )
+        self.core.begin_subscription(stored)
+        meanwhile()
         self._set_subscriptions((*self.tip.subscriptions, stored), number)
-        return self.core.add_subscription(stored)
+        return self.core.add_subscription()
 
     def gone_with(self, subscription_id: int) -> list[journal.GoneRecord]:
         """What deleting the subscription will make gone: first of its two steps."""

@@ -258,7 +258,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     rows_are_due_a_tick_early,
     acknowledgements_do_not_look_at_the_time,
     acknowledged_bits_survive_in_the_mutable_bucket,
-    what_is_gone_while_a_bucket_is_sealed_is_forgotten,
     a_checkpoint_counts_always,
     rows_of_a_seal_in_a_checkpoint_are_left_out,
     catching_up_ignores_what_is_in_hand,
@@ -300,6 +299,10 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         test_topic.test_rows_that_were_passed_before_a_late_one_are_read_again_after_a_seal,
     ),
     (late_rows_are_left_behind_the_head, test_topic.test_a_late_row_that_is_sealed_before_it_is_passed_is_handed_out),
+    (
+        what_is_gone_while_a_bucket_is_sealed_is_forgotten,
+        test_topic.test_what_goes_while_a_bucket_is_being_sealed_is_gone_from_the_sealed_one,
+    ),
     (a_seal_forgets_acknowledgements, test_topic.test_acknowledgements_are_in_the_progress_of_a_seal),
 )
 

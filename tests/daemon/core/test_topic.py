@@ -327,6 +327,21 @@ def test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_s
     assert state.backlog == 1
 
 
+def test_what_comes_due_while_a_subscription_is_being_created_is_owed_to_it() -> None:
+    topic = with_subscriptions(1)
+    topic.add([P, Q, R], [NOW_MS, NOW_MS + 5, NOW_MS + 9])
+
+    def time_passes() -> None:
+        topic.now_ms += 5
+        topic.pass_all()
+
+    topic.pass_all()
+    state = topic.create_subscription(time_passes)
+    assert (state.stored.since_ms, state.backlog) == (NOW_MS, 1)
+    topic.now_ms += 5
+    assert handed(topic, opened(topic, 2)) == [(NOW_MS + 5, *Q), (NOW_MS + 9, *R)]
+
+
 def test_a_row_at_or_below_the_latest_creation_is_stored_just_above_it() -> None:
     topic = with_subscriptions(2)
     outcome = topic.add([P, Q], [NOW_MS - 10, NOW_MS - 9])

@@ -181,16 +181,25 @@ class TopicMachine(RuleBasedStateMachine):
 
     # ---- subscriptions
 
-    @rule()
-    def create_subscription(self) -> None:
+    @rule(meanwhile_ms=st.sampled_from((0, 3, 700)))
+    def create_subscription(self, meanwhile_ms: int = 0) -> None:
         if len(self.oracle.subscribers) == 3:
             return
         self.oracle.commit()
-        state = self.topic.create_subscription()
+        passed_before: set[Position] = set()
+
+        def time_passes() -> None:
+            passed_before.update(self.passed_positions())
+            self.topic.now_ms += meanwhile_ms
+            if meanwhile_ms:
+                self.passing(lambda: self.topic.core.pass_due(self.topic.now_ms, 1_000))
+
+        now_ms = self.topic.now_ms
+        state = self.topic.create_subscription(time_passes)
         since_ms = state.stored.since_ms
         if self.oracle.subscribers:
-            assert since_ms >= self.topic.now_ms
-            assert all(row.deliver_at_ms <= since_ms for row in self.oracle.rows.values() if row.passed)
+            assert since_ms >= now_ms
+            assert all(self.oracle.rows[at].deliver_at_ms <= since_ms for at in passed_before)
         else:
             assert since_ms == 0
         self.oracle.subscribers[state.subscription_id] = Subscriber(since_ms)
