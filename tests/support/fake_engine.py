@@ -259,9 +259,7 @@ class FakeDispatchStream:
         self.lost = error
         self.changed.set()
 
-    async def acknowledge(
-        self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True
-    ) -> int:
+    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
         limits.check_rows("entry_id", len(entry_id), self._engine.settings.limits.rows_per_request_max)
         now_ms = await self._engine._begin()
         backlog = set(self._engine.topics[self._topic].backlog(self._subscription, now_ms))
