@@ -240,7 +240,7 @@ class Delivery(Section, frozen=True):
     )
     ready_rows_max: Annotated[
         int, Meta(ge=1, description="Due rows of one topic that wait in memory for permits; more stay where they are.")
-    ] = 1_000_000
+    ] = 200_000
 
 
 class Limits(Section, frozen=True):

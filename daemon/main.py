@@ -28,6 +28,7 @@ import msgspec
 import ulid
 
 from daemon import config, errors, logs, metrics
+from daemon.durability import counted_store
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.grpc_services.server import Server
@@ -200,7 +201,7 @@ def _environment(
     local = settings.store.kind == "local"
     return Environment(
         config=settings,
-        store=store,
+        store=counted_store.CountedStore(store, daemon_metrics.store_error),
         locks=local_directory.LocalLocks(settings.store.path) if local else None,
         metrics=daemon_metrics,
         clock=SystemClock(),

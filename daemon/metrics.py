@@ -58,7 +58,7 @@ class Metrics:
         self.registry = registry if registry is not None else CollectorRegistry()
         self._labels = _TopicLabels(per_topic, per_topic_max)
         self._lateness = ArrayHistogram(
-            "tarry_lateness_seconds", "Handed out minus due, of rows handed out for the first time.", LATENESS_BOUNDS_S
+            "tarry_lateness_seconds", "Handed out minus due, repeats included.", LATENESS_BOUNDS_S
         )
         self.registry.register(self._lateness)
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
@@ -104,7 +104,7 @@ class Metrics:
                 self._acknowledged.labels(label, result).inc(rows)
 
     def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.generic]) -> None:
-        """`rows` were handed out; `lateness_ms` is of those that were handed out for the first time."""
+        """`rows` were handed out, each so late."""
         self._handed_out.labels(self._labels.label(topic)).inc(rows)
         self._lateness.observe(np.asarray(lateness_ms, dtype=np.float64) / 1000)
 
@@ -124,7 +124,7 @@ class Metrics:
         self._store_errors.labels(operation, kind).inc()
 
     def bucket_operation(
-        self, type: Literal["create", "load", "delete"], state: Literal["succeed", "failed"], *, seconds: float
+        self, type: Literal["create", "load"], state: Literal["succeed", "failed"], *, seconds: float
     ) -> None:
         self._bucket_count.labels(state, type).inc()
         self._bucket_seconds.labels(type).observe(seconds)

@@ -20,7 +20,7 @@ from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained
 from daemon.core.runs import SortedRun, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
@@ -68,6 +68,8 @@ class Index:
         self.pages = pages
         self.cache = cache
         self.sealed: dict[str, SealedBucket] = {}
+        # The sealed buckets that have rows of a page, by its ordinal.
+        self._of_page: dict[int, dict[str, SealedBucket]] = {}
         self.sealing: list[MutableBucket] = []
         self.mutable = MutableBucket(pages, horizon_ms=now_ms)
         # No row that was passed has a later time.
@@ -109,10 +111,18 @@ class Index:
     def present_among(self, asked: BitMap64) -> BitMap64:
         """Those of the positions that have a row that is not gone, waiting or due."""
         found = BitMap64()
-        for bucket in self.buckets:
+        for bucket in self._that_may_have(asked):
             if bucket.present_rows and bucket.present.intersect(asked):
                 found |= bucket.present & asked
         return found
+
+    def _that_may_have(self, keys: BitMap64) -> list[Bucket]:
+        """The buckets that positions may be in: few of many where all are of one page, as adds usually are."""
+        if keys:
+            page = keys.min() >> PAGE_BITS
+            if keys.max() >> PAGE_BITS == page:
+                return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
+        return self.buckets
 
     def find_loaded(self, keys: U64, deliver_at_ms: U64, seen: SeenRows) -> tuple[KeyedRows, list[SegmentRange]]:
         """The rows of due positions with those times: (rows found in memory, segments to load to tell more).
@@ -145,7 +155,7 @@ class Index:
 
     def remove(self, keys: BitMap64) -> None:
         """Positions are gone."""
-        for bucket in self.buckets:
+        for bucket in self._that_may_have(keys):
             bucket.remove(keys)
 
     def acknowledge(self, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> int:
@@ -157,7 +167,7 @@ class Index:
         """
         keys = bitmap_of(rows.keys)
         passed_rows = 0
-        for bucket in self.buckets:
+        for bucket in self._that_may_have(keys):
             if not bucket.present_rows or not bucket.present.intersect(keys):
                 continue
             hit = bucket.present & keys
@@ -221,6 +231,11 @@ class Index:
         for bucket in self.readable:
             if bucket.waiting_rows:
                 times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
+        return min((time for time in times if time is not None), default=None)
+
+    def next_due_of_memory_buckets_ms(self) -> int | None:
+        """The same, of rows that are in no sealed bucket: what an add can bring forward."""
+        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
         return min((time for time in times if time is not None), default=None)
 
     def next_due_in_memory_ms(self) -> int | None:
@@ -336,10 +351,11 @@ class Index:
             sealed.acknowledged = memory.acknowledged
             start, sealed.late = self._place_of_head(memory, rows)
             sealed.head.move_to_row(start)
-            self.sealed[sealed.name] = sealed
+            self.add_sealed(sealed)
             for number, (first, end) in enumerate(sealed.table.row_ranges()):
                 if end > start and int(sealed.table.min_ms[number]) <= near_ms:
-                    self.cache.put(sealed.name, number, rows.take(slice(first, end)))
+                    # A copy: a view would keep all rows of the bucket in memory.
+                    self.cache.put(sealed.name, number, rows.take(np.arange(first, end)))
         elif memory.present_rows:
             raise InvariantViolated(f"bucket {memory.name} was sealed empty with {memory.present_rows} rows present")
         memory.release_pages()
@@ -361,6 +377,8 @@ class Index:
 
     def add_sealed(self, bucket: SealedBucket) -> None:
         self.sealed[bucket.name] = bucket
+        for page in bucket.pages:
+            self._of_page.setdefault(page, {})[bucket.name] = bucket
 
     def droppable(self) -> list[SealedBucket]:
         """Buckets every row of which is gone."""
@@ -369,6 +387,10 @@ class Index:
     def drop(self, name: str) -> SealedBucket:
         """The manifest names the bucket no longer."""
         bucket = self.sealed.pop(name)
+        for page in bucket.pages:
+            del self._of_page[page][name]
+            if not self._of_page[page]:
+                del self._of_page[page]
         self._left_out.discard(name)
         self.cache.discard_bucket(name)
         bucket.release_pages()

@@ -22,7 +22,8 @@ class SealedBucket(Bucket):
     """One live bucket of the topic's manifest.
 
     `head`: rows before it have been passed, or are in `late`: rows that were already due when the bucket was sealed,
-    but not passed yet though later ones were. `live`: what the manifest says of it.
+    but not passed yet though later ones were. `live`: what the manifest says of it. `pages`: the ordinals of the pages
+    that it has rows of, from the beginning.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class SealedBucket(Bucket):
         self.head = SegmentCursor(self.name, self.table)
         self.late = SortedRun(KeyedRows.empty())
         self._pages = pages
-        self._held_pages = pages_of(present)
-        pages.hold(self._held_pages)
+        self.pages = frozenset(pages_of(present))
+        pages.hold(self.pages)
 
     def release_pages(self) -> None:
-        self._pages.release(self._held_pages)
-        self._held_pages = set()
+        """The bucket was dropped; call once."""
+        self._pages.release(self.pages)

@@ -15,9 +15,9 @@ import enum
 from daemon.durability import ownership_lost
 from daemon.errors import Corruption
 from storage_backends import object_store
+from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import journal, names
 
-COMMIT_ID = "commitid"
 EPOCH = "epoch"
 KIND = "kind"
 

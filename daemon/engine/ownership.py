@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 
 from daemon.durability import heartbeat, shard_manifest, standby, takeover
 from daemon.engine.environment import Environment
+from daemon.engine.shard import HAND_OUT_UNCONFIRMED_S
 from daemon.errors import NotOwner
 from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
@@ -26,8 +27,6 @@ log = logging.getLogger(__name__)
 
 # How often a candidate looks again.
 LOOK_S = 1.0
-# The former owner may go on handing out so long after its last confirmation (R8).
-FORMER_OWNER_S = 15.0
 # The store may take so long to note that a shard is given up; nobody's data depends on it.
 GIVE_UP_S = 5.0
 
@@ -99,7 +98,7 @@ class Candidate:
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
             else:
-                wait_s = 0.0 if claimable.former_owner_gone else FORMER_OWNER_S
+                wait_s = 0.0 if claimable.former_owner_gone else HAND_OUT_UNCONFIRMED_S
                 return Claimed(claims, self._environment.clock.elapsed_s() + wait_s)
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))

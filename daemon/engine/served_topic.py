@@ -259,8 +259,13 @@ class ServedTopic:
 
     # ---- due rows
 
+    def rows_added(self) -> None:
+        """The next wake-up may be sooner, by rows of the buckets in memory."""
+        if self._ended is None:
+            self._due_loop.schedule(self, self.core.index.next_due_of_memory_buckets_ms())
+
     def changed(self) -> None:
-        """Rows were added, loaded or sealed: the next wake-up may be sooner."""
+        """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
         if self._ended is not None:
             return
         self._due_loop.schedule(self, self._next_wake_ms())

@@ -237,7 +237,7 @@ class ServedShard:
         self.applied_slot = slot
         for topic in touched.values():
             self.lives[topic.core.name].after_slot(slot)
-            topic.changed()
+            topic.rows_added()
         self._consider_checkpoint()
 
     def look_after(self) -> None:

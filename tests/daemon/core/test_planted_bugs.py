@@ -29,7 +29,8 @@ from tests.daemon.core import test_topic
 from tests.daemon.core.topic_machine import TopicMachine
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = 300
+# More than any of them needs: which runs are tried depends on the order of sets.
+RUNS = 2400
 
 
 def what_is_not_waiting_is_passed_again(patch: pytest.MonkeyPatch) -> None:
