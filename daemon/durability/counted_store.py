@@ -21,7 +21,7 @@ from storage_backends.object_store import (
 
 
 class CountedStore(ObjectStore):
-    """`failed` hears of the operation and the error's class; that an object is missing, or there already, is no failure."""
+    """`failed` hears of the operation and the error's class. A missing object, or one that is there, is none."""
 
     def __init__(self, inner: ObjectStore, failed: Callable[[str, str], None]) -> None:
         self._inner = inner
