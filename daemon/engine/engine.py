@@ -290,14 +290,12 @@ class Engine:
 
     async def create_subscription(self, topic: str, subscription: str) -> SubscriptionCreated:
         self._check_names(topic, subscription)
-        return await self._shard_of(topic).create_subscription(
-            topic, subscription, subscriptions_max=self._environment.request_limits.subscriptions_max
-        )
+        return await self._shard_of(topic).subscriptions.create(topic, subscription)
 
     async def delete_subscription(self, topic: str, subscription: str) -> None:
         self._check_names(topic, subscription)
         self._topic(topic)
-        await self._shard_of(topic).delete_subscription(topic, subscription)
+        await self._shard_of(topic).subscriptions.delete(topic, subscription)
 
     async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
         """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""

@@ -1,8 +1,8 @@
 """One shard that this daemon owns: its journal, its topics, its checkpoints.
 
-Owns: applying slots to topics, the birth of topics, subscriptions that come and go, checkpoints and truncation.
-Does not own: taking the shard over (`ownership`), writing slots (`group_commit`), a topic's requests (`served_topic`)
-and buckets (`bucket_life`).
+Owns: applying slots to topics, the birth of topics, checkpoints and truncation.
+Does not own: taking the shard over (`ownership`), writing slots (`group_commit`), a topic's requests (`served_topic`),
+its buckets (`bucket_life`) and its subscriptions' coming and going (`subscription_changes`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS, BucketLife
-from daemon.engine.calls import SubscriptionCreated
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
-from daemon.errors import Corruption, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.engine.subscription_changes import SubscriptionChanges
+from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest, names
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 # Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
 HAND_OUT_UNCONFIRMED_S = 15.0
-SUBSCRIPTIONS_RETRY_MS = 60_000
 # Topics that are recovered at the same time.
 TOPICS_AT_ONCE = 8
 
@@ -110,6 +109,7 @@ class ServedShard:
             new_id=environment.new_id,
             written=self._written,
         )
+        self.subscriptions = SubscriptionChanges(self, environment)
         self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
         self._truncation = JournalTruncation(
             environment.store,
@@ -159,6 +159,11 @@ class ServedShard:
     def lose(self, error: BaseException) -> None:
         """The shard is not ours any more, or cannot be served."""
         self._lost(self.number, error)
+
+    def superseded(self, refused: commit.Refused) -> NotOwner:
+        """An operation of ours was refused: the shard is lost. What to answer the caller."""
+        self.lose(refused)
+        return NotOwner(f"shard {self.number} has another owner: {refused.reason}")
 
     async def release(self) -> None:
         """Orderly end: what is staged becomes durable, the state goes into a checkpoint, the shard is given up."""
@@ -318,6 +323,8 @@ class ServedShard:
             birth.add_done_callback(lambda _: self._births.pop(name, None))
         try:
             return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
+        except commit.Refused as refused:
+            raise self.superseded(refused) from refused
         except TimeoutError:
             raise OutcomeUnknown(f"topic {name} is new, and the store has not answered; a retry is safe") from None
         except asyncio.CancelledError:
@@ -345,77 +352,6 @@ class ServedShard:
             await self._recover_topic(topic_id, ())
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
-
-    # ---- subscriptions
-
-    async def create_subscription(self, name: str, subscription: str, *, subscriptions_max: int) -> SubscriptionCreated:
-        topic = await self.topic_to_write(name)
-        await topic.pause()
-        try:
-            for state in topic.core.subscriptions.values():
-                if state.stored.name == subscription:
-                    await self.commits.confirmed()
-                    return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
-            if len(topic.core.subscriptions) >= subscriptions_max:
-                raise QuotaExceeded(
-                    f"topic {name} has {len(topic.core.subscriptions)} subscriptions, the limit is {subscriptions_max}",
-                    retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
-                )
-            commits = self.topic_commits[name]
-            stored = manifest.Subscription(
-                subscription_id=commits.manifest.last_subscription_id + 1,
-                name=subscription,
-                since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
-                created_slot=self.applied_slot,
-            )
-            topic.core.begin_subscription(stored)
-            await self._commit_subscriptions(
-                commits,
-                lambda tip: topic_manifest.SetSubscriptions(
-                    subscriptions=(*tip.subscriptions, stored),
-                    last_subscription_id=stored.subscription_id,
-                    epoch=self.epoch,
-                ),
-            )
-            topic.core.add_subscription()
-            return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
-        finally:
-            topic.resume()
-
-    async def delete_subscription(self, name: str, subscription: str) -> None:
-        topic = self.topics[name]
-        await topic.pause()
-        try:
-            state = next((each for each in topic.core.subscriptions.values() if each.stored.name == subscription), None)
-            if state is None:
-                raise NotFound(f"topic {name} has no subscription {subscription!r}")
-            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
-            topic.end_streams(gone, subscription_id=state.subscription_id)
-            await topic.settle_due()
-            await topic.commit_records(topic.core.gone_with_subscription(state.subscription_id))
-            await self._commit_subscriptions(
-                self.topic_commits[name],
-                lambda tip: topic_manifest.SetSubscriptions(
-                    subscriptions=tuple(
-                        each for each in tip.subscriptions if each.subscription_id != state.subscription_id
-                    ),
-                    last_subscription_id=tip.last_subscription_id,
-                    epoch=self.epoch,
-                ),
-            )
-            topic.core.remove_subscription(state.subscription_id)
-            self.lives[name].after_slot(self.applied_slot)
-        finally:
-            topic.resume()
-
-    async def _commit_subscriptions(
-        self, commits: TopicCommits, operation: Callable[[manifest.TopicManifest], topic_manifest.SetSubscriptions]
-    ) -> None:
-        try:
-            await commits.commit(operation)
-        except commit.Refused as refused:
-            self.lose(refused)
-            raise NotOwner(f"shard {self.number} has another owner: {refused.reason}") from refused
 
     # ---- checkpoints
 
