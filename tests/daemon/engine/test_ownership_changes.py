@@ -1,0 +1,122 @@
+"""Between owning and not owning: stopped while recovering, lost and owned again, asked while the shard goes away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from daemon.engine.dispatch import no_positions
+from daemon.errors import TarryError, Unavailable
+from storage_backends.formats import names
+from tests.support.engine_fixture import Daemon, EngineFixture
+
+SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
+
+
+async def lose(daemon: Daemon) -> None:
+    """The daemon loses its shard as it would by an error, and owns it again."""
+    shard = daemon.shards[0]
+    daemon._context.run(shard.lose, Unavailable("the test takes it away"))
+    await daemon.until(lambda: daemon.engine.health.serving and daemon.shards[0] is not shard)
+
+
+async def test_a_daemon_that_is_stopped_while_it_recovers_loses_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    topics = [f"topic-{number}" for number in range(12)]
+    for topic in topics:
+        await one.add(topic, 1, range(10), delay_ms=60_000)
+    one.kill()
+    two = machines.daemon("one")
+    held = two.pause("put_if_absent", f"{names.topic_id(topics[-1])}/manifest")
+    await two.start()
+    await held.reached()
+    stopping = asyncio.ensure_future(two.stop())
+    held.release()
+    await stopping
+    three = await machines.served_by("one")
+    for topic in topics:
+        receiver = await three.receiver(topic)
+        await receiver.received(10)
+
+
+async def test_rows_that_an_earlier_ownership_had_loaded_are_handed_out_all_the_same(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL_BUCKETS)
+    receiver = await one.receiver("t")
+    await one.add("t", 1, range(10), delay_ms=500)
+    await receiver.received(10)
+    await receiver.acknowledge(receiver.rows)
+    await one.until(lambda: not one.topic("t").core.index.sealed)
+    await one.add("t", 2, range(10), delay_ms=20_000)
+    await one.until(lambda: one.topic("t").core.index.loaded_rows == 10)
+    await lose(one)
+    again = await one.receiver("t")
+    await again.received(10)
+    assert again.positions == {(2, entry) for entry in range(10)}
+
+
+async def test_a_stream_that_waits_to_be_opened_ends_with_the_shard(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.call(one.engine.create_subscription("t", "s"))
+    held = one.pause("put_if_absent", "/topics/")
+    changing = one.call(one.engine.create_subscription("t", "other"))
+    await held.reached()
+    opening = one.call(one.engine.open_dispatch("t", "s", no_positions()))
+    await asyncio.sleep(0.1)
+    losing = asyncio.ensure_future(lose(one))
+    await asyncio.sleep(0.1)
+    held.release()
+    with pytest.raises(TarryError):
+        await opening
+    await asyncio.gather(changing, return_exceptions=True)
+    await losing
+
+
+async def test_a_stop_ends_although_the_store_is_away(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 1, range(10), delay_ms=60_000)
+    one.store.go_down()
+    waiting = one.add("t", 2, range(10), delay_ms=60_000)
+    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        await one.stop()
+    with pytest.raises(TarryError):
+        await waiting
+    one.store.come_back()
+    two = await machines.served_by("one")
+    receiver = await two.receiver("t")
+    await receiver.received(10)
+
+
+async def test_a_topic_whose_birth_lands_after_the_takeover_can_be_added_to(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    held = one.pause("put_if_absent", "/topics/")
+    born = one.add("t", 1, range(10))
+    await held.reached()
+    one.freeze()
+    two = await machines.served_by("two")
+    held.release()
+    await two.until(lambda: bool(machines.keys("/topics/")))
+    assert (await two.add("t", 1, range(10))).accepted == 10
+    one.thaw()
+    with pytest.raises(TarryError):
+        await born
+
+
+async def test_a_damaged_topic_is_refused_by_name_and_keeps_its_slots(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", "journal.checkpoint_slots=1")
+    await one.add("good", 1, range(10), delay_ms=60_000)
+    await one.add("bad", 1, range(10), delay_ms=60_000)
+    one.kill()
+    key = machines.keys(f"{names.topic_id('bad')}/manifest")[-1]
+    whole, metadata = machines.store.get_with_metadata(key)
+    machines.store.put(key, whole[:-1] + bytes([whole[-1] ^ 1]), metadata=metadata)
+    two = await machines.served_by("one", "journal.checkpoint_slots=1")
+    with pytest.raises(TarryError, match=key):
+        await two.add("bad", 2, range(10))
+    receiver = await two.receiver("good")
+    await receiver.received(10)
+    await two.stop()
+    machines.store.put(key, whole, metadata=metadata)
+    three = await machines.served_by("one")
+    assert len(await (await three.receiver("bad")).received(10)) == 10
