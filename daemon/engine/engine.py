@@ -217,6 +217,7 @@ class Engine:
         self._store_away = False
         self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
         if isinstance(error, NotOwner):
+            self._candidate.succeeded_by(error.owner_address)
             answer: TarryError = NotOwner(str(error), owner_address=error.owner_address)
         elif isinstance(error, TarryError):
             answer = error

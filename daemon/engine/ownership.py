@@ -82,6 +82,10 @@ class Candidate:
         """host:port of the daemon that owns the shards, as far as was seen; empty when there is none."""
         return self._standby.owner_address if self.shard_logs else ""
 
+    def succeeded_by(self, address: str) -> None:
+        """Another daemon owns the shards; it is at this address as far as that is known, until the next look."""
+        self._standby.owner_address = address
+
     async def become_owner(self) -> Claimed:
         """Returns with every shard claimed and fenced, however long that takes.
 
