@@ -13,7 +13,7 @@ hand-out order over all buckets. A sealed bucket whose next segment is not in me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -227,26 +227,25 @@ class Index:
 
     def next_due_ms(self) -> int | None:
         """No waiting row is due before; None when nothing waits."""
-        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
+        times = [self.next_due_of_memory_buckets_ms()]
         for bucket in self.readable:
             if bucket.waiting_rows:
                 times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
-        return min((time for time in times if time is not None), default=None)
+        return _earliest(times)
 
     def next_due_of_memory_buckets_ms(self) -> int | None:
         """The same, of rows that are in no sealed bucket: what an add can bring forward."""
-        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
-        return min((time for time in times if time is not None), default=None)
+        return _earliest(bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows)
 
     def next_due_in_memory_ms(self) -> int | None:
         """The same, of rows that can be passed without loading anything."""
-        times = [bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows]
+        times = [self.next_due_of_memory_buckets_ms()]
         for bucket in self.readable:
             if bucket.waiting_rows:
                 times.append(bucket.late.next_due_ms())
                 if self._settle(bucket) is not None:
                     times.append(bucket.head.next_due_ms())
-        return min((time for time in times if time is not None), default=None)
+        return _earliest(times)
 
     def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
         """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
@@ -407,3 +406,7 @@ class Index:
             for bucket in [*self.sealed.values(), *self.sealing]
         )
         return IndexCut(self.mutable.snapshot(), bits)
+
+
+def _earliest(times: Iterable[int | None]) -> int | None:
+    return min((time for time in times if time is not None), default=None)

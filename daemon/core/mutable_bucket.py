@@ -156,11 +156,6 @@ class MutableBucket(Bucket):
         """PIP-195's rule: enough rows, and rows of a higher ledger come."""
         return self._rows >= limits.rows_min and highest_ledger_id > self.highest_ledger_id
 
-    @property
-    def rows_held(self) -> int:
-        """Rows in memory, those included that have left."""
-        return self._rows
-
     # ---- rows come due
 
     def next_due_ms(self) -> int | None:

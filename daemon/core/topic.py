@@ -115,7 +115,8 @@ class Topic:
             batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
         )
         keys = self.index.pages.intern(batch.ledger_id, batch.entry_id)
-        fresh = self._without_row(keys)
+        asked = bitmap_of(keys)
+        fresh = self._without_row(keys, asked)
         duplicates = len(times) - (len(times) if fresh is None else len(fresh))
         late = times <= np.uint64(now_ms)
         nothing = np.empty(0, np.uint32)
@@ -138,21 +139,23 @@ class Topic:
             raised_index=raised_index.astype(np.uint32),
             raised_deliver_at_ms=np.empty(0, np.uint64) if raised is None else rows.deliver_at_ms[raised],
         )
-        staged = bitmap_of(keys if fresh is None else keys[fresh])
+        staged = asked if fresh is None else bitmap_of(keys[fresh])
         # A bucket that is dropped before the rows are applied must not take their pages with it.
         fresh_pages = pages_of(staged) - self._staged_pages
         self.index.pages.hold(fresh_pages)
         self._staged_pages |= fresh_pages
         self._staged |= staged
         if fresh is not None:
-            self.index.pages.forget_unheld(pages_of(bitmap_of(keys)))
+            self.index.pages.forget_unheld(pages_of(asked))
         if not len(rows):
             return None, outcome
         return AddRecord(self.topic_id, self.incarnation, 0, rows), outcome
 
-    def _without_row(self, keys: U64) -> npt.NDArray[np.intp] | None:
-        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows."""
-        asked = bitmap_of(keys)
+    def _without_row(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:
+        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows.
+
+        `asked`: the set of the keys.
+        """
         present = self.index.present_among(asked)
         if self._staged.intersect(asked):
             present |= self._staged & asked

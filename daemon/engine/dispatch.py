@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import HeldPositions
 from daemon.engine.calls import HandedOut
@@ -93,8 +91,3 @@ class DispatchStream:
         if self._ended is None:
             self._topic.close_stream(self)
         self.end(StreamClosed())
-
-
-def no_positions() -> HeldPositions:
-    nothing = np.empty(0, np.uint64)
-    return HeldPositions(nothing, nothing, nothing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
@@ -52,7 +53,7 @@ class CommitObserver:
         self.metrics.commit(operation, "unknown", conflicts=conflicts)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Environment:
     """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
     for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
@@ -74,18 +75,18 @@ class Environment:
         """Runs work that may block in a thread."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    @property
+    @functools.cached_property
     def commit_observer(self) -> CommitObserver:
         return CommitObserver(self.metrics)
 
-    @property
+    @functools.cached_property
     def linger_s(self) -> float:
         linger_ms = self.config.journal.commit_linger_ms
         if linger_ms is None:
             linger_ms = 2 if self.config.store.kind == "local" else 50
         return linger_ms / 1000
 
-    @property
+    @functools.cached_property
     def seal_limits(self) -> SealLimits:
         bucket = self.config.bucket
         return SealLimits(
@@ -95,7 +96,7 @@ class Environment:
             age_max_ms=int(bucket.age_max_s * 1000),
         )
 
-    @property
+    @functools.cached_property
     def segment_limits(self) -> SegmentLimits:
         bucket = self.config.bucket
         return SegmentLimits(
@@ -104,7 +105,7 @@ class Environment:
             rows_min=bucket.min_indexes_per_bucket_snapshot_segment,
         )
 
-    @property
+    @functools.cached_property
     def request_limits(self) -> RequestLimits:
         limits = self.config.limits
         return RequestLimits(

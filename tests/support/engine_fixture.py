@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon import config, metrics
-from daemon.engine.calls import AddBatch, AddOutcome
-from daemon.engine.dispatch import DispatchStream, no_positions
+from daemon.engine.calls import AddBatch, AddOutcome, HeldPositions
+from daemon.engine.dispatch import DispatchStream
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
@@ -302,6 +302,12 @@ class EngineFixture:
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""
         return sorted(each.key for each in self.store.list("") if part in each.key)
+
+
+def no_positions() -> HeldPositions:
+    """What a dispatcher declares that holds nothing."""
+    nothing = np.empty(0, np.uint64)
+    return HeldPositions(nothing, nothing, nothing)
 
 
 def _task_of_daemon(

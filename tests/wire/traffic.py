@@ -7,6 +7,7 @@ Owns: the threads, and the rows that are sent. Does not own: the rules (`tests.s
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import queue
@@ -81,7 +82,7 @@ class AddBatch:
         )
 
 
-class Caller:
+class Caller(abc.ABC):
     """A thread with a channel. A context manager: leaving it ends the thread."""
 
     def __init__(self, address: str, topic: str, history: DeliveryHistory, name: str) -> None:
@@ -107,8 +108,9 @@ class Caller:
         self.channel.close()
         self._thread.join()
 
+    @abc.abstractmethod
     def run(self) -> None:
-        raise NotImplementedError
+        """Calls until it is stopped; in a thread of its own."""
 
     def told(self, error: grpc.RpcError) -> grpc.StatusCode:
         """Notes the failure of a call; waits a moment, so that the next one does not follow at once."""

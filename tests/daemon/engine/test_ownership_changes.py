@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from daemon.engine.dispatch import no_positions
 from daemon.errors import TarryError, Unavailable
 from storage_backends.formats import names
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 
 SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from daemon.core.topic import HeldPositions
-from daemon.engine.dispatch import StreamClosed, no_positions
+from daemon.engine.dispatch import StreamClosed
 from daemon.errors import NotFound, TarryError
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests.support.fault_store import Fault
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
