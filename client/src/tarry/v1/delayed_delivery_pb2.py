@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftarry/v1/delayed_delivery.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\"\xc2\x01\n\x12\x41\x64\x64MessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x64\x65lay_ms\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x06 \x03(\x07\x42\x02\x10\x01\x12)\n\x0b\x61lready_due\x18\x07 \x01(\x0e\x32\x14.tarry.v1.AlreadyDue\"\xac\x01\n\x13\x41\x64\x64MessagesResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\x12\x1a\n\x0ereturned_index\x18\x03 \x03(\rB\x02\x10\x01\x12\x17\n\x0flate_on_arrival\x18\x04 \x01(\r\x12\x18\n\x0craised_index\x18\x05 \x03(\rB\x02\x10\x01\x12 \n\x14raised_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"Y\n\x18StreamAddMessagesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x1c.tarry.v1.AddMessagesRequest\"\x8e\x01\n\x19StreamAddMessagesResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12.\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0b\x32\x1d.tarry.v1.AddMessagesResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result*Z\n\nAlreadyDue\x12\x1b\n\x17\x41LREADY_DUE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41LREADY_DUE_DELIVER\x10\x01\x12\x16\n\x12\x41LREADY_DUE_RETURN\x10\x02\x32\xbf\x01\n\x0f\x44\x65layedDelivery\x12J\n\x0b\x41\x64\x64Messages\x12\x1c.tarry.v1.AddMessagesRequest\x1a\x1d.tarry.v1.AddMessagesResponse\x12`\n\x11StreamAddMessages\x12\".tarry.v1.StreamAddMessagesRequest\x1a#.tarry.v1.StreamAddMessagesResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftarry/v1/delayed_delivery.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\"\xc2\x01\n\x12\x41\x64\x64MessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x64\x65lay_ms\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x06 \x03(\x07\x42\x02\x10\x01\x12)\n\x0b\x61lready_due\x18\x07 \x01(\x0e\x32\x14.tarry.v1.AlreadyDue\"\xac\x01\n\x13\x41\x64\x64MessagesResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r\x12\x12\n\nduplicates\x18\x02 \x01(\r\x12\x1a\n\x0ereturned_index\x18\x03 \x03(\rB\x02\x10\x01\x12\x17\n\x0flate_on_arrival\x18\x04 \x01(\r\x12\x18\n\x0craised_index\x18\x05 \x03(\rB\x02\x10\x01\x12 \n\x14raised_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"Y\n\x18StreamAddMessagesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12)\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x1c.tarry.v1.AddMessagesRequest\"\x8e\x01\n\x19StreamAddMessagesResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12.\n\x05\x61\x64\x64\x65\x64\x18\x02 \x01(\x0b\x32\x1d.tarry.v1.AddMessagesResponseH\x00\x12#\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x42\x08\n\x06result\"\x86\x01\n\x17\x43ontainsMessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rlast_entry_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x0csubscription\x18\x05 \x01(\t\"\x9c\x01\n\x18\x43ontainsMessagesResponse\x12&\n\x07pending\x18\x01 \x01(\x0b\x32\x15.tarry.v1.EntryRanges\x12\"\n\x03\x64ue\x18\x02 \x01(\x0b\x32\x15.tarry.v1.EntryRanges\x12\x34\n\x0c\x63ontinuation\x18\x03 \x01(\x0b\x32\x1e.tarry.v1.ContainsContinuation\"[\n\x0b\x45ntryRanges\x12\x15\n\tledger_id\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x1a\n\x0e\x66irst_entry_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rlast_entry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\"7\n\x14\x43ontainsContinuation\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08\x65ntry_id\x18\x02 \x01(\x06\"\x82\x01\n\x13TrimMessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x15\n\tledger_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\x11\x61ll_lower_ledgers\x18\x05 \x01(\x08\"\'\n\x14TrimMessagesResponse\x12\x0f\n\x07trimmed\x18\x01 \x01(\x04\";\n\x14\x43learMessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"(\n\x15\x43learMessagesResponse\x12\x0f\n\x07\x63leared\x18\x01 \x01(\x04*Z\n\nAlreadyDue\x12\x1b\n\x17\x41LREADY_DUE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41LREADY_DUE_DELIVER\x10\x01\x12\x16\n\x12\x41LREADY_DUE_RETURN\x10\x02\x32\xbb\x03\n\x0f\x44\x65layedDelivery\x12J\n\x0b\x41\x64\x64Messages\x12\x1c.tarry.v1.AddMessagesRequest\x1a\x1d.tarry.v1.AddMessagesResponse\x12`\n\x11StreamAddMessages\x12\".tarry.v1.StreamAddMessagesRequest\x1a#.tarry.v1.StreamAddMessagesResponse(\x01\x30\x01\x12Y\n\x10\x43ontainsMessages\x12!.tarry.v1.ContainsMessagesRequest\x1a\".tarry.v1.ContainsMessagesResponse\x12M\n\x0cTrimMessages\x12\x1d.tarry.v1.TrimMessagesRequest\x1a\x1e.tarry.v1.TrimMessagesResponse\x12P\n\rClearMessages\x12\x1e.tarry.v1.ClearMessagesRequest\x1a\x1f.tarry.v1.ClearMessagesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,8 +48,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADDMESSAGESRESPONSE'].fields_by_name['raised_index']._serialized_options = b'\020\001'
   _globals['_ADDMESSAGESRESPONSE'].fields_by_name['raised_deliver_at_ms']._loaded_options = None
   _globals['_ADDMESSAGESRESPONSE'].fields_by_name['raised_deliver_at_ms']._serialized_options = b'\020\001'
-  _globals['_ALREADYDUE']._serialized_start=678
-  _globals['_ALREADYDUE']._serialized_end=768
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['ledger_id']._loaded_options = None
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['ledger_id']._serialized_options = b'\020\001'
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['entry_id']._loaded_options = None
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['entry_id']._serialized_options = b'\020\001'
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['last_entry_id']._loaded_options = None
+  _globals['_CONTAINSMESSAGESREQUEST'].fields_by_name['last_entry_id']._serialized_options = b'\020\001'
+  _globals['_ENTRYRANGES'].fields_by_name['ledger_id']._loaded_options = None
+  _globals['_ENTRYRANGES'].fields_by_name['ledger_id']._serialized_options = b'\020\001'
+  _globals['_ENTRYRANGES'].fields_by_name['first_entry_id']._loaded_options = None
+  _globals['_ENTRYRANGES'].fields_by_name['first_entry_id']._serialized_options = b'\020\001'
+  _globals['_ENTRYRANGES'].fields_by_name['last_entry_id']._loaded_options = None
+  _globals['_ENTRYRANGES'].fields_by_name['last_entry_id']._serialized_options = b'\020\001'
+  _globals['_TRIMMESSAGESREQUEST'].fields_by_name['ledger_id']._loaded_options = None
+  _globals['_TRIMMESSAGESREQUEST'].fields_by_name['ledger_id']._serialized_options = b'\020\001'
+  _globals['_TRIMMESSAGESREQUEST'].fields_by_name['entry_id']._loaded_options = None
+  _globals['_TRIMMESSAGESREQUEST'].fields_by_name['entry_id']._serialized_options = b'\020\001'
+  _globals['_ALREADYDUE']._serialized_start=1401
+  _globals['_ALREADYDUE']._serialized_end=1491
   _globals['_ADDMESSAGESREQUEST']._serialized_start=71
   _globals['_ADDMESSAGESREQUEST']._serialized_end=265
   _globals['_ADDMESSAGESRESPONSE']._serialized_start=268
@@ -58,6 +74,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMADDMESSAGESREQUEST']._serialized_end=531
   _globals['_STREAMADDMESSAGESRESPONSE']._serialized_start=534
   _globals['_STREAMADDMESSAGESRESPONSE']._serialized_end=676
-  _globals['_DELAYEDDELIVERY']._serialized_start=771
-  _globals['_DELAYEDDELIVERY']._serialized_end=962
+  _globals['_CONTAINSMESSAGESREQUEST']._serialized_start=679
+  _globals['_CONTAINSMESSAGESREQUEST']._serialized_end=813
+  _globals['_CONTAINSMESSAGESRESPONSE']._serialized_start=816
+  _globals['_CONTAINSMESSAGESRESPONSE']._serialized_end=972
+  _globals['_ENTRYRANGES']._serialized_start=974
+  _globals['_ENTRYRANGES']._serialized_end=1065
+  _globals['_CONTAINSCONTINUATION']._serialized_start=1067
+  _globals['_CONTAINSCONTINUATION']._serialized_end=1122
+  _globals['_TRIMMESSAGESREQUEST']._serialized_start=1125
+  _globals['_TRIMMESSAGESREQUEST']._serialized_end=1255
+  _globals['_TRIMMESSAGESRESPONSE']._serialized_start=1257
+  _globals['_TRIMMESSAGESRESPONSE']._serialized_end=1296
+  _globals['_CLEARMESSAGESREQUEST']._serialized_start=1298
+  _globals['_CLEARMESSAGESREQUEST']._serialized_end=1357
+  _globals['_CLEARMESSAGESRESPONSE']._serialized_start=1359
+  _globals['_CLEARMESSAGESRESPONSE']._serialized_end=1399
+  _globals['_DELAYEDDELIVERY']._serialized_start=1494
+  _globals['_DELAYEDDELIVERY']._serialized_end=1937
 # @@protoc_insertion_point(module_scope)

@@ -199,3 +199,237 @@ class StreamAddMessagesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___StreamAddMessagesResponse: _TypeAlias = StreamAddMessagesResponse  # noqa: Y015
+
+@_typing.final
+class ContainsMessagesRequest(_message.Message):
+    """Positions, or ranges of entries where `last_entry_id` is given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    LAST_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    """Only what this subscription is owed and has not acknowledged; empty: what any subscription is."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position or range, or one for all."""
+
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The position's entry, or the first one of the range."""
+
+    @_builtins.property
+    def last_entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The last entry of the range, itself included; one per range. Empty: `entry_id` names single positions."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        last_entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "last_entry_id", b"last_entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContainsMessagesRequest: _TypeAlias = ContainsMessagesRequest  # noqa: Y015
+
+@_typing.final
+class ContainsMessagesResponse(_message.Message):
+    """Ranges in the order of the request, and within one of its ranges by entry; neighbouring entries are one range. Ranges of
+    the request that overlap are answered each. Rows in quarantined buckets are not contained.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PENDING_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pending(self) -> Global___EntryRanges:
+        """Rows that are not due yet."""
+
+    @_builtins.property
+    def due(self) -> Global___EntryRanges:
+        """Rows that are due and not acknowledged: Tarry hands them out, a cursor skips them as well."""
+
+    @_builtins.property
+    def continuation(self) -> Global___ContainsContinuation:
+        """Present when the answer would be too long: it is complete before this place only. Ask again from there."""
+
+    def __init__(
+        self,
+        *,
+        pending: Global___EntryRanges | None = ...,
+        due: Global___EntryRanges | None = ...,
+        continuation: Global___ContainsContinuation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "due", b"due", "pending", b"pending"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continuation", b"continuation", "due", b"due", "pending", b"pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContainsMessagesResponse: _TypeAlias = ContainsMessagesResponse  # noqa: Y015
+
+@_typing.final
+class EntryRanges(_message.Message):
+    """Columns of one length: one ledger, and its entries from the first to the last, both included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    FIRST_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    LAST_ENTRY_ID_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def first_entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def last_entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        first_entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        last_entry_id: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_entry_id", b"first_entry_id", "last_entry_id", b"last_entry_id", "ledger_id", b"ledger_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EntryRanges: _TypeAlias = EntryRanges  # noqa: Y015
+
+@_typing.final
+class ContainsContinuation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The request's position or range, counted from 0, that is not answered in full."""
+    entry_id: _builtins.int
+    """Of that range the entries before this one are answered."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        entry_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "index", b"index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContainsContinuation: _TypeAlias = ContainsContinuation  # noqa: Y015
+
+@_typing.final
+class TrimMessagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    ALL_LOWER_LEDGERS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    """Empty: for the whole topic."""
+    all_lower_ledgers: _builtins.bool
+    """Also drops all rows of ledgers with a lower id (a mark-delete position of Pulsar). Only with one ledger."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per ledger: the last entry that is dropped."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        all_lower_ledgers: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_lower_ledgers", b"all_lower_ledgers", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrimMessagesRequest: _TypeAlias = TrimMessagesRequest  # noqa: Y015
+
+@_typing.final
+class TrimMessagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRIMMED_FIELD_NUMBER: _builtins.int
+    trimmed: _builtins.int
+    """Rows that were dropped, or that the subscription is owed no longer."""
+    def __init__(
+        self,
+        *,
+        trimmed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["trimmed", b"trimmed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrimMessagesResponse: _TypeAlias = TrimMessagesResponse  # noqa: Y015
+
+@_typing.final
+class ClearMessagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    """Empty: for the whole topic."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearMessagesRequest: _TypeAlias = ClearMessagesRequest  # noqa: Y015
+
+@_typing.final
+class ClearMessagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLEARED_FIELD_NUMBER: _builtins.int
+    cleared: _builtins.int
+    def __init__(
+        self,
+        *,
+        cleared: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearMessagesResponse: _TypeAlias = ClearMessagesResponse  # noqa: Y015

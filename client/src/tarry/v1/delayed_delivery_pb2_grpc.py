@@ -47,6 +47,21 @@ class DelayedDeliveryStub(object):
                 request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.FromString,
                 _registered_method=True)
+        self.ContainsMessages = channel.unary_unary(
+                '/tarry.v1.DelayedDelivery/ContainsMessages',
+                request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesResponse.FromString,
+                _registered_method=True)
+        self.TrimMessages = channel.unary_unary(
+                '/tarry.v1.DelayedDelivery/TrimMessages',
+                request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesResponse.FromString,
+                _registered_method=True)
+        self.ClearMessages = channel.unary_unary(
+                '/tarry.v1.DelayedDelivery/ClearMessages',
+                request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesResponse.FromString,
+                _registered_method=True)
 
 
 class DelayedDeliveryServicer(object):
@@ -79,6 +94,35 @@ class DelayedDeliveryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ContainsMessages(self, request, context):
+        """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
+        entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a range that ends before it begins.
+        NOT_FOUND: no such subscription. A topic that does not exist contains nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TrimMessages(self, request, context):
+        """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
+        is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+        INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+        NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearMessages(self, request, context):
+        """Drops every row of a topic, or of one subscription. NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DelayedDeliveryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +135,21 @@ def add_DelayedDeliveryServicer_to_server(servicer, server):
                     servicer.StreamAddMessages,
                     request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.SerializeToString,
+            ),
+            'ContainsMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.ContainsMessages,
+                    request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesResponse.SerializeToString,
+            ),
+            'TrimMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.TrimMessages,
+                    request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesResponse.SerializeToString,
+            ),
+            'ClearMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearMessages,
+                    request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -150,6 +209,87 @@ class DelayedDelivery(object):
             '/tarry.v1.DelayedDelivery/StreamAddMessages',
             tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.SerializeToString,
             tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContainsMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.DelayedDelivery/ContainsMessages',
+            tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TrimMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.DelayedDelivery/TrimMessages',
+            tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_delayed__delivery__pb2.TrimMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.DelayedDelivery/ClearMessages',
+            tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_delayed__delivery__pb2.ClearMessagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,22 @@ class DelayedDeliveryStub:
     """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
     is answered in band and the stream goes on; lost ownership and authentication end it.
     """
+    ContainsMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ContainsMessagesRequest, _delayed_delivery_pb2.ContainsMessagesResponse]
+    """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
+    entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a range that ends before it begins.
+    NOT_FOUND: no such subscription. A topic that does not exist contains nothing.
+    """
+    TrimMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.TrimMessagesRequest, _delayed_delivery_pb2.TrimMessagesResponse]
+    """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
+    is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+    INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+    NOT_FOUND: no such topic or subscription.
+    """
+    ClearMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ClearMessagesRequest, _delayed_delivery_pb2.ClearMessagesResponse]
+    """Drops every row of a topic, or of one subscription. NOT_FOUND: no such topic or subscription."""
 
 @_typing.type_check_only
 class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
@@ -77,6 +93,22 @@ class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
     """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
     is answered in band and the stream goes on; lost ownership and authentication end it.
     """
+    ContainsMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ContainsMessagesRequest, _delayed_delivery_pb2.ContainsMessagesResponse]  # type: ignore[assignment]
+    """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
+    entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a range that ends before it begins.
+    NOT_FOUND: no such subscription. A topic that does not exist contains nothing.
+    """
+    TrimMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.TrimMessagesRequest, _delayed_delivery_pb2.TrimMessagesResponse]  # type: ignore[assignment]
+    """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
+    is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+    INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+    NOT_FOUND: no such topic or subscription.
+    """
+    ClearMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ClearMessagesRequest, _delayed_delivery_pb2.ClearMessagesResponse]  # type: ignore[assignment]
+    """Drops every row of a topic, or of one subscription. NOT_FOUND: no such topic or subscription."""
 
 class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
     """Producers and the publish path: positions go in.
@@ -111,5 +143,39 @@ class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
         """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
         is answered in band and the stream goes on; lost ownership and authentication end it.
         """
+
+    @_abc_1.abstractmethod
+    def ContainsMessages(
+        self,
+        request: _delayed_delivery_pb2.ContainsMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_delayed_delivery_pb2.ContainsMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.ContainsMessagesResponse]]:
+        """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
+        entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a range that ends before it begins.
+        NOT_FOUND: no such subscription. A topic that does not exist contains nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def TrimMessages(
+        self,
+        request: _delayed_delivery_pb2.TrimMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_delayed_delivery_pb2.TrimMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.TrimMessagesResponse]]:
+        """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
+        is in the index when it is decided; what is added later is not affected. Answered when durable.
+
+        INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+        NOT_FOUND: no such topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def ClearMessages(
+        self,
+        request: _delayed_delivery_pb2.ClearMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_delayed_delivery_pb2.ClearMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.ClearMessagesResponse]]:
+        """Drops every row of a topic, or of one subscription. NOT_FOUND: no such topic or subscription."""
 
 def add_DelayedDeliveryServicer_to_server(servicer: DelayedDeliveryServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

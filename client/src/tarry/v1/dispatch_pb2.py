@@ -23,9 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
+from tarry.v1 import inspect_pb2 as tarry_dot_v1_dot_inspect__pb2
+from tarry.v1 import policy_pb2 as tarry_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tarry/v1/dispatch.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\"\x8b\x01\n\x10SubscribeRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.tarry.v1.OpenH\x00\x12\x1e\n\x04\x66low\x18\x02 \x01(\x0b\x32\x0e.tarry.v1.FlowH\x00\x12,\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x15.tarry.v1.AcknowledgeH\x00\x42\t\n\x07request\"\xad\x01\n\x11SubscribeResponse\x12\"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.tarry.v1.OpenedH\x00\x12&\n\x08messages\x18\x02 \x01(\x0b\x32\x12.tarry.v1.MessagesH\x00\x12\x1e\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0e.tarry.v1.DoneH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.tarry.v1.MovedH\x00\x42\n\n\x08response\"\xac\x01\n\x04Open\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12(\n\x04type\x18\x03 \x01(\x0e\x32\x1a.tarry.v1.SubscriptionType\x12\x1a\n\x0eheld_ledger_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rheld_entry_id\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x1e\n\x12held_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"%\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\r\"\x17\n\x04\x46low\x12\x0f\n\x07permits\x18\x01 \x01(\r\"i\n\x0b\x41\x63knowledge\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\"w\n\x08Messages\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x05 \x03(\x07\x42\x02\x10\x01\"]\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\r\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x1e\n\x05Moved\x12\x15\n\rowner_address\x18\x01 \x01(\t\"@\n\x19\x43reateSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"X\n\x1a\x43reateSubscriptionResponse\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x04\x12\x10\n\x08since_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\"@\n\x19\x44\x65leteSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"\x1c\n\x1a\x44\x65leteSubscriptionResponse*S\n\x10SubscriptionType\x12!\n\x1dSUBSCRIPTION_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SUBSCRIPTION_TYPE_SHARED\x10\x01\x32\x96\x02\n\x08\x44ispatch\x12H\n\tSubscribe\x12\x1a.tarry.v1.SubscribeRequest\x1a\x1b.tarry.v1.SubscribeResponse(\x01\x30\x01\x12_\n\x12\x43reateSubscription\x12#.tarry.v1.CreateSubscriptionRequest\x1a$.tarry.v1.CreateSubscriptionResponse\x12_\n\x12\x44\x65leteSubscription\x12#.tarry.v1.DeleteSubscriptionRequest\x1a$.tarry.v1.DeleteSubscriptionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tarry/v1/dispatch.proto\x12\x08tarry.v1\x1a\x17google/rpc/status.proto\x1a\x16tarry/v1/inspect.proto\x1a\x15tarry/v1/policy.proto\"\x8b\x01\n\x10SubscribeRequest\x12\x1e\n\x04open\x18\x01 \x01(\x0b\x32\x0e.tarry.v1.OpenH\x00\x12\x1e\n\x04\x66low\x18\x02 \x01(\x0b\x32\x0e.tarry.v1.FlowH\x00\x12,\n\x0b\x61\x63knowledge\x18\x03 \x01(\x0b\x32\x15.tarry.v1.AcknowledgeH\x00\x42\t\n\x07request\"\xad\x01\n\x11SubscribeResponse\x12\"\n\x06opened\x18\x01 \x01(\x0b\x32\x10.tarry.v1.OpenedH\x00\x12&\n\x08messages\x18\x02 \x01(\x0b\x32\x12.tarry.v1.MessagesH\x00\x12\x1e\n\x04\x64one\x18\x03 \x01(\x0b\x32\x0e.tarry.v1.DoneH\x00\x12 \n\x05moved\x18\x04 \x01(\x0b\x32\x0f.tarry.v1.MovedH\x00\x42\n\n\x08response\"\xac\x01\n\x04Open\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12(\n\x04type\x18\x03 \x01(\x0e\x32\x1a.tarry.v1.SubscriptionType\x12\x1a\n\x0eheld_ledger_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rheld_entry_id\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x1e\n\x12held_deliver_at_ms\x18\x06 \x03(\x06\x42\x02\x10\x01\"V\n\x06Opened\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\r\x12/\n\x0erebuild_needed\x18\x03 \x03(\x0b\x32\x17.tarry.v1.RebuildNeeded\"\x17\n\x04\x46low\x12\x0f\n\x07permits\x18\x01 \x01(\r\"i\n\x0b\x41\x63knowledge\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\"w\n\x08Messages\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x15\n\tledger_id\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08key_hash\x18\x05 \x03(\x07\x42\x02\x10\x01\"]\n\x04\x44one\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07ignored\x18\x03 \x01(\r\x12!\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x12.google.rpc.Status\"\x1e\n\x05Moved\x12\x15\n\rowner_address\x18\x01 \x01(\t\"n\n\x19\x43reateSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12,\n\x06policy\x18\x03 \x01(\x0b\x32\x1c.tarry.v1.SubscriptionPolicy\"X\n\x1a\x43reateSubscriptionResponse\x12\x17\n\x0fsubscription_id\x18\x01 \x01(\x04\x12\x10\n\x08since_ms\x18\x02 \x01(\x04\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\"@\n\x19\x44\x65leteSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\"\x1c\n\x1a\x44\x65leteSubscriptionResponse\"n\n\x19UpdateSubscriptionRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12,\n\x06policy\x18\x03 \x01(\x0b\x32\x1c.tarry.v1.SubscriptionPolicy\"J\n\x1aUpdateSubscriptionResponse\x12,\n\x06policy\x18\x01 \x01(\x0b\x32\x1c.tarry.v1.SubscriptionPolicy\"w\n\x1bGetScheduledMessagesRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x10\n\x08max_rows\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\x04\x12\x0f\n\x07wait_ms\x18\x05 \x01(\r\"\x87\x01\n\x1cGetScheduledMessagesResponse\x12$\n\x08messages\x18\x01 \x01(\x0b\x32\x12.tarry.v1.Messages\x12\x10\n\x08lease_ms\x18\x02 \x01(\x04\x12/\n\x0erebuild_needed\x18\x03 \x03(\x0b\x32\x17.tarry.v1.RebuildNeeded\"\x81\x01\n\x12\x41\x63knowledgeRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x15\n\tledger_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x05 \x03(\x06\x42\x02\x10\x01\"&\n\x13\x41\x63knowledgeResponse\x12\x0f\n\x07ignored\x18\x01 \x01(\r\"\x93\x01\n\x12\x45xtendLeaseRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x14\n\x0csubscription\x18\x02 \x01(\t\x12\x15\n\tledger_id\x18\x03 \x03(\x06\x42\x02\x10\x01\x12\x14\n\x08\x65ntry_id\x18\x04 \x03(\x06\x42\x02\x10\x01\x12\x19\n\rdeliver_at_ms\x18\x05 \x03(\x06\x42\x02\x10\x01\x12\x10\n\x08lease_ms\x18\x06 \x01(\x04\"&\n\x13\x45xtendLeaseResponse\x12\x0f\n\x07ignored\x18\x01 \x01(\r*S\n\x10SubscriptionType\x12!\n\x1dSUBSCRIPTION_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18SUBSCRIPTION_TYPE_SHARED\x10\x01\x32\xf6\x04\n\x08\x44ispatch\x12H\n\tSubscribe\x12\x1a.tarry.v1.SubscribeRequest\x1a\x1b.tarry.v1.SubscribeResponse(\x01\x30\x01\x12_\n\x12\x43reateSubscription\x12#.tarry.v1.CreateSubscriptionRequest\x1a$.tarry.v1.CreateSubscriptionResponse\x12_\n\x12UpdateSubscription\x12#.tarry.v1.UpdateSubscriptionRequest\x1a$.tarry.v1.UpdateSubscriptionResponse\x12_\n\x12\x44\x65leteSubscription\x12#.tarry.v1.DeleteSubscriptionRequest\x1a$.tarry.v1.DeleteSubscriptionResponse\x12\x65\n\x14GetScheduledMessages\x12%.tarry.v1.GetScheduledMessagesRequest\x1a&.tarry.v1.GetScheduledMessagesResponse\x12J\n\x0b\x41\x63knowledge\x12\x1c.tarry.v1.AcknowledgeRequest\x1a\x1d.tarry.v1.AcknowledgeResponse\x12J\n\x0b\x45xtendLease\x12\x1c.tarry.v1.ExtendLeaseRequest\x1a\x1d.tarry.v1.ExtendLeaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,34 +54,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGES'].fields_by_name['deliver_at_ms']._serialized_options = b'\020\001'
   _globals['_MESSAGES'].fields_by_name['key_hash']._loaded_options = None
   _globals['_MESSAGES'].fields_by_name['key_hash']._serialized_options = b'\020\001'
-  _globals['_SUBSCRIPTIONTYPE']._serialized_start=1226
-  _globals['_SUBSCRIPTIONTYPE']._serialized_end=1309
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=63
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=202
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=205
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=378
-  _globals['_OPEN']._serialized_start=381
-  _globals['_OPEN']._serialized_end=553
-  _globals['_OPENED']._serialized_start=555
-  _globals['_OPENED']._serialized_end=592
-  _globals['_FLOW']._serialized_start=594
-  _globals['_FLOW']._serialized_end=617
-  _globals['_ACKNOWLEDGE']._serialized_start=619
-  _globals['_ACKNOWLEDGE']._serialized_end=724
-  _globals['_MESSAGES']._serialized_start=726
-  _globals['_MESSAGES']._serialized_end=845
-  _globals['_DONE']._serialized_start=847
-  _globals['_DONE']._serialized_end=940
-  _globals['_MOVED']._serialized_start=942
-  _globals['_MOVED']._serialized_end=972
-  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_start=974
-  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_end=1038
-  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_start=1040
-  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_end=1128
-  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_start=1130
-  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_end=1194
-  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_start=1196
-  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_end=1224
-  _globals['_DISPATCH']._serialized_start=1312
-  _globals['_DISPATCH']._serialized_end=1590
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['ledger_id']._loaded_options = None
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['ledger_id']._serialized_options = b'\020\001'
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['entry_id']._loaded_options = None
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['entry_id']._serialized_options = b'\020\001'
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['deliver_at_ms']._loaded_options = None
+  _globals['_ACKNOWLEDGEREQUEST'].fields_by_name['deliver_at_ms']._serialized_options = b'\020\001'
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['ledger_id']._loaded_options = None
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['ledger_id']._serialized_options = b'\020\001'
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['entry_id']._loaded_options = None
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['entry_id']._serialized_options = b'\020\001'
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['deliver_at_ms']._loaded_options = None
+  _globals['_EXTENDLEASEREQUEST'].fields_by_name['deliver_at_ms']._serialized_options = b'\020\001'
+  _globals['_SUBSCRIPTIONTYPE']._serialized_start=2177
+  _globals['_SUBSCRIPTIONTYPE']._serialized_end=2260
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=110
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=249
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=252
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=425
+  _globals['_OPEN']._serialized_start=428
+  _globals['_OPEN']._serialized_end=600
+  _globals['_OPENED']._serialized_start=602
+  _globals['_OPENED']._serialized_end=688
+  _globals['_FLOW']._serialized_start=690
+  _globals['_FLOW']._serialized_end=713
+  _globals['_ACKNOWLEDGE']._serialized_start=715
+  _globals['_ACKNOWLEDGE']._serialized_end=820
+  _globals['_MESSAGES']._serialized_start=822
+  _globals['_MESSAGES']._serialized_end=941
+  _globals['_DONE']._serialized_start=943
+  _globals['_DONE']._serialized_end=1036
+  _globals['_MOVED']._serialized_start=1038
+  _globals['_MOVED']._serialized_end=1068
+  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_start=1070
+  _globals['_CREATESUBSCRIPTIONREQUEST']._serialized_end=1180
+  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_start=1182
+  _globals['_CREATESUBSCRIPTIONRESPONSE']._serialized_end=1270
+  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_start=1272
+  _globals['_DELETESUBSCRIPTIONREQUEST']._serialized_end=1336
+  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_start=1338
+  _globals['_DELETESUBSCRIPTIONRESPONSE']._serialized_end=1366
+  _globals['_UPDATESUBSCRIPTIONREQUEST']._serialized_start=1368
+  _globals['_UPDATESUBSCRIPTIONREQUEST']._serialized_end=1478
+  _globals['_UPDATESUBSCRIPTIONRESPONSE']._serialized_start=1480
+  _globals['_UPDATESUBSCRIPTIONRESPONSE']._serialized_end=1554
+  _globals['_GETSCHEDULEDMESSAGESREQUEST']._serialized_start=1556
+  _globals['_GETSCHEDULEDMESSAGESREQUEST']._serialized_end=1675
+  _globals['_GETSCHEDULEDMESSAGESRESPONSE']._serialized_start=1678
+  _globals['_GETSCHEDULEDMESSAGESRESPONSE']._serialized_end=1813
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_start=1816
+  _globals['_ACKNOWLEDGEREQUEST']._serialized_end=1945
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_start=1947
+  _globals['_ACKNOWLEDGERESPONSE']._serialized_end=1985
+  _globals['_EXTENDLEASEREQUEST']._serialized_start=1988
+  _globals['_EXTENDLEASEREQUEST']._serialized_end=2135
+  _globals['_EXTENDLEASERESPONSE']._serialized_start=2137
+  _globals['_EXTENDLEASERESPONSE']._serialized_end=2175
+  _globals['_DISPATCH']._serialized_start=2263
+  _globals['_DISPATCH']._serialized_end=2893
 # @@protoc_insertion_point(module_scope)

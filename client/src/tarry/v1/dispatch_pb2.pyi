@@ -9,6 +9,8 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
+from tarry.v1 import inspect_pb2 as _inspect_pb2
+from tarry.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -154,19 +156,25 @@ class Opened(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch under which the topic is served. Drop `Messages` and `Done` with an epoch below the highest one seen."""
     held: _builtins.int
     """How many of the held positions are IN_FLIGHT now; the others are no longer in the backlog."""
+    @_builtins.property
+    def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[_inspect_pb2.RebuildNeeded]:
+        """Ranges of which rows were lost with a damaged bucket: add them again."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         held: _builtins.int = ...,
+        rebuild_needed: _abc.Iterable[_inspect_pb2.RebuildNeeded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held", b"held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held", b"held", "rebuild_needed", b"rebuild_needed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,18 +333,22 @@ class CreateSubscriptionRequest(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     """UTF-8, 1 to 255 bytes."""
+    @_builtins.property
+    def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
     def __init__(
         self,
         *,
         topic: _builtins.str = ...,
         subscription: _builtins.str = ...,
+        policy: _policy_pb2.SubscriptionPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,3 +418,231 @@ class DeleteSubscriptionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteSubscriptionResponse: _TypeAlias = DeleteSubscriptionResponse  # noqa: Y015
+
+@_typing.final
+class UpdateSubscriptionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    @_builtins.property
+    def policy(self) -> _policy_pb2.SubscriptionPolicy:
+        """The whole policy: a field that is not set has its default from now on."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        policy: _policy_pb2.SubscriptionPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSubscriptionRequest: _TypeAlias = UpdateSubscriptionRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSubscriptionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
+    def __init__(
+        self,
+        *,
+        policy: _policy_pb2.SubscriptionPolicy | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSubscriptionResponse: _TypeAlias = UpdateSubscriptionResponse  # noqa: Y015
+
+@_typing.final
+class GetScheduledMessagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    MAX_ROWS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    max_rows: _builtins.int
+    """1 to 10,000."""
+    lease_ms: _builtins.int
+    """How long the positions are leased, at most 12 hours; 0 = the subscription's `lease_ms`."""
+    wait_ms: _builtins.int
+    """How long to wait when nothing is due, at most 60 s; 0 = answer at once."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        max_rows: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        wait_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "max_rows", b"max_rows", "subscription", b"subscription", "topic", b"topic", "wait_ms", b"wait_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScheduledMessagesRequest: _TypeAlias = GetScheduledMessagesRequest  # noqa: Y015
+
+@_typing.final
+class GetScheduledMessagesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """How long the positions are leased, from the answer on."""
+    @_builtins.property
+    def messages(self) -> Global___Messages:
+        """Empty columns when nothing came due in time."""
+
+    @_builtins.property
+    def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[_inspect_pb2.RebuildNeeded]: ...
+    def __init__(
+        self,
+        *,
+        messages: Global___Messages | None = ...,
+        lease_ms: _builtins.int = ...,
+        rebuild_needed: _abc.Iterable[_inspect_pb2.RebuildNeeded] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "messages", b"messages", "rebuild_needed", b"rebuild_needed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScheduledMessagesResponse: _TypeAlias = GetScheduledMessagesResponse  # noqa: Y015
+
+@_typing.final
+class AcknowledgeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As handed out."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeRequest: _TypeAlias = AcknowledgeRequest  # noqa: Y015
+
+@_typing.final
+class AcknowledgeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IGNORED_FIELD_NUMBER: _builtins.int
+    ignored: _builtins.int
+    """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    def __init__(
+        self,
+        *,
+        ignored: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeResponse: _TypeAlias = AcknowledgeResponse  # noqa: Y015
+
+@_typing.final
+class ExtendLeaseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    lease_ms: _builtins.int
+    """From now on, at most 12 hours; 0 = the lease is over."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As handed out."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "lease_ms", b"lease_ms", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendLeaseRequest: _TypeAlias = ExtendLeaseRequest  # noqa: Y015
+
+@_typing.final
+class ExtendLeaseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IGNORED_FIELD_NUMBER: _builtins.int
+    ignored: _builtins.int
+    """Positions that were not leased with that time: nothing happened to them."""
+    def __init__(
+        self,
+        *,
+        ignored: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendLeaseResponse: _TypeAlias = ExtendLeaseResponse  # noqa: Y015

@@ -45,10 +45,30 @@ class DispatchStub(object):
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionResponse.FromString,
                 _registered_method=True)
+        self.UpdateSubscription = channel.unary_unary(
+                '/tarry.v1.Dispatch/UpdateSubscription',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionResponse.FromString,
+                _registered_method=True)
         self.DeleteSubscription = channel.unary_unary(
                 '/tarry.v1.Dispatch/DeleteSubscription',
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionResponse.FromString,
+                _registered_method=True)
+        self.GetScheduledMessages = channel.unary_unary(
+                '/tarry.v1.Dispatch/GetScheduledMessages',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesResponse.FromString,
+                _registered_method=True)
+        self.Acknowledge = channel.unary_unary(
+                '/tarry.v1.Dispatch/Acknowledge',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.FromString,
+                _registered_method=True)
+        self.ExtendLease = channel.unary_unary(
+                '/tarry.v1.Dispatch/ExtendLease',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseResponse.FromString,
                 _registered_method=True)
 
 
@@ -69,7 +89,15 @@ class DispatchServicer(object):
         """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
         index; a later one is owed what comes due after its creation. Repeated with the same policy it is OK.
 
-        INVALID_ARGUMENT: a bad name. RESOURCE_EXHAUSTED: too many subscriptions.
+        INVALID_ARGUMENT: a bad name or policy. ALREADY_EXISTS: it exists with another policy. RESOURCE_EXHAUSTED: too many
+        subscriptions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateSubscription(self, request, context):
+        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +107,33 @@ class DispatchServicer(object):
         """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
         NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScheduledMessages(self, request, context):
+        """Due positions without a stream: they are leased, IN_FLIGHT until they are acknowledged or the lease is over, then
+        READY again. Waits up to `wait_ms` for the first one. A lease is not durable: after a crash its positions are due
+        again.
+
+        INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
+        RESOURCE_EXHAUSTED: too many leases.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Acknowledge(self, request, context):
+        """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExtendLease(self, request, context):
+        """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
+        that are not leased with that time are ignored and counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,10 +152,30 @@ def add_DispatchServicer_to_server(servicer, server):
                     request_deserializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_dispatch__pb2.CreateSubscriptionResponse.SerializeToString,
             ),
+            'UpdateSubscription': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSubscription,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionResponse.SerializeToString,
+            ),
             'DeleteSubscription': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSubscription,
                     request_deserializer=tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionResponse.SerializeToString,
+            ),
+            'GetScheduledMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScheduledMessages,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesResponse.SerializeToString,
+            ),
+            'Acknowledge': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acknowledge,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.SerializeToString,
+            ),
+            'ExtendLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExtendLease,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,6 +244,33 @@ class Dispatch(object):
             _registered_method=True)
 
     @staticmethod
+    def UpdateSubscription(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Dispatch/UpdateSubscription',
+            tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.UpdateSubscriptionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DeleteSubscription(request,
             target,
             options=(),
@@ -185,6 +287,87 @@ class Dispatch(object):
             '/tarry.v1.Dispatch/DeleteSubscription',
             tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionRequest.SerializeToString,
             tarry_dot_v1_dot_dispatch__pb2.DeleteSubscriptionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScheduledMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Dispatch/GetScheduledMessages',
+            tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.GetScheduledMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Acknowledge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Dispatch/Acknowledge',
+            tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExtendLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Dispatch/ExtendLease',
+            tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

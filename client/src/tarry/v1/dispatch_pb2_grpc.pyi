@@ -42,12 +42,29 @@ class DispatchStub:
     """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
     index; a later one is owed what comes due after its creation. Repeated with the same policy it is OK.
 
-    INVALID_ARGUMENT: a bad name. RESOURCE_EXHAUSTED: too many subscriptions.
+    INVALID_ARGUMENT: a bad name or policy. ALREADY_EXISTS: it exists with another policy. RESOURCE_EXHAUSTED: too many
+    subscriptions.
     """
+    UpdateSubscription: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.UpdateSubscriptionRequest, _dispatch_pb2.UpdateSubscriptionResponse]
+    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
     DeleteSubscription: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.DeleteSubscriptionRequest, _dispatch_pb2.DeleteSubscriptionResponse]
     """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
     NOT_FOUND: no such topic or subscription.
+    """
+    GetScheduledMessages: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.GetScheduledMessagesRequest, _dispatch_pb2.GetScheduledMessagesResponse]
+    """Due positions without a stream: they are leased, IN_FLIGHT until they are acknowledged or the lease is over, then
+    READY again. Waits up to `wait_ms` for the first one. A lease is not durable: after a crash its positions are due
+    again.
+
+    INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
+    RESOURCE_EXHAUSTED: too many leases.
+    """
+    Acknowledge: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]
+    """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
+    ExtendLease: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.ExtendLeaseRequest, _dispatch_pb2.ExtendLeaseResponse]
+    """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
+    that are not leased with that time are ignored and counted.
     """
 
 @_typing.type_check_only
@@ -64,12 +81,29 @@ class DispatchAsyncStub(DispatchStub):
     """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
     index; a later one is owed what comes due after its creation. Repeated with the same policy it is OK.
 
-    INVALID_ARGUMENT: a bad name. RESOURCE_EXHAUSTED: too many subscriptions.
+    INVALID_ARGUMENT: a bad name or policy. ALREADY_EXISTS: it exists with another policy. RESOURCE_EXHAUSTED: too many
+    subscriptions.
     """
+    UpdateSubscription: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.UpdateSubscriptionRequest, _dispatch_pb2.UpdateSubscriptionResponse]  # type: ignore[assignment]
+    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
     DeleteSubscription: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.DeleteSubscriptionRequest, _dispatch_pb2.DeleteSubscriptionResponse]  # type: ignore[assignment]
     """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
     NOT_FOUND: no such topic or subscription.
+    """
+    GetScheduledMessages: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.GetScheduledMessagesRequest, _dispatch_pb2.GetScheduledMessagesResponse]  # type: ignore[assignment]
+    """Due positions without a stream: they are leased, IN_FLIGHT until they are acknowledged or the lease is over, then
+    READY again. Waits up to `wait_ms` for the first one. A lease is not durable: after a crash its positions are due
+    again.
+
+    INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
+    RESOURCE_EXHAUSTED: too many leases.
+    """
+    Acknowledge: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]  # type: ignore[assignment]
+    """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
+    ExtendLease: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.ExtendLeaseRequest, _dispatch_pb2.ExtendLeaseResponse]  # type: ignore[assignment]
+    """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
+    that are not leased with that time are ignored and counted.
     """
 
 class DispatchServicer(metaclass=_abc_1.ABCMeta):
@@ -95,8 +129,17 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         """Creates a subscription, and the topic if it is new. The first subscription of a topic is owed everything in its
         index; a later one is owed what comes due after its creation. Repeated with the same policy it is OK.
 
-        INVALID_ARGUMENT: a bad name. RESOURCE_EXHAUSTED: too many subscriptions.
+        INVALID_ARGUMENT: a bad name or policy. ALREADY_EXISTS: it exists with another policy. RESOURCE_EXHAUSTED: too many
+        subscriptions.
         """
+
+    @_abc_1.abstractmethod
+    def UpdateSubscription(
+        self,
+        request: _dispatch_pb2.UpdateSubscriptionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dispatch_pb2.UpdateSubscriptionResponse, _abc.Awaitable[_dispatch_pb2.UpdateSubscriptionResponse]]:
+        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def DeleteSubscription(
@@ -107,6 +150,38 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
         NOT_FOUND: no such topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def GetScheduledMessages(
+        self,
+        request: _dispatch_pb2.GetScheduledMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dispatch_pb2.GetScheduledMessagesResponse, _abc.Awaitable[_dispatch_pb2.GetScheduledMessagesResponse]]:
+        """Due positions without a stream: they are leased, IN_FLIGHT until they are acknowledged or the lease is over, then
+        READY again. Waits up to `wait_ms` for the first one. A lease is not durable: after a crash its positions are due
+        again.
+
+        INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
+        RESOURCE_EXHAUSTED: too many leases.
+        """
+
+    @_abc_1.abstractmethod
+    def Acknowledge(
+        self,
+        request: _dispatch_pb2.AcknowledgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dispatch_pb2.AcknowledgeResponse, _abc.Awaitable[_dispatch_pb2.AcknowledgeResponse]]:
+        """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
+
+    @_abc_1.abstractmethod
+    def ExtendLease(
+        self,
+        request: _dispatch_pb2.ExtendLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dispatch_pb2.ExtendLeaseResponse, _abc.Awaitable[_dispatch_pb2.ExtendLeaseResponse]]:
+        """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
+        that are not leased with that time are ignored and counted.
         """
 
 def add_DispatchServicer_to_server(servicer: DispatchServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

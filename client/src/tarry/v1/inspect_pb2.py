@@ -22,27 +22,40 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from tarry.v1 import policy_pb2 as tarry_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tarry/v1/inspect.proto\x12\x08tarry.v1\":\n\x11ListTopicsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"g\n\x12ListTopicsResponse\x12&\n\x06topics\x18\x01 \x03(\x0b\x32\x16.tarry.v1.TopicSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08\x61s_of_ms\x18\x03 \x01(\x04\"z\n\x0cTopicSummary\x12\r\n\x05topic\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x04 \x01(\r\x12\x15\n\rsubscriptions\x18\x05 \x01(\r\x12\x13\n\x0bnext_due_ms\x18\x06 \x01(\x04\"%\n\x14GetTopicStatsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"\xd6\x02\n\x15GetTopicStatsResponse\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x10\n\x08topic_id\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x0f\n\x07pending\x18\x06 \x01(\x04\x12\x14\n\x0cmutable_rows\x18\x07 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x08 \x01(\r\x12\x14\n\x0c\x62ucket_bytes\x18\t \x01(\x04\x12\x13\n\x0bloaded_rows\x18\n \x01(\x04\x12\x13\n\x0bnext_due_ms\x18\x0b \x01(\x04\x12\x15\n\roldest_due_ms\x18\x0c \x01(\x04\x12\x14\n\x0c\x61pplied_slot\x18\r \x01(\x04\x12\x32\n\rsubscriptions\x18\x0e \x03(\x0b\x32\x1b.tarry.v1.SubscriptionStats\x12\x10\n\x08\x61s_of_ms\x18\x0f \x01(\x04\"\x9e\x01\n\x11SubscriptionStats\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x17\n\x0fsubscription_id\x18\x02 \x01(\x04\x12\x10\n\x08since_ms\x18\x03 \x01(\x04\x12\x0f\n\x07\x62\x61\x63klog\x18\x04 \x01(\x04\x12\x11\n\tin_flight\x18\x05 \x01(\x04\x12\x13\n\x0b\x64ispatchers\x18\x06 \x01(\r\x12\x0f\n\x07permits\x18\x07 \x01(\x04\x32\xa4\x01\n\x07Inspect\x12G\n\nListTopics\x12\x1b.tarry.v1.ListTopicsRequest\x1a\x1c.tarry.v1.ListTopicsResponse\x12P\n\rGetTopicStats\x12\x1e.tarry.v1.GetTopicStatsRequest\x1a\x1f.tarry.v1.GetTopicStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tarry/v1/inspect.proto\x12\x08tarry.v1\x1a\x15tarry/v1/policy.proto\":\n\x11ListTopicsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x97\x01\n\x12ListTopicsResponse\x12&\n\x06topics\x18\x01 \x03(\x0b\x32\x16.tarry.v1.TopicSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08\x61s_of_ms\x18\x03 \x01(\x04\x12\x16\n\x0etopics_loading\x18\x04 \x01(\r\x12\x16\n\x0etopics_damaged\x18\x05 \x01(\r\"z\n\x0cTopicSummary\x12\r\n\x05topic\x18\x01 \x01(\t\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0f\n\x07pending\x18\x03 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x04 \x01(\r\x12\x15\n\rsubscriptions\x18\x05 \x01(\r\x12\x13\n\x0bnext_due_ms\x18\x06 \x01(\x04\"%\n\x14GetTopicStatsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"\x87\x03\n\x15GetTopicStatsResponse\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x10\n\x08topic_id\x18\x02 \x01(\t\x12\r\n\x05shard\x18\x03 \x01(\r\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x04\x12\x0f\n\x07pending\x18\x06 \x01(\x04\x12\x14\n\x0cmutable_rows\x18\x07 \x01(\x04\x12\x0f\n\x07\x62uckets\x18\x08 \x01(\r\x12\x14\n\x0c\x62ucket_bytes\x18\t \x01(\x04\x12\x13\n\x0bloaded_rows\x18\n \x01(\x04\x12\x13\n\x0bnext_due_ms\x18\x0b \x01(\x04\x12\x15\n\roldest_due_ms\x18\x0c \x01(\x04\x12\x14\n\x0c\x61pplied_slot\x18\r \x01(\x04\x12\x32\n\rsubscriptions\x18\x0e \x03(\x0b\x32\x1b.tarry.v1.SubscriptionStats\x12\x10\n\x08\x61s_of_ms\x18\x0f \x01(\x04\x12/\n\x0erebuild_needed\x18\x10 \x03(\x0b\x32\x17.tarry.v1.RebuildNeeded\"\x87\x01\n\rRebuildNeeded\x12\x17\n\x0f\x66irst_ledger_id\x18\x01 \x01(\x04\x12\x16\n\x0elast_ledger_id\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x61mage\x18\x05 \x01(\t\x12\x17\n\x0fpositions_known\x18\x06 \x01(\x08\"\xdc\x01\n\x11SubscriptionStats\x12\x14\n\x0csubscription\x18\x01 \x01(\t\x12\x17\n\x0fsubscription_id\x18\x02 \x01(\x04\x12\x10\n\x08since_ms\x18\x03 \x01(\x04\x12\x0f\n\x07\x62\x61\x63klog\x18\x04 \x01(\x04\x12\x11\n\tin_flight\x18\x05 \x01(\x04\x12\x13\n\x0b\x64ispatchers\x18\x06 \x01(\r\x12\x0f\n\x07permits\x18\x07 \x01(\x04\x12\x0e\n\x06leased\x18\x08 \x01(\x04\x12,\n\x06policy\x18\t \x01(\x0b\x32\x1c.tarry.v1.SubscriptionPolicy\"J\n\x12ListBucketsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x80\x01\n\x13ListBucketsResponse\x12(\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x17.tarry.v1.BucketSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08\x61s_of_ms\x18\x03 \x01(\x04\x12\x14\n\x0cmutable_rows\x18\x04 \x01(\x04\"\xbe\x02\n\rBucketSummary\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\x0f\n\x07pending\x18\x04 \x01(\x04\x12\x0b\n\x03\x64ue\x18\x05 \x01(\x04\x12\x17\n\x0f\x66irst_ledger_id\x18\x06 \x01(\x04\x12\x16\n\x0elast_ledger_id\x18\x07 \x01(\x04\x12\x19\n\x11min_deliver_at_ms\x18\x08 \x01(\x04\x12\x19\n\x11max_deliver_at_ms\x18\t \x01(\x04\x12\x10\n\x08segments\x18\n \x01(\r\x12\x17\n\x0fsegments_loaded\x18\x0b \x01(\r\x12\r\n\x05level\x18\x0c \x01(\r\x12\x17\n\x0f\x63ompatible_form\x18\r \x01(\x08\x12\x13\n\x0bquarantined\x18\x0e \x01(\x08\x12\x0e\n\x06\x64\x61mage\x18\x0f \x01(\t\"P\n\x18ListSubscriptionsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"z\n\x19ListSubscriptionsResponse\x12\x32\n\rsubscriptions\x18\x01 \x03(\x0b\x32\x1b.tarry.v1.SubscriptionStats\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08\x61s_of_ms\x18\x03 \x01(\x04\x32\xce\x02\n\x07Inspect\x12G\n\nListTopics\x12\x1b.tarry.v1.ListTopicsRequest\x1a\x1c.tarry.v1.ListTopicsResponse\x12P\n\rGetTopicStats\x12\x1e.tarry.v1.GetTopicStatsRequest\x1a\x1f.tarry.v1.GetTopicStatsResponse\x12J\n\x0bListBuckets\x12\x1c.tarry.v1.ListBucketsRequest\x1a\x1d.tarry.v1.ListBucketsResponse\x12\\\n\x11ListSubscriptions\x12\".tarry.v1.ListSubscriptionsRequest\x1a#.tarry.v1.ListSubscriptionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tarry.v1.inspect_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTTOPICSREQUEST']._serialized_start=36
-  _globals['_LISTTOPICSREQUEST']._serialized_end=94
-  _globals['_LISTTOPICSRESPONSE']._serialized_start=96
-  _globals['_LISTTOPICSRESPONSE']._serialized_end=199
-  _globals['_TOPICSUMMARY']._serialized_start=201
-  _globals['_TOPICSUMMARY']._serialized_end=323
-  _globals['_GETTOPICSTATSREQUEST']._serialized_start=325
-  _globals['_GETTOPICSTATSREQUEST']._serialized_end=362
-  _globals['_GETTOPICSTATSRESPONSE']._serialized_start=365
-  _globals['_GETTOPICSTATSRESPONSE']._serialized_end=707
-  _globals['_SUBSCRIPTIONSTATS']._serialized_start=710
-  _globals['_SUBSCRIPTIONSTATS']._serialized_end=868
-  _globals['_INSPECT']._serialized_start=871
-  _globals['_INSPECT']._serialized_end=1035
+  _globals['_LISTTOPICSREQUEST']._serialized_start=59
+  _globals['_LISTTOPICSREQUEST']._serialized_end=117
+  _globals['_LISTTOPICSRESPONSE']._serialized_start=120
+  _globals['_LISTTOPICSRESPONSE']._serialized_end=271
+  _globals['_TOPICSUMMARY']._serialized_start=273
+  _globals['_TOPICSUMMARY']._serialized_end=395
+  _globals['_GETTOPICSTATSREQUEST']._serialized_start=397
+  _globals['_GETTOPICSTATSREQUEST']._serialized_end=434
+  _globals['_GETTOPICSTATSRESPONSE']._serialized_start=437
+  _globals['_GETTOPICSTATSRESPONSE']._serialized_end=828
+  _globals['_REBUILDNEEDED']._serialized_start=831
+  _globals['_REBUILDNEEDED']._serialized_end=966
+  _globals['_SUBSCRIPTIONSTATS']._serialized_start=969
+  _globals['_SUBSCRIPTIONSTATS']._serialized_end=1189
+  _globals['_LISTBUCKETSREQUEST']._serialized_start=1191
+  _globals['_LISTBUCKETSREQUEST']._serialized_end=1265
+  _globals['_LISTBUCKETSRESPONSE']._serialized_start=1268
+  _globals['_LISTBUCKETSRESPONSE']._serialized_end=1396
+  _globals['_BUCKETSUMMARY']._serialized_start=1399
+  _globals['_BUCKETSUMMARY']._serialized_end=1717
+  _globals['_LISTSUBSCRIPTIONSREQUEST']._serialized_start=1719
+  _globals['_LISTSUBSCRIPTIONSREQUEST']._serialized_end=1799
+  _globals['_LISTSUBSCRIPTIONSRESPONSE']._serialized_start=1801
+  _globals['_LISTSUBSCRIPTIONSRESPONSE']._serialized_end=1923
+  _globals['_INSPECT']._serialized_start=1926
+  _globals['_INSPECT']._serialized_end=2260
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from tarry.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -49,9 +50,15 @@ class ListTopicsResponse(_message.Message):
     TOPICS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     AS_OF_MS_FIELD_NUMBER: _builtins.int
+    TOPICS_LOADING_FIELD_NUMBER: _builtins.int
+    TOPICS_DAMAGED_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
     as_of_ms: _builtins.int
+    topics_loading: _builtins.int
+    """Topics that this daemon owns and has not loaded yet: they are not listed."""
+    topics_damaged: _builtins.int
+    """Topics that cannot be served because their manifest or progress is damaged: the daemon's log names them."""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicSummary]: ...
     def __init__(
@@ -60,10 +67,12 @@ class ListTopicsResponse(_message.Message):
         topics: _abc.Iterable[Global___TopicSummary] | None = ...,
         next_page_token: _builtins.str = ...,
         as_of_ms: _builtins.int = ...,
+        topics_loading: _builtins.int = ...,
+        topics_damaged: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "next_page_token", b"next_page_token", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "next_page_token", b"next_page_token", "topics", b"topics", "topics_damaged", b"topics_damaged", "topics_loading", b"topics_loading"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -142,6 +151,7 @@ class GetTopicStatsResponse(_message.Message):
     APPLIED_SLOT_FIELD_NUMBER: _builtins.int
     SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
     AS_OF_MS_FIELD_NUMBER: _builtins.int
+    REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     shard: _builtins.int
@@ -165,6 +175,10 @@ class GetTopicStatsResponse(_message.Message):
     as_of_ms: _builtins.int
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionStats]: ...
+    @_builtins.property
+    def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebuildNeeded]:
+        """Ranges of which rows were lost with a damaged bucket: add them again."""
+
     def __init__(
         self,
         *,
@@ -183,14 +197,59 @@ class GetTopicStatsResponse(_message.Message):
         applied_slot: _builtins.int = ...,
         subscriptions: _abc.Iterable[Global___SubscriptionStats] | None = ...,
         as_of_ms: _builtins.int = ...,
+        rebuild_needed: _abc.Iterable[Global___RebuildNeeded] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "loaded_rows", b"loaded_rows", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "loaded_rows", b"loaded_rows", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTopicStatsResponse: _TypeAlias = GetTopicStatsResponse  # noqa: Y015
+
+@_typing.final
+class RebuildNeeded(_message.Message):
+    """Rows that were in a bucket that is damaged. The bucket is quarantined, neither read nor deleted; adding its range again
+    heals it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    LAST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    DAMAGE_FIELD_NUMBER: _builtins.int
+    POSITIONS_KNOWN_FIELD_NUMBER: _builtins.int
+    first_ledger_id: _builtins.int
+    last_ledger_id: _builtins.int
+    rows: _builtins.int
+    """Rows of the bucket that were not gone and have not been added again."""
+    bucket: _builtins.str
+    """The damaged object."""
+    damage: _builtins.str
+    """What was found."""
+    positions_known: _builtins.bool
+    """Whether it is known which positions are missing. If not, every position of these ledgers that is added counts as one of
+    them, and the range counts as healed when as many were added as are missing, or when it was trimmed.
+    """
+    def __init__(
+        self,
+        *,
+        first_ledger_id: _builtins.int = ...,
+        last_ledger_id: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        bucket: _builtins.str = ...,
+        damage: _builtins.str = ...,
+        positions_known: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "last_ledger_id", b"last_ledger_id", "positions_known", b"positions_known", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebuildNeeded: _TypeAlias = RebuildNeeded  # noqa: Y015
 
 @_typing.final
 class SubscriptionStats(_message.Message):
@@ -203,6 +262,8 @@ class SubscriptionStats(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     DISPATCHERS_FIELD_NUMBER: _builtins.int
     PERMITS_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     subscription_id: _builtins.int
     since_ms: _builtins.int
@@ -212,6 +273,10 @@ class SubscriptionStats(_message.Message):
     dispatchers: _builtins.int
     """Open streams."""
     permits: _builtins.int
+    leased: _builtins.int
+    """Of `in_flight`, positions that are leased."""
+    @_builtins.property
+    def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
     def __init__(
         self,
         *,
@@ -222,11 +287,192 @@ class SubscriptionStats(_message.Message):
         in_flight: _builtins.int = ...,
         dispatchers: _builtins.int = ...,
         permits: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        policy: _policy_pb2.SubscriptionPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "permits", b"permits", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscriptionStats: _TypeAlias = SubscriptionStats  # noqa: Y015
+
+@_typing.final
+class ListBucketsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0 = 1,000, which is also the most."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBucketsRequest: _TypeAlias = ListBucketsRequest  # noqa: Y015
+
+@_typing.final
+class ListBucketsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    MUTABLE_ROWS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    mutable_rows: _builtins.int
+    """Rows that are in no sealed bucket: the mutable bucket and those that are being sealed."""
+    @_builtins.property
+    def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketSummary]: ...
+    def __init__(
+        self,
+        *,
+        buckets: _abc.Iterable[Global___BucketSummary] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+        mutable_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "buckets", b"buckets", "mutable_rows", b"mutable_rows", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBucketsResponse: _TypeAlias = ListBucketsResponse  # noqa: Y015
+
+@_typing.final
+class BucketSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUCKET_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    DUE_FIELD_NUMBER: _builtins.int
+    FIRST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    LAST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    MIN_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    MAX_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    SEGMENTS_LOADED_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    DAMAGE_FIELD_NUMBER: _builtins.int
+    bucket: _builtins.str
+    """The object's name."""
+    size_bytes: _builtins.int
+    rows: _builtins.int
+    """Rows that were stored; those not due yet; those due and not gone."""
+    pending: _builtins.int
+    due: _builtins.int
+    first_ledger_id: _builtins.int
+    last_ledger_id: _builtins.int
+    min_deliver_at_ms: _builtins.int
+    max_deliver_at_ms: _builtins.int
+    segments: _builtins.int
+    segments_loaded: _builtins.int
+    """Of these, in memory."""
+    level: _builtins.int
+    """0 = sealed from a mutable bucket."""
+    compatible_form: _builtins.bool
+    quarantined: _builtins.bool
+    """Damaged: neither read nor deleted."""
+    damage: _builtins.str
+    """What was found, when it is quarantined."""
+    def __init__(
+        self,
+        *,
+        bucket: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        rows: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        due: _builtins.int = ...,
+        first_ledger_id: _builtins.int = ...,
+        last_ledger_id: _builtins.int = ...,
+        min_deliver_at_ms: _builtins.int = ...,
+        max_deliver_at_ms: _builtins.int = ...,
+        segments: _builtins.int = ...,
+        segments_loaded: _builtins.int = ...,
+        level: _builtins.int = ...,
+        compatible_form: _builtins.bool = ...,
+        quarantined: _builtins.bool = ...,
+        damage: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "compatible_form", b"compatible_form", "damage", b"damage", "due", b"due", "first_ledger_id", b"first_ledger_id", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "pending", b"pending", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "segments_loaded", b"segments_loaded", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BucketSummary: _TypeAlias = BucketSummary  # noqa: Y015
+
+@_typing.final
+class ListSubscriptionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0 = 1,000, which is also the most."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSubscriptionsRequest: _TypeAlias = ListSubscriptionsRequest  # noqa: Y015
+
+@_typing.final
+class ListSubscriptionsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionStats]: ...
+    def __init__(
+        self,
+        *,
+        subscriptions: _abc.Iterable[Global___SubscriptionStats] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "next_page_token", b"next_page_token", "subscriptions", b"subscriptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSubscriptionsResponse: _TypeAlias = ListSubscriptionsResponse  # noqa: Y015

@@ -45,6 +45,16 @@ class InspectStub(object):
                 request_serializer=tarry_dot_v1_dot_inspect__pb2.GetTopicStatsRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_inspect__pb2.GetTopicStatsResponse.FromString,
                 _registered_method=True)
+        self.ListBuckets = channel.unary_unary(
+                '/tarry.v1.Inspect/ListBuckets',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListBucketsRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBucketsResponse.FromString,
+                _registered_method=True)
+        self.ListSubscriptions = channel.unary_unary(
+                '/tarry.v1.Inspect/ListSubscriptions',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServicer(object):
@@ -65,6 +75,21 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBuckets(self, request, context):
+        """Sealed buckets of a topic in the order of (first ledger, last ledger), quarantined ones included. NOT_FOUND: no such
+        topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSubscriptions(self, request, context):
+        """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +102,16 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.GetTopicStats,
                     request_deserializer=tarry_dot_v1_dot_inspect__pb2.GetTopicStatsRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_inspect__pb2.GetTopicStatsResponse.SerializeToString,
+            ),
+            'ListBuckets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBuckets,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBucketsRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListBucketsResponse.SerializeToString,
+            ),
+            'ListSubscriptions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSubscriptions,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +169,60 @@ class Inspect(object):
             '/tarry.v1.Inspect/GetTopicStats',
             tarry_dot_v1_dot_inspect__pb2.GetTopicStatsRequest.SerializeToString,
             tarry_dot_v1_dot_inspect__pb2.GetTopicStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBuckets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListBuckets',
+            tarry_dot_v1_dot_inspect__pb2.ListBucketsRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListBucketsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSubscriptions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListSubscriptions',
+            tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,12 @@ class InspectStub:
     """Topics of this daemon in the order of their names."""
     GetTopicStats: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetTopicStatsRequest, _inspect_pb2.GetTopicStatsResponse]
     """Counts of one topic. NOT_FOUND: no such topic."""
+    ListBuckets: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListBucketsRequest, _inspect_pb2.ListBucketsResponse]
+    """Sealed buckets of a topic in the order of (first ledger, last ledger), quarantined ones included. NOT_FOUND: no such
+    topic.
+    """
+    ListSubscriptions: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListSubscriptionsRequest, _inspect_pb2.ListSubscriptionsResponse]
+    """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
 
 @_typing.type_check_only
 class InspectAsyncStub(InspectStub):
@@ -47,6 +53,12 @@ class InspectAsyncStub(InspectStub):
     """Topics of this daemon in the order of their names."""
     GetTopicStats: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetTopicStatsRequest, _inspect_pb2.GetTopicStatsResponse]  # type: ignore[assignment]
     """Counts of one topic. NOT_FOUND: no such topic."""
+    ListBuckets: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListBucketsRequest, _inspect_pb2.ListBucketsResponse]  # type: ignore[assignment]
+    """Sealed buckets of a topic in the order of (first ledger, last ledger), quarantined ones included. NOT_FOUND: no such
+    topic.
+    """
+    ListSubscriptions: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListSubscriptionsRequest, _inspect_pb2.ListSubscriptionsResponse]  # type: ignore[assignment]
+    """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
 
 class InspectServicer(metaclass=_abc_1.ABCMeta):
     """People and dashboards. Answers may be a little stale and say as of when."""
@@ -66,5 +78,23 @@ class InspectServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.GetTopicStatsResponse, _abc.Awaitable[_inspect_pb2.GetTopicStatsResponse]]:
         """Counts of one topic. NOT_FOUND: no such topic."""
+
+    @_abc_1.abstractmethod
+    def ListBuckets(
+        self,
+        request: _inspect_pb2.ListBucketsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListBucketsResponse, _abc.Awaitable[_inspect_pb2.ListBucketsResponse]]:
+        """Sealed buckets of a topic in the order of (first ledger, last ledger), quarantined ones included. NOT_FOUND: no such
+        topic.
+        """
+
+    @_abc_1.abstractmethod
+    def ListSubscriptions(
+        self,
+        request: _inspect_pb2.ListSubscriptionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListSubscriptionsResponse, _abc.Awaitable[_inspect_pb2.ListSubscriptionsResponse]]:
+        """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
 
 def add_InspectServicer_to_server(servicer: InspectServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
