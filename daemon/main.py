@@ -126,7 +126,7 @@ async def _serve(settings: config.Config, store: object_store.ObjectStore, ready
         _metrics_endpoint(settings, daemon_metrics) as metrics_address,
     ):
         engine = Engine(_environment(settings, store, daemon_metrics, threads, parts))
-        daemon_metrics.collect_topics_from(engine.metrics_snapshot)
+        daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
         _announce(settings, metrics_address, ready_file)
         await _run(engine, server, stop)

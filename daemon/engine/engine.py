@@ -1,45 +1,31 @@
 """The daemon's engine: every shard that it owns, or what it waits for to own them.
 
-Owns: the calls of the services, each brought to its shard and topic; standing by, serving, and standing by again when
-the shards are lost; health.
-Does not own: decisions (`daemon.core`), durability, the wire, and how it is put together (`daemon.main`).
+Owns: standing by, serving, and standing by again when the shards are lost; health.
+Does not own: the calls of the services (`requests`), decisions (`daemon.core`), durability, the wire, and how it is put
+together (`daemon.main`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
-from daemon.core import limits
 from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
-from daemon.engine.calls import (
-    AddBatch,
-    AddOutcome,
-    Health,
-    HeldPositions,
-    SubscriptionCreated,
-    TopicPage,
-    TopicStats,
-)
-from daemon.engine.dispatch import DispatchStream
+from daemon.engine.calls import Health
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.ownership import Candidate, Claimed
-from daemon.engine.served_topic import ServedTopic
+from daemon.engine.requests import Requests
 from daemon.engine.shard import ServedShard
 from daemon.errors import (
     Corruption,
-    InvalidArgument,
     InvariantViolated,
-    NotFound,
     NotOwner,
     TarryError,
     Unavailable,
 )
-from daemon.metrics import TopicNumbers
 from storage_backends import root_format, topic_manifest
 from storage_backends.commit import ManifestLog
 from storage_backends.formats import names
@@ -48,7 +34,6 @@ from storage_backends.object_store import Damaged, StoreError
 
 log = logging.getLogger(__name__)
 
-TOPICS_PAGE_MAX = 1000
 LOOK_AFTER_S = 1.0
 # A shard that cannot be given up in order within this time is left as it is: the journal has everything.
 RELEASE_S = 20.0
@@ -74,6 +59,7 @@ class Engine:
         self._stopping = False
         self._loop = asyncio.get_running_loop()
         self._store_away = False
+        self.requests = Requests(self, environment)
         # Ends with the error of a task that must not end: the process cannot go on.
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -279,70 +265,13 @@ class Engine:
         for callback in self._health_callbacks:
             callback(health)
 
-    # ---- calls
+    # ---- what the calls see
 
-    async def add(self, topic: str, batch: AddBatch) -> AddOutcome:
-        """Adds positions to a topic; returns when they are durable. See `daemon.core.topic`."""
-        request_limits = self._environment.request_limits
-        limits.check_name("topic", topic, request_limits.topic_max_bytes)
-        limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_max)
-        served = await self._topic_to_write(topic)
-        return await served.add(batch)
+    @property
+    def shards(self) -> Mapping[int, ServedShard]:
+        return self._shards
 
-    async def create_subscription(self, topic: str, subscription: str) -> SubscriptionCreated:
-        self._check_names(topic, subscription)
-        return await self._shard_of(topic).subscriptions.create(topic, subscription)
-
-    async def delete_subscription(self, topic: str, subscription: str) -> None:
-        self._check_names(topic, subscription)
-        self._topic(topic)
-        await self._shard_of(topic).subscriptions.delete(topic, subscription)
-
-    async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
-        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""
-        self._check_names(topic, subscription)
-        served = self._topic(topic)
-        return await served.open_subscription(
-            subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
-        )
-
-    def list_topics(self, page_size: int, after: str) -> TopicPage:
-        """At most `page_size` topics whose names come after `after`."""
-        if not 0 <= page_size <= TOPICS_PAGE_MAX:
-            raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {TOPICS_PAGE_MAX}")
-        self._check_serving()
-        served = {name: topic for shard in self._shards.values() for name, topic in shard.topics.items()}
-        ordered = sorted(served)
-        first = bisect.bisect_right(ordered, after) if after else 0
-        page = ordered[first : first + (page_size or TOPICS_PAGE_MAX)]
-        more = first + len(page) < len(ordered)
-        return TopicPage(
-            topics=tuple(served[name].summary() for name in page),
-            next_after=page[-1] if more else None,
-            as_of_ms=self._environment.clock.now_ms(),
-        )
-
-    def topic_stats(self, topic: str) -> TopicStats:
-        limits.check_name("topic", topic, self._environment.request_limits.topic_max_bytes)
-        served = self._topic(topic)
-        return served.stats(applied_slot=self._shard_of(topic).topic_commits[topic].manifest.applied)
-
-    def metrics_snapshot(self) -> Sequence[TopicNumbers]:
-        """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""
-        if self._loop.is_closed():
-            return ()
-        return asyncio.run_coroutine_threadsafe(self._topic_numbers(), self._loop).result(timeout=10)
-
-    async def _topic_numbers(self) -> list[TopicNumbers]:
-        now_ms = self._environment.clock.now_ms()
-        return [topic.numbers(now_ms) for shard in self._shards.values() for topic in shard.topics.values()]
-
-    def _check_names(self, topic: str, subscription: str) -> None:
-        request_limits = self._environment.request_limits
-        limits.check_name("topic", topic, request_limits.topic_max_bytes)
-        limits.check_name("subscription", subscription, request_limits.subscription_max_bytes)
-
-    def _check_serving(self) -> None:
+    def check_serving(self) -> None:
         """Raises what a caller is told while the shards are not served here."""
         if self._shards and (self._health.serving or self._store_away):
             return
@@ -350,15 +279,7 @@ class Engine:
             raise NotOwner(f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address)
         raise Unavailable(f"this daemon does not serve yet: {self._health.reason}")
 
-    def _shard_of(self, topic: str) -> ServedShard:
-        self._check_serving()
+    def shard_of(self, topic: str) -> ServedShard:
+        """The shard of a topic. Raises as `check_serving` does."""
+        self.check_serving()
         return self._shards[names.shard_of(topic, self._shards_total)]
-
-    async def _topic_to_write(self, topic: str) -> ServedTopic:
-        return await self._shard_of(topic).topic_to_write(topic)
-
-    def _topic(self, topic: str) -> ServedTopic:
-        served = self._shard_of(topic).topic(topic)
-        if served is None:
-            raise NotFound(f"there is no topic {topic!r}")
-        return served

@@ -39,7 +39,7 @@ class DelayedDelivery:
         }
 
     async def _add(self, request: pb.AddMessagesRequest) -> pb.AddMessagesResponse:
-        return columns.add_response(await self._engine.add(request.topic, columns.add_batch(request)))
+        return columns.add_response(await self._engine.requests.add(request.topic, columns.add_batch(request)))
 
     async def _stream_add(self, _: object, context: pipeline.Context) -> None:
         try:
@@ -87,7 +87,7 @@ class _AddStream:
         return request.request_id, functools.partial(self._add, request.add)
 
     def _add(self, request: pb.AddMessagesRequest) -> Awaitable[calls.AddOutcome]:
-        return self._engine.add(request.topic, columns.add_batch(request))
+        return self._engine.requests.add(request.topic, columns.add_batch(request))
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[calls.AddOutcome]:

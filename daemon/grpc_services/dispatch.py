@@ -57,13 +57,13 @@ class Dispatch:
             await status.abort(context, error)
 
     async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:
-        created = await self._engine.create_subscription(request.topic, request.subscription)
+        created = await self._engine.requests.create_subscription(request.topic, request.subscription)
         return pb.CreateSubscriptionResponse(
             subscription_id=created.subscription_id, since_ms=created.since_ms, created=created.created
         )
 
     async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
-        await self._engine.delete_subscription(request.topic, request.subscription)
+        await self._engine.requests.delete_subscription(request.topic, request.subscription)
         return pb.DeleteSubscriptionResponse()
 
 
@@ -102,7 +102,7 @@ class _SubscribeStream:
     async def _open(self, request: pb.Open) -> DispatchStream:
         """The engine's stream; closed as soon as it is there when the caller went away meanwhile."""
         opening = asyncio.ensure_future(
-            self._engine.open_dispatch(request.topic, request.subscription, columns.held(request))
+            self._engine.requests.open_dispatch(request.topic, request.subscription, columns.held(request))
         )
         try:
             return await asyncio.shield(opening)

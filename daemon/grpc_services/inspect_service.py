@@ -39,14 +39,14 @@ class Inspect:
     async def _list_topics(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
         if request.page_size > PAGE_SIZE_MAX:
             raise errors.InvalidArgument(f"page_size: {request.page_size}, the limit is {PAGE_SIZE_MAX}")
-        page = self._engine.list_topics(request.page_size or PAGE_SIZE_MAX, _after(request.page_token))
+        page = await self._engine.requests.list_topics(request.page_size or PAGE_SIZE_MAX, _after(request.page_token))
         summaries = [
             pb.TopicSummary(**{name: getattr(topic, name) for name in _names(pb.TopicSummary)}) for topic in page.topics
         ]
         return pb.ListTopicsResponse(topics=summaries, next_page_token=_token(page.next_after), as_of_ms=page.as_of_ms)
 
     async def _topic_stats(self, request: pb.GetTopicStatsRequest) -> pb.GetTopicStatsResponse:
-        stats = self._engine.topic_stats(request.topic)
+        stats = await self._engine.requests.topic_stats(request.topic)
         subscriptions = [
             pb.SubscriptionStats(**{name: getattr(each, name) for name in _names(pb.SubscriptionStats)})
             for each in stats.subscriptions

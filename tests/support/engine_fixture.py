@@ -185,12 +185,12 @@ class Daemon:
             key_hash=None,
             return_already_due=False,
         )
-        return self.call(self.engine.add(topic, batch))
+        return self.call(self.engine.requests.add(topic, batch))
 
     async def receiver(self, topic: str, subscription: str = "s", *, permits: int = 1_000_000) -> Receiver:
         """Creates the subscription if there is none, and opens a stream on it."""
-        await self.call(self.engine.create_subscription(topic, subscription))
-        stream = await self.call(self.engine.open_dispatch(topic, subscription, no_positions()))
+        await self.call(self.engine.requests.create_subscription(topic, subscription))
+        stream = await self.call(self.engine.requests.open_dispatch(topic, subscription, no_positions()))
         stream.grant(permits)
         return Receiver(self, topic, stream)
 

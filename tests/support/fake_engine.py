@@ -64,6 +64,11 @@ class FakeEngine:
         self._health = calls.Health(serving=True, reason="")
         self._on_health_change: list[Callable[[calls.Health], None]] = []
 
+    @property
+    def requests(self) -> FakeEngine:
+        """The calls, as `daemon.engine.requests` has them."""
+        return self
+
     async def add(self, topic: str, batch: calls.AddBatch) -> calls.AddOutcome:
         now_ms = await self._begin()
         request_limits = self.settings.limits
@@ -135,7 +140,7 @@ class FakeEngine:
         self._happened.set()
         return stream
 
-    def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
+    async def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
         names = sorted(name for name in self.topics if name > after)
         page = names[:page_size]
         return calls.TopicPage(
@@ -154,7 +159,7 @@ class FakeEngine:
             as_of_ms=self.now_ms(),
         )
 
-    def topic_stats(self, topic: str) -> calls.TopicStats:
+    async def topic_stats(self, topic: str) -> calls.TopicStats:
         limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
         if topic not in self.topics:
             raise errors.NotFound(f"topic: there is no {topic!r}")

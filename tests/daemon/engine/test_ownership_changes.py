@@ -56,11 +56,11 @@ async def test_rows_that_an_earlier_ownership_had_loaded_are_handed_out_all_the_
 
 async def test_a_stream_that_waits_to_be_opened_ends_with_the_shard(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
-    await one.call(one.engine.create_subscription("t", "s"))
+    await one.call(one.engine.requests.create_subscription("t", "s"))
     held = one.pause("put_if_absent", "/topics/")
-    changing = one.call(one.engine.create_subscription("t", "other"))
+    changing = one.call(one.engine.requests.create_subscription("t", "other"))
     await held.reached()
-    opening = one.call(one.engine.open_dispatch("t", "s", no_positions()))
+    opening = one.call(one.engine.requests.open_dispatch("t", "s", no_positions()))
     await asyncio.sleep(0.1)
     losing = asyncio.ensure_future(lose(one))
     await asyncio.sleep(0.1)

@@ -22,14 +22,14 @@ def names_of(daemon: Daemon, topic: str = "t") -> set[str]:
 
 async def test_a_subscription_survives_a_crash_with_its_id_and_is_owed_the_same(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
-    created = await one.call(one.engine.create_subscription("t", "s"))
+    created = await one.call(one.engine.requests.create_subscription("t", "s"))
     await one.add("t", 1, range(10), delay_ms=0)
     await asyncio.sleep(1)
-    later = await one.call(one.engine.create_subscription("t", "late"))
+    later = await one.call(one.engine.requests.create_subscription("t", "late"))
     await one.add("t", 2, range(10))
     one.kill()
     two = await machines.served_by("one")
-    again = await two.call(two.engine.create_subscription("t", "s"))
+    again = await two.call(two.engine.requests.create_subscription("t", "s"))
     assert (again.subscription_id, again.since_ms, again.created) == (created.subscription_id, created.since_ms, False)
     first, second = await two.receiver("t", "s"), await two.receiver("t", "late")
     await first.received(20)
@@ -43,7 +43,7 @@ async def test_creating_a_subscription_whose_commit_lost_its_answer_creates_one(
     one = await machines.served_by("one")
     await one.add("t", 1, [1])
     one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="/topics/")
-    created = await one.call(one.engine.create_subscription("t", "s"))
+    created = await one.call(one.engine.requests.create_subscription("t", "s"))
     assert created.created
     assert names_of(one) == {"s"}
 
@@ -56,12 +56,12 @@ async def test_a_crash_while_a_subscription_is_created_leaves_one_or_none(
     await one.add("t", 1, [1])
     one.script.plan("put_if_absent", fault, key_part="/topics/")
     held = one.pause("head", "/topics/")
-    creating = one.call(one.engine.create_subscription("t", "s"))
+    creating = one.call(one.engine.requests.create_subscription("t", "s"))
     await held.reached()
     one.kill()
     two = await machines.served_by("one")
     assert creating.cancelled()
-    again = await two.call(two.engine.create_subscription("t", "s"))
+    again = await two.call(two.engine.requests.create_subscription("t", "s"))
     assert again.created is (fault is Fault.FAIL_BEFORE)
     assert again.subscription_id == 1
 
@@ -72,13 +72,13 @@ async def test_a_deleted_subscription_stays_deleted_and_what_only_it_was_owed_is
     await one.add("t", 1, range(30), delay_ms=100)
     await one.add("t", 2, range(10), delay_ms=50_000)
     await receiver.received(30)
-    await one.call(one.engine.delete_subscription("t", "s"))
+    await one.call(one.engine.requests.delete_subscription("t", "s"))
     assert isinstance(receiver.ended, NotFound)
     one.kill()
     two = await machines.served_by("one", *SMALL)
     assert names_of(two) == set()
     with pytest.raises(NotFound):
-        await two.call(two.engine.open_dispatch("t", "s", no_positions()))
+        await two.call(two.engine.requests.open_dispatch("t", "s", no_positions()))
     again = await two.receiver("t", "s")
     await again.received(10)
     await asyncio.sleep(30)
@@ -95,13 +95,13 @@ async def test_a_crash_between_the_gone_rows_and_the_manifest_of_a_deletion_can_
     await one.add("t", 1, range(10), delay_ms=100)
     await receiver.received(10)
     held = one.pause("put_if_absent", "/topics/", then=Fault.FAIL_BEFORE)
-    deleting = one.call(one.engine.delete_subscription("t", "s"))
+    deleting = one.call(one.engine.requests.delete_subscription("t", "s"))
     await held.reached()
     one.kill()
     await asyncio.wait([deleting])
     two = await machines.served_by("one")
     assert names_of(two) == {"s"}
-    await two.call(two.engine.delete_subscription("t", "s"))
+    await two.call(two.engine.requests.delete_subscription("t", "s"))
     assert names_of(two) == set()
 
 
@@ -170,7 +170,7 @@ async def test_positions_that_a_dispatcher_holds_are_not_handed_out_again_by_the
     one.kill()
     two = await machines.served_by("two", *SMALL)
     columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    stream = await two.call(two.engine.open_dispatch("t", "s", HeldPositions(*columns)))
+    stream = await two.call(two.engine.requests.open_dispatch("t", "s", HeldPositions(*columns)))
     assert stream.held == 10
     assert stream.epoch == 2
     stream.grant(100)
@@ -189,7 +189,7 @@ async def test_held_positions_with_another_time_are_not_held(machines: EngineFix
     receiver.stream.close()
     columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
     columns[2][0] += np.uint64(1)
-    stream = await one.call(one.engine.open_dispatch("t", "s", HeldPositions(*columns)))
+    stream = await one.call(one.engine.requests.open_dispatch("t", "s", HeldPositions(*columns)))
     assert stream.held == 2
 
 
@@ -207,7 +207,7 @@ async def test_an_acknowledgement_of_what_is_not_in_the_backlog_is_ignored_and_c
 async def test_a_backlog_larger_than_ready_is_read_on_in_order(machines: EngineFixture) -> None:
     settings = ("bucket.min_index_count_per_bucket=100", "bucket.rows_max=500", "delivery.ready_rows_max=100")
     one = await machines.served_by("one", *settings)
-    await one.call(one.engine.create_subscription("t", "s"))
+    await one.call(one.engine.requests.create_subscription("t", "s"))
     for ledger_id in range(10):
         await one.add("t", ledger_id, range(300), delay_ms=0)
     await asyncio.sleep(5)
@@ -248,7 +248,7 @@ async def test_many_topics_of_several_shards_recover_together(machines: EngineFi
     receivers = [await two.receiver(topic) for topic in topics]
     for receiver in receivers:
         await receiver.received(25)
-    page = two.engine.list_topics(10, "")
+    page = await two.engine.requests.list_topics(10, "")
     assert len(page.topics) == 10
     assert page.next_after == page.topics[-1].topic
 
