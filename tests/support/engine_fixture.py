@@ -4,13 +4,13 @@ Owns: how an engine is put together for a test, and how a test ends one the way 
 Does not own: what is tested, and the store (`MemoryStore` unless another is given).
 
 A daemon that is killed writes and reads nothing from that moment on: its tasks are cancelled, and its threads die at
-their next step. One that is frozen stops at its next call to the store, and goes on from there when it is thawed.
+their next step. One that is frozen stops at its next call to the store, and goes on from there when it is thawed;
+one that is suspended does nothing at all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextvars
 import itertools
 import random
@@ -30,7 +30,7 @@ from daemon.engine.shard import ServedShard
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.support.fault_store import Call, Fault, FaultStore, Pause, Script
-from tests.support.virtual_loop import Gate, InlineExecutor, VirtualLoop
+from tests.support.virtual_loop import Gate, InlineExecutor, Process, VirtualLoop
 
 T = TypeVar("T")
 
@@ -39,41 +39,43 @@ EPOCH_MS = 1_700_000_000_000
 TIMEOUT_S = 600.0
 """Virtual seconds in which anything that a test waits for must have come."""
 
-_daemon: contextvars.ContextVar[Daemon | None] = contextvars.ContextVar("daemon", default=None)
-
 
 class Killed(BaseException):
     """What a thread of a dead process meets."""
 
 
-class Daemon:
-    """One engine as it would be in a process of its own. `script` plans faults of its calls to the store."""
+class Daemon(Process):
+    """One engine as it would be in a process of its own, with clocks of its own.
+
+    `script` plans faults of its calls to the store. `clock_step_ms`: what its wall clock is ahead.
+    """
 
     def __init__(self, fixture: EngineFixture, daemon_id: str, settings: Sequence[str]) -> None:
+        super().__init__(fixture.loop)
         self.daemon_id = daemon_id
+        self.clock_step_ms = 0
         self.script = Script()
         self.store = FaultStore(fixture.store, self._decide)
         self.at_crash_point: Callable[[str], None] = lambda name: None
         self.dead = False
         self.metrics = metrics.Metrics()
         self._fixture = fixture
-        self._loop = fixture.loop
         self._thawed: Gate | None = None
         self._gates: list[Gate] = []
-        self._tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self._context = contextvars.copy_context()
-        self._context.run(_daemon.set, self)
+        # In the order in which they were made.
+        self._tasks: weakref.WeakValueDictionary[int, asyncio.Task[Any]] = weakref.WeakValueDictionary()
+        self._task_numbers = itertools.count()
         self._changed = asyncio.Event()
         environment = Environment(
             config=config.load(
                 environment={},
                 overrides=["daemon.shards=1", *settings, f"daemon.id={daemon_id}", f"daemon.address={daemon_id}:1"],
             ),
-            store=self.store,
+            store=fixture.store_of(self),
             locks=None,
             metrics=self.metrics,
-            clock=fixture,
-            threads=fixture.threads,
+            clock=self,
+            threads=InlineExecutor(),
             parts=InlineExecutor(),
             sleep=asyncio.sleep,
             blocking_sleep=self._block,
@@ -112,7 +114,8 @@ class Daemon:
         """SIGKILL: what was written is there, everything else is gone."""
         self.dead = True
         self.store.go_down()
-        for task in list(self._tasks):
+        self.resume()
+        for task in list(self._tasks.values()):
             task.cancel()
         for gate in self._gates:
             gate.set()
@@ -128,16 +131,24 @@ class Daemon:
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A call to the engine, made in its process: it ends with it."""
-        return asyncio.get_running_loop().create_task(work, context=self._context)
+        return asyncio.get_running_loop().create_task(work, context=self.context)
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.add(task)
+        self._tasks[next(self._task_numbers)] = task
+
+    # ---- clocks
+
+    def now_ms(self) -> int:
+        return self._fixture.now_ms() + self.clock_step_ms
+
+    def elapsed_s(self) -> float:
+        return self.loop.time()
 
     # ---- holding
 
     def gate(self) -> Gate:
         """A gate that opens, at the latest, when the daemon is killed."""
-        gate = Gate(self._loop)
+        gate = Gate(self.loop)
         self._gates.append(gate)
         return gate
 
@@ -159,7 +170,7 @@ class Daemon:
         return self.script(call)
 
     def _block(self, seconds: float) -> None:
-        self._loop.block(seconds)
+        self.loop.block(seconds)
         if self.dead:
             raise Killed
 
@@ -261,7 +272,6 @@ class EngineFixture:
         self.store = store if store is not None else MemoryStore()
         self.random = random.Random(seed)
         self.numbers = itertools.count()
-        self.threads = concurrent.futures.ThreadPoolExecutor(64, thread_name_prefix="store")
         self.receivers: list[Receiver] = []
         self.step_ms = 0
         self._settings = settings
@@ -284,10 +294,14 @@ class EngineFixture:
         daemon = await self.daemon(daemon_id, *settings).start()
         return await daemon.serving()
 
+    def store_of(self, daemon: Daemon) -> ObjectStore:
+        """What the daemon's engine is given as its store."""
+        return daemon.store
+
     def crash_point(self, name: str) -> None:
         """The hook for `crash_points.intercepted`."""
-        daemon = _daemon.get()
-        if daemon is not None:
+        daemon = Process.of(None)
+        if isinstance(daemon, Daemon):
             if daemon.dead:
                 raise Killed
             daemon.at_crash_point(name)
@@ -297,7 +311,6 @@ class EngineFixture:
             daemon.thaw()
             daemon.kill()
         await self.loop.jobs_ended()
-        self.threads.shutdown()
 
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""
@@ -315,8 +328,8 @@ def _task_of_daemon(
     work: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
     context: contextvars.Context | None = None,
 ) -> asyncio.Task[Any]:
-    daemon = _daemon.get() if context is None else context.get(_daemon)
+    daemon = Process.of(context)
     task = asyncio.Task(work, loop=loop, context=context)
-    if daemon is not None:
+    if isinstance(daemon, Daemon):
         daemon.adopt(task)
     return task

@@ -1,11 +1,13 @@
-"""An event loop whose time passes only when nothing can happen without it, threads included.
+"""An event loop whose time passes only when nothing can happen without it, and whose threads take turns with it.
 
-Owns: the loop's time, the jobs that run in threads for it, and gates at which such a job waits.
+Owns: the loop's time, the jobs that run in threads for it, gates at which such a job waits, and processes that can be
+suspended.
 Does not own: the wall clock and what the jobs do.
 
-While a job runs the loop waits for it in real time; a job that waits at a gate, or for virtual time, does not count.
-When nothing is left but timers, the time jumps to the next one. A test that waits for what never comes fails: its
-time-out is the next timer.
+One thing runs at a time, the loop or one job: a job has the turn until it waits (at a gate, or for virtual time) or
+ends. So the order of everything follows from the program alone, and the same program gives the same run. When nothing
+is left but timers, the time jumps to the next one. A test that waits for what never comes fails: its time-out is the
+next timer.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import heapq
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# A job that takes longer than this, in real seconds, is stuck.
-JOB_MAX_S = 20.0
+# A job that does not give back the turn in this time, in real seconds, is stuck.
+TURN_MAX_S = 20.0
 
-_job: contextvars.ContextVar[object | None] = contextvars.ContextVar("job", default=None)
+_process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -31,48 +34,55 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now_s = 1_000.0
-        self._jobs: set[object] = set()
-        self._held: set[object] = set()
+        self._turn = _taken_lock()
+        self._worker: _Worker | None = None
+        self._idle: list[_Worker] = []
+        self._jobs = 0
         self._job_ended = asyncio.Event()
-        super().__init__(_Selector(self))
+        self._stuck: str | None = None
+        super().__init__(_Timers(self))
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._now_s
 
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs that waits for nothing."""
-        return bool(self._jobs - self._held)
-
     def pass_time(self, seconds: float) -> None:
         self._now_s += seconds
+
+    def close(self) -> None:
+        for worker in self._idle:
+            worker.end()
+        self._idle.clear()
+        super().close()
+
+    # ---- jobs
 
     def run_in_executor(  # type: ignore[override]
         self, executor: concurrent.futures.Executor | None, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        answer: asyncio.Future[T] = self.create_future()
-        if executor is None:
-            raise ValueError("name the executor")
-        job = object()
-        context = contextvars.copy_context()
-        context.run(_job.set, job)
-        self._jobs.add(job)
-        executor.submit(context.run, func, *args).add_done_callback(
-            lambda done: self.call_soon_threadsafe(self._finished, job, done, answer)
-        )
-        return answer
+        """Runs the job in a thread of the loop's own, whichever executor is named: it takes turns."""
+        worker = self._idle.pop() if self._idle else _Worker(self._turn)
+        job = _Job(func, args, self.create_future(), contextvars.copy_context())
+        worker.job = job
+        self._jobs += 1
+        self.call_soon(self._give_turn, worker)
+        return job.answer
 
-    def _finished(self, job: object, done: concurrent.futures.Future[T], answer: asyncio.Future[T]) -> None:
-        self._jobs.discard(job)
-        self._job_ended.set()
-        if answer.done():
+    def _give_turn(self, worker: _Worker) -> None:
+        self._worker = worker
+        worker.turn.release()
+        if not self._turn.acquire(timeout=TURN_MAX_S):
+            self._stuck = f"a job has kept the turn for {TURN_MAX_S:.0f} s: {worker.job}"
+            self.stop()
             return
-        error = done.exception()
-        if error is None:
-            answer.set_result(done.result())
-        else:
-            answer.set_exception(error)
+        self._worker = None
+        job = worker.job
+        if job is not None and job.ended:
+            worker.job = None
+            self._idle.append(worker)
+            self._jobs -= 1
+            self._job_ended.set()
+            job.tell()
 
     async def jobs_ended(self) -> None:
         """Returns when no job is left."""
@@ -84,45 +94,194 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def block(self, seconds: float) -> None:
         """What time.sleep is to a thread. In the loop's own thread the time simply passes."""
-        if _job.get() is None:
+        if self._worker is None:
             self.pass_time(seconds)
+        else:
+            self.call_later(seconds, self.turn_of_this_job())
+            self.give_back_turn()
+
+    def turn_of_this_job(self) -> Callable[[], None]:
+        """To be called on the loop when the job that runs now, and will have given back the turn, may go on."""
+        worker = self._worker
+        if worker is None or worker.job is None:
+            raise RuntimeError("no job runs")
+        return lambda: self._give_turn(worker)
+
+    def give_back_turn(self) -> None:
+        """The job that runs now waits until its turn comes again."""
+        worker = self._worker
+        if worker is None:
+            raise RuntimeError("no job runs")
+        self._turn.release()
+        worker.turn.acquire()
+
+    @property
+    def in_job(self) -> bool:
+        return self._worker is not None
+
+    # ---- processes
+
+    def _call_soon(
+        self, callback: Callable[..., object], args: tuple[Any, ...], context: contextvars.Context | None
+    ) -> asyncio.Handle:
+        handle = _Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = _TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._scheduled, handle)  # type: ignore[attr-defined]
+        handle._scheduled = True  # type: ignore[attr-defined]
+        return handle
+
+    def go_on_with(self, handle: asyncio.Handle) -> None:
+        """Runs a callback that a suspended process held back."""
+        self._ready.append(handle)  # type: ignore[attr-defined]
+
+
+class Process:
+    """What runs in one context, its jobs, tasks and timers included, as if it were a process of its own."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.context = contextvars.copy_context()
+        self.context.run(_process.set, self)
+        self._held_back: list[asyncio.Handle] | None = None
+
+    @staticmethod
+    def of(context: contextvars.Context | None) -> Process | None:
+        """Whose code runs in the context; None stands for the current one."""
+        return _process.get() if context is None else context.get(_process)
+
+    @property
+    def suspended(self) -> bool:
+        return self._held_back is not None
+
+    def suspend(self) -> None:
+        """SIGSTOP: it does nothing at all until `resume`, and then notices that time has passed."""
+        if self._held_back is None:
+            self._held_back = []
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        held_back, self._held_back = self._held_back, None
+        for handle in held_back or ():
+            self.loop.go_on_with(handle)
+
+    def holds_back(self, handle: asyncio.Handle) -> bool:
+        if self._held_back is None:
+            return False
+        self._held_back.append(handle)
+        return True
+
+
+class _Handle(asyncio.Handle):
+    """A callback that waits while its process is suspended."""
+
+    __slots__ = ()
+
+    def _run(self) -> None:
+        process = self._context.get(_process)  # type: ignore[attr-defined]
+        if process is None or not process.holds_back(self):
+            super()._run()
+
+
+class _TimerHandle(asyncio.TimerHandle):
+    """A timer that waits while its process is suspended."""
+
+    __slots__ = ()
+
+    def _run(self) -> None:
+        process = self._context.get(_process)  # type: ignore[attr-defined]
+        if process is None or not process.holds_back(self):
+            super()._run()
+
+
+class _Job:
+    """Work for a thread, and who waits for it."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        answer: asyncio.Future[Any],
+        context: contextvars.Context,
+    ) -> None:
+        self.answer = answer
+        self.context = context
+        self.ended = False
+        self._func = func
+        self._args = args
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self.context.run(self._func, *self._args)
+        except BaseException as error:  # noqa: BLE001 - it belongs to who waits
+            self._error = error
+        self.ended = True
+
+    def tell(self) -> None:
+        if self.answer.done():
             return
-        gate = Gate(self)
-        self.call_soon_threadsafe(self.call_later, seconds, gate.set)
-        gate.wait()
+        if self._error is None:
+            self.answer.set_result(self._result)
+        else:
+            self.answer.set_exception(self._error)
 
-    def hold(self, job: object) -> None:
-        self._held.add(job)
-        self.call_soon_threadsafe(lambda: None)
 
-    def let_go(self, job: object) -> None:
-        self._held.discard(job)
+class _Worker:
+    """A thread that runs one job after the other, each in its turns."""
+
+    def __init__(self, turn_of_loop: threading.Lock) -> None:
+        self.job: _Job | None = None
+        self.turn = _taken_lock()
+        self._turn_of_loop = turn_of_loop
+        self._thread = threading.Thread(target=self._run, name="job", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self.turn.acquire()
+            if self.job is None:
+                return
+            self.job.run()
+            self._turn_of_loop.release()
+
+    def end(self) -> None:
+        self.turn.release()
+        self._thread.join(TURN_MAX_S)
+
+
+def _taken_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class Gate(threading.Event):
-    """A job that waits here does not keep the time from passing. `set` is called on the loop."""
+    """A job that waits here gives back the turn. `set` is called on the loop."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
         self._loop = loop
-        self._waiting: set[object] = set()
-        self._lock = threading.Lock()
+        self._waiting: list[tuple[Callable[[], None], contextvars.Context]] = []
 
     def wait(self, timeout: float | None = None) -> bool:
         """`timeout` counts for nothing: the test's own does."""
-        job = _job.get()
-        with self._lock:
-            if not self.is_set() and job is not None:
-                self._waiting.add(job)
-                self._loop.hold(job)
-        return super().wait()
+        if not self.is_set() and self._loop.in_job:
+            self._waiting.append((self._loop.turn_of_this_job(), contextvars.copy_context()))
+            self._loop.give_back_turn()
+        return True
 
     def set(self) -> None:
-        with self._lock:
-            for job in self._waiting:
-                self._loop.let_go(job)
-            self._waiting.clear()
-            super().set()
+        super().set()
+        waiting, self._waiting = self._waiting, []
+        for go_on, context in waiting:
+            self._loop.call_soon(go_on, context=context)
 
 
 class InlineExecutor(concurrent.futures.Executor):
@@ -137,23 +296,29 @@ class InlineExecutor(concurrent.futures.Executor):
         return future
 
 
-class _Selector(selectors.DefaultSelector):
-    """Waits for threads in real time, and for timers not at all."""
+class _Timers(selectors.BaseSelector):
+    """Instead of waiting for what the machine does, time jumps to the next timer. Nothing else is ever selected."""
 
     def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
         self._loop = loop
+        self._registered: dict[Any, selectors.SelectorKey] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
+        key = selectors.SelectorKey(fileobj, fileobj if isinstance(fileobj, int) else fileobj.fileno(), events, data)
+        self._registered[fileobj] = key
+        return key
+
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._registered.pop(fileobj)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return self._registered
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events: list[tuple[selectors.SelectorKey, int]] = super().select(0)
-        if events or (timeout is not None and timeout <= 0):
-            return events
-        if self._loop.busy:
-            events = super().select(JOB_MAX_S)
-            if not events:
-                raise TimeoutError(f"a job has run for {JOB_MAX_S} s")
-            return events
+        if self._loop._stuck is not None:
+            raise TimeoutError(self._loop._stuck)
         if timeout is None:
             raise RuntimeError("nothing is left to happen")
-        self._loop.pass_time(timeout)
-        return events
+        if timeout > 0:
+            self._loop.pass_time(timeout)
+        return []

@@ -16,7 +16,7 @@ SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
 async def lose(daemon: Daemon) -> None:
     """The daemon loses its shard as it would by an error, and owns it again."""
     shard = daemon.shards[0]
-    daemon._context.run(shard.lose, Unavailable("the test takes it away"))
+    daemon.context.run(shard.lose, Unavailable("the test takes it away"))
     await daemon.until(lambda: daemon.engine.health.serving and daemon.shards[0] is not shard)
 
 
