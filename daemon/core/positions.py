@@ -10,9 +10,10 @@ Keys live in memory only and mean nothing in another table. Their order is not t
 from __future__ import annotations
 
 import array
+import bisect
 import dataclasses
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +23,15 @@ from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import U32, U64, Index, Rows
 
 PAGE_BITS = 32
-LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
+_LOW = (1 << PAGE_BITS) - 1
+LOW_MASK = np.uint64(_LOW)
 _SHIFT = np.uint64(PAGE_BITS)
 # A key that no table gives out: lookups of unknown positions.
 UNKNOWN_KEY = np.uint64((1 << 64) - 1)
 _HEADER = struct.Struct("<Q")
 _PAGE_HEADER = struct.Struct("<I")
+# The first and the last key, both included.
+KeyRange = tuple[int, int]
 # The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
 # carries no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
@@ -43,6 +47,23 @@ def bitmap_of(keys: U64) -> BitMap64:
 def keys_of(bitmap: BitMap64) -> U64:
     """The keys of the set, ascending."""
     return np.frombuffer(bitmap.to_array(), np.uint64) if bitmap else np.empty(0, np.uint64)
+
+
+def within(bitmap: BitMap64, ranges: Iterable[KeyRange]) -> BitMap64:
+    """The members of the set that lie in one of the ranges. As much work as there are ranges, and as the members of the
+    set that lie in them take."""
+    asked = BitMap64()
+    for first, last in ranges:
+        if bitmap.range_cardinality(first, last + 1):
+            # A range is a set of its own: of a whole page that would be 65,536 containers.
+            asked.add_range(bitmap.next_set_bit(first), bitmap[bitmap.rank(last) - 1] + 1)
+    return asked & bitmap
+
+
+def halves(bitmap: BitMap64) -> tuple[BitMap64, BitMap64]:
+    """The set in two of about one size, the lower keys first; it has at least two members."""
+    middle = bitmap[len(bitmap) // 2]
+    return within(bitmap, [(bitmap.min(), middle - 1)]), within(bitmap, [(middle, bitmap.max())])
 
 
 def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
@@ -94,6 +115,8 @@ class PageTable:
     def __init__(self) -> None:
         self._ordinals: dict[tuple[int, int], int] = {}
         self._holders: dict[int, int] = {}
+        # Of each ledger its pages beyond the first, ascending: few ledgers have any.
+        self._further_pages: dict[int, list[int]] = {}
         self._ledgers = np.zeros(16, np.uint64)
         self._pages = np.zeros(16, np.uint64)
         self._next = 0
@@ -128,13 +151,50 @@ class PageTable:
             self._holders[ordinal] -= 1
             if not self._holders[ordinal]:
                 del self._holders[ordinal]
-                del self._ordinals[(int(self._ledgers[ordinal]), int(self._pages[ordinal]))]
+                self._forget(ordinal)
 
     def forget_unheld(self, ordinals: Iterable[int]) -> None:
         """Pages that a lookup interned and no bucket holds are forgotten."""
         for ordinal in ordinals:
             if ordinal not in self._holders:
-                del self._ordinals[(int(self._ledgers[ordinal]), int(self._pages[ordinal]))]
+                self._forget(ordinal)
+
+    def _forget(self, ordinal: int) -> None:
+        ledger_id, page = int(self._ledgers[ordinal]), int(self._pages[ordinal])
+        del self._ordinals[ledger_id, page]
+        if page:
+            further = self._further_pages[ledger_id]
+            del further[bisect.bisect_left(further, page)]
+            if not further:
+                del self._further_pages[ledger_id]
+
+    def key_ranges(self, ledger_id: int, first_entry_id: int, last_entry_id: int) -> list[KeyRange]:
+        """The keys of a range of entries, both ends included, by ascending entry: one range for each page that is
+        known."""
+        first_page, last_page = first_entry_id >> PAGE_BITS, last_entry_id >> PAGE_BITS
+        pages = [] if first_page else [0]
+        if last_page:
+            further = self._further_pages.get(ledger_id, [])
+            pages += further[bisect.bisect_left(further, first_page) : bisect.bisect_right(further, last_page)]
+        ranges = []
+        for page in pages:
+            ordinal = self._ordinals.get((ledger_id, page))
+            if ordinal is not None:
+                base = ordinal << PAGE_BITS
+                first = first_entry_id & _LOW if page == first_page else 0
+                last = last_entry_id & _LOW if page == last_page else _LOW
+                ranges.append((base | first, base | last))
+        return ranges
+
+    def ordinals_of(self, first_ledger_id: int, last_ledger_id: int) -> list[int]:
+        """The ordinals of all pages of a range of ledgers, both ends included. O(pages)."""
+        ordinals = np.fromiter(self._ordinals.values(), np.int64, len(self._ordinals))
+        ledgers = self._ledgers[ordinals]
+        chosen = (ledgers >= np.uint64(first_ledger_id)) & (ledgers <= np.uint64(last_ledger_id))
+        return [int(ordinal) for ordinal in ordinals[chosen]]
+
+    def ledger_of(self, ordinal: int) -> int:
+        return int(self._ledgers[ordinal])
 
     def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: object) -> U64:
         if not len(ledger_id):
@@ -166,6 +226,8 @@ class PageTable:
                 self._pages = np.concatenate([self._pages, np.zeros(ordinal, np.uint64)])
             self._ledgers[ordinal], self._pages[ordinal] = page
             self._ordinals[page] = ordinal
+            if page[1]:
+                bisect.insort(self._further_pages.setdefault(page[0], []), page[1])
         return ordinal
 
     def to_stored(self, bitmap: BitMap64) -> tuple[PositionBitmap, ...]:
@@ -183,17 +245,28 @@ class PageTable:
             entries = bytes(data[offset : offset + length])
             offset += length
             stored.append(PositionBitmap(int(self._ledgers[ordinal]), int(self._pages[ordinal]), entries))
-        return tuple(stored)
+        return tuple(sorted(stored, key=lambda part: (part.ledger_id, part.page)))
 
     def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
         """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
+        return _joined({self._ordinal((part.ledger_id, part.page)): part.entries for part in stored})
+
+    def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
+        """The same, of the pages that some bucket holds; the others are left out."""
         pages: dict[int, bytes] = {}
         for part in stored:
-            pages[self._ordinal((part.ledger_id, part.page))] = part.entries
-        if not pages:
-            return BitMap64()
-        body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
-        return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+            ordinal = self._ordinals.get((part.ledger_id, part.page))
+            if ordinal is not None:
+                pages[ordinal] = part.entries
+        return _joined(pages)
+
+
+def _joined(pages: Mapping[int, bytes]) -> BitMap64:
+    """The set of keys of serialized 32-bit bitmaps by the ordinals of their pages."""
+    if not pages:
+        return BitMap64()
+    body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
+    return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
 
 
 def pages_of(bitmap: BitMap64) -> set[int]:

@@ -258,9 +258,10 @@ class Topic:
             self._release_staged(added)
         elif isinstance(record, AcknowledgeRecord):
             self._apply_acknowledge(record, slot)
+        elif isinstance(record, GoneRecord):
+            self.index.remove(self.index.pages.find_stored(record.positions))
         else:
-            keys = self.index.pages.find(record.ledger_id, record.entry_id)
-            self.index.remove(bitmap_of(keys))
+            raise InvariantViolated(f"a {type(record).__name__} of topic {self.name} cannot be applied")
 
     def _release_staged(self, added: BitMap64) -> None:
         if not self._staged_pages:
@@ -317,10 +318,8 @@ class Topic:
         keys = keys_of(self.index.owed_to_none_of(others))
         records = []
         for first in range(0, len(keys), GONE_RECORD_ROWS):
-            ledger_id, entry_id = self.index.pages.positions(keys[first : first + GONE_RECORD_ROWS])
-            records.append(
-                GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, ledger_id, entry_id)
-            )
+            positions = self.index.pages.to_stored(bitmap_of(keys[first : first + GONE_RECORD_ROWS]))
+            records.append(GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, positions))
         return records
 
     def remove_subscription(self, subscription_id: int) -> None:

@@ -13,7 +13,7 @@ import dataclasses
 
 import zstandard
 
-from storage_backends.formats import framing, journal, mirror, segment
+from storage_backends.formats import errors, framing, journal, mirror, segment
 from storage_backends.formats.generated import checkpoint_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.rows import Rows
@@ -36,9 +36,20 @@ class SealingPart:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class CarriedSlot:
+    """The records of one slot that name one topic, in the order in which they are applied."""
+
+    slot: int
+    records: tuple[journal.Record, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicPart:
-    """A topic as of the checkpoint's slot. `progress`: of live and sealing buckets by key, and of the mutable bucket
-    under the empty name.
+    """A topic as of `slot`, None = the checkpoint's. `progress`: of live and sealing buckets by key, and of the mutable
+    bucket under the empty name.
+
+    The part of a topic that was not loaded is carried over from the checkpoint before, with its `slot`; 0 when there is
+    no such state but the manifest's. `carried`: what the slots above that one decided on the topic, ascending.
     """
 
     topic_id: str
@@ -47,6 +58,8 @@ class TopicPart:
     mutable_rows: Rows
     sealing: tuple[SealingPart, ...] = ()
     progress: Progress = dataclasses.field(default_factory=Progress)
+    slot: int | None = None
+    carried: tuple[CarriedSlot, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -57,6 +70,25 @@ class Checkpoint:
     epoch: int
     slot: int
     topics: tuple[TopicPart, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in self.topics:
+            _check_slots(part, self.slot)
+
+
+def _check_slots(part: TopicPart, slot: int) -> None:
+    """Raises ValueError when the part, and what it carries, cannot be those of a checkpoint of `slot`."""
+    reached = slot if part.slot is None else part.slot
+    if reached > slot:
+        raise ValueError(f"topic {part.topic!r} is as of slot {reached}, the checkpoint as of slot {slot}")
+    for carried in part.carried:
+        if not reached < carried.slot <= slot:
+            raise ValueError(
+                f"topic {part.topic!r} carries slot {carried.slot} after slot {reached}, up to slot {slot}"
+            )
+        reached = carried.slot
+        if any(record.topic_id != part.topic_id for record in carried.records):
+            raise ValueError(f"topic {part.topic!r} carries a record of another topic in slot {carried.slot}")
 
 
 def encode_checkpoint(value: Checkpoint) -> bytes:
@@ -71,6 +103,12 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
             _fill_rows(added.mutable_rows, sealing.rows, zstd)
         if part.progress.buckets:
             mirror.fill(state.progress, part.progress)
+        if part.slot is not None:
+            state.slot = part.slot
+        for carried in part.carried:
+            carrier = state.carried.add(slot=carried.slot)
+            for record in carried.records:
+                journal.fill_record(carrier.records.add(), record)
     return framing.frame(MAGIC, FORMAT_VERSION, message.SerializeToString(deterministic=True))
 
 
@@ -78,7 +116,11 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     """Raises FormatError on damage and UnsupportedVersion on a version that is not known here."""
     payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
-    return Checkpoint(message.shard, message.epoch, message.slot, tuple(_topic_part(state) for state in message.topics))
+    topics = tuple(_topic_part(state) for state in message.topics)
+    try:
+        return Checkpoint(message.shard, message.epoch, message.slot, topics)
+    except ValueError as error:
+        raise errors.FormatError(_WHAT, framing.HEADER_BYTES, str(error)) from error
 
 
 def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
@@ -89,7 +131,27 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
     )
     rows = _rows(state.mutable_rows, what) if state.HasField("mutable_rows") else Rows.empty()
     progress = mirror.made_from(Progress, state.progress)
-    return TopicPart(state.topic_id, state.topic, state.incarnation, rows, sealing, progress)
+    return TopicPart(
+        state.topic_id,
+        state.topic,
+        state.incarnation,
+        rows,
+        sealing,
+        progress,
+        state.slot if state.HasField("slot") else None,
+        tuple(_carried(slot, what) for slot in state.carried),
+    )
+
+
+def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
+    named = f"{what} carried slot {message.slot}"
+    records = enumerate(message.records)
+    return CarriedSlot(
+        message.slot,
+        tuple(
+            journal.record_of(record, f"{named} record {number}", framing.HEADER_BYTES) for number, record in records
+        ),
+    )
 
 
 def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.ZstdCompressor) -> None:

@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-import numpy as np
 import zstandard
 
-from storage_backends.formats import columns, errors, framing
-from storage_backends.formats.generated import journal_pb2
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats import columns, errors, framing, mirror, position_bitmap
+from storage_backends.formats.generated import bucket_pb2, journal_pb2
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import Rows
 
 FORMAT_VERSION = 1
 MAGIC = b"TyJS"
@@ -28,8 +28,10 @@ _HEADER = struct.Struct("<4sHBBIQQIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 _WHAT = "journal slot"
-# Tags, lengths, topic id, incarnation, reason: an upper bound for a record without its columns.
+# Tags, lengths, topic id, incarnation, reason: an upper bound for a record without its columns or bitmaps.
 _RECORD_BYTES_MAX = 160
+# Tags, lengths, ledger, page, the head of the bitmap: an upper bound for a bitmap without its containers.
+_BITMAP_BYTES_MAX = 64
 
 
 class SlotKind(enum.IntEnum):
@@ -42,6 +44,10 @@ class GoneReason(enum.IntEnum):
     UNSPECIFIED = 0
     # The last subscription was deleted: what was due leaves.
     NO_SUBSCRIPTION = 1
+    # Trimmed, or cleared.
+    TRIMMED = 2
+    # It came due when every subscription had been created at or after its time.
+    NOT_OWED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +70,11 @@ class AddRecord:
     subscription_id: int
     rows: Rows
 
+    @property
+    def row_count(self) -> int:
+        """How many rows the record names."""
+        return len(self.rows)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AcknowledgeRecord:
@@ -74,24 +85,58 @@ class AcknowledgeRecord:
     subscription_id: int
     rows: Rows
 
+    @property
+    def row_count(self) -> int:
+        """How many rows the record names."""
+        return len(self.rows)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class GoneRecord:
-    """Positions (u64[n] each) that left the index of `subscription_id`."""
+    """Positions that left the index of `subscription_id`, due or not, 0 = the topic's shared index."""
 
     topic_id: str
     incarnation: int
     subscription_id: int
     reason: GoneReason
-    ledger_id: U64
-    entry_id: U64
+    positions: tuple[PositionBitmap, ...]
 
     def __post_init__(self) -> None:
-        if self.ledger_id.shape != self.entry_id.shape:
-            raise ValueError(f"ledger_id {self.ledger_id.shape} and entry_id {self.entry_id.shape} differ in shape")
+        _check_order(self.positions)
+
+    @property
+    def row_count(self) -> int:
+        """How many positions the record names. As much work as its bitmaps are large."""
+        return position_bitmap.count_of(self.positions)
 
 
-Record: TypeAlias = AddRecord | AcknowledgeRecord | GoneRecord
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class WaiveRecord:
+    """Positions that a subscription is owed no longer, due or not: they were trimmed for it.
+
+    What nobody else is owed is named by a `GoneRecord` in the same slot.
+    """
+
+    topic_id: str
+    incarnation: int
+    subscription_id: int
+    positions: tuple[PositionBitmap, ...]
+
+    def __post_init__(self) -> None:
+        _check_order(self.positions)
+
+    @property
+    def row_count(self) -> int:
+        """How many positions the record names. As much work as its bitmaps are large."""
+        return position_bitmap.count_of(self.positions)
+
+
+Record: TypeAlias = AddRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
+
+
+def _check_order(positions: Sequence[PositionBitmap]) -> None:
+    if not position_bitmap.in_order(positions):
+        raise ValueError("the bitmaps of positions do not ascend by ledger and page")
 
 
 def encode_slot(header: SlotHeader, records: Sequence[Record]) -> bytes:
@@ -100,7 +145,7 @@ def encode_slot(header: SlotHeader, records: Sequence[Record]) -> bytes:
         raise ValueError(f"the header says {header.records} records, there are {len(records)}")
     message = journal_pb2.Slot()
     for record in records:
-        _fill(message.records.add(), record)
+        fill_record(message.records.add(), record)
     payload = message.SerializeToString(deterministic=True)
     head = _HEADER.pack(
         MAGIC,
@@ -126,7 +171,9 @@ def decode_slot(data: bytes) -> tuple[SlotHeader, tuple[Record, ...]]:
     if len(message.records) != header.records:
         detail = f"the header says {header.records} records, the payload has {len(message.records)}"
         raise errors.FormatError(_WHAT, HEADER_BYTES, detail)
-    return header, tuple(_record(record, number) for number, record in enumerate(message.records))
+    return header, tuple(
+        record_of(record, f"{_WHAT} record {number}", HEADER_BYTES) for number, record in enumerate(message.records)
+    )
 
 
 def decode_header(data: bytes) -> SlotHeader:
@@ -155,62 +202,76 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     return SlotHeader(shard, epoch, slot, SlotKind(kind), records), payload
 
 
-def _fill(message: journal_pb2.Record, record: Record) -> None:
+def fill_record(message: journal_pb2.Record, record: Record) -> None:
+    """Sets the message of a record, the form that it has in a slot and where a checkpoint carries it."""
     message.topic_id = record.topic_id
     message.incarnation = record.incarnation
+    message.rows = record.row_count
     match record:
         case AddRecord():
-            message.rows = len(record.rows)
             fill_add(message.add, record.rows)
             if record.subscription_id:
                 message.add.subscription_id = record.subscription_id
         case AcknowledgeRecord():
-            message.rows = len(record.rows)
             message.acknowledge.subscription_id = record.subscription_id
             message.acknowledge.deliver_at_ms = columns.encode_u64(record.rows.deliver_at_ms)
             message.acknowledge.ledger_id = columns.encode_u64(record.rows.ledger_id)
             message.acknowledge.entry_id = columns.encode_u64(record.rows.entry_id)
         case GoneRecord():
-            message.rows = len(record.ledger_id)
             if record.subscription_id:
                 message.gone.subscription_id = record.subscription_id
             message.gone.reason = _REASONS[record.reason]
-            message.gone.ledger_id = columns.encode_u64(record.ledger_id)
-            message.gone.entry_id = columns.encode_u64(record.entry_id)
+            mirror.extend(message.gone.positions, record.positions)
+        case WaiveRecord():
+            message.waive.subscription_id = record.subscription_id
+            mirror.extend(message.waive.positions, record.positions)
 
 
-def _record(message: journal_pb2.Record, number: int) -> Record:
-    what = f"{_WHAT} record {number}"
+def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
+    """The record of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
     match message.WhichOneof("decision"):
         case "add":
-            rows = rows_of_add(message.add, message.rows, what, HEADER_BYTES)
+            rows = rows_of_add(message.add, message.rows, what, offset)
             return AddRecord(message.topic_id, message.incarnation, message.add.subscription_id, rows)
         case "acknowledge":
             columns_of = message.acknowledge
             rows = Rows(
-                columns.decode_u64(
-                    columns_of.deliver_at_ms, message.rows, what=f"{what} deliver_at_ms", offset=HEADER_BYTES
-                ),
-                columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id", offset=HEADER_BYTES),
-                columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id", offset=HEADER_BYTES),
+                columns.decode_u64(columns_of.deliver_at_ms, message.rows, what=f"{what} deliver_at_ms", offset=offset),
+                columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id", offset=offset),
+                columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id", offset=offset),
             )
             return AcknowledgeRecord(message.topic_id, message.incarnation, columns_of.subscription_id, rows)
         case "gone":
-            return GoneRecord(
-                message.topic_id,
-                message.incarnation,
-                message.gone.subscription_id,
-                GoneReason(message.gone.reason),
-                columns.decode_u64(message.gone.ledger_id, message.rows, what=f"{what} ledger_id", offset=HEADER_BYTES),
-                columns.decode_u64(message.gone.entry_id, message.rows, what=f"{what} entry_id", offset=HEADER_BYTES),
-            )
+            reason = GoneReason(message.gone.reason)
+            positions = _positions(message.gone.positions, message.rows, what, offset)
+            return GoneRecord(message.topic_id, message.incarnation, message.gone.subscription_id, reason, positions)
+        case "waive":
+            positions = _positions(message.waive.positions, message.rows, what, offset)
+            return WaiveRecord(message.topic_id, message.incarnation, message.waive.subscription_id, positions)
         case _:
-            raise errors.FormatError(what, HEADER_BYTES, "its decision is of no kind that is known here")
+            raise errors.FormatError(what, offset, "its decision is of no kind that is known here")
+
+
+def _positions(
+    stored: Iterable[bucket_pb2.PositionBitmap], rows: int, what: str, offset: int
+) -> tuple[PositionBitmap, ...]:
+    positions = tuple(mirror.made_from(PositionBitmap, bitmap) for bitmap in stored)
+    if not position_bitmap.in_order(positions):
+        raise errors.FormatError(what, offset, "its bitmaps do not ascend by ledger and page")
+    try:
+        counts = [len(bitmap.bitmap()) for bitmap in positions]
+    except errors.FormatError as error:
+        raise errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
+    if sum(counts) != rows or 0 in counts:
+        raise errors.FormatError(what, offset, f"it says {rows} rows, its bitmaps have {counts}")
+    return positions
 
 
 _REASONS = {
     GoneReason.UNSPECIFIED: journal_pb2.Gone.UNSPECIFIED,
     GoneReason.NO_SUBSCRIPTION: journal_pb2.Gone.NO_SUBSCRIPTION,
+    GoneReason.TRIMMED: journal_pb2.Gone.TRIMMED,
+    GoneReason.NOT_OWED: journal_pb2.Gone.NOT_OWED,
 }
 
 
@@ -245,14 +306,10 @@ class _Group:
         first = self.records[0]
         if len(self.records) == 1:
             return first
-        if isinstance(first, GoneRecord):
-            gone = [record for record in self.records if isinstance(record, GoneRecord)]
-            return dataclasses.replace(
-                first,
-                ledger_id=np.concatenate([record.ledger_id for record in gone]),
-                entry_id=np.concatenate([record.entry_id for record in gone]),
-            )
-        parts = [record.rows for record in self.records if not isinstance(record, GoneRecord)]
+        if isinstance(first, GoneRecord | WaiveRecord):
+            sets = [record.positions for record in self.records if isinstance(record, GoneRecord | WaiveRecord)]
+            return dataclasses.replace(first, positions=position_bitmap.union_of(sets))
+        parts = [record.rows for record in self.records if isinstance(record, AddRecord | AcknowledgeRecord)]
         return dataclasses.replace(first, rows=Rows.concat(parts))
 
 
@@ -260,15 +317,15 @@ class SlotBuilder:
     """Collects the records of one slot and merges those whose order among each other does not matter.
 
     The caller guarantees that the adds and acknowledgements of one slot name different positions: they commute, and
-    those of one kind, topic, incarnation and subscription become one record. A `GoneRecord` may name positions of
-    either: no record of its topic is moved across it.
+    those of one kind, topic, incarnation and subscription become one record. A `GoneRecord` and a `WaiveRecord` may
+    name positions of any other: no record of another kind and of their topic is moved across them.
     """
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
-        # By topic, the groups since its last change between GoneRecord and the other kinds.
+        # By topic, the groups since the last one that nothing is moved across, and what was appended last.
         self._open: dict[str, dict[tuple[object, ...], _Group]] = {}
-        self._gone_last: dict[str, bool] = {}
+        self._last: dict[str, type[Record] | None] = {}
         self._rows = 0
         self._size_bytes = HEADER_BYTES
 
@@ -286,9 +343,9 @@ class SlotBuilder:
         return self._size_bytes
 
     def append(self, record: Record) -> None:
-        is_gone = isinstance(record, GoneRecord)
-        if self._gone_last.get(record.topic_id) is not is_gone:
-            self._gone_last[record.topic_id] = is_gone
+        barrier = type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
+        if record.topic_id not in self._open or self._last[record.topic_id] is not barrier:
+            self._last[record.topic_id] = barrier
             self._open[record.topic_id] = {}
         reason = record.reason if isinstance(record, GoneRecord) else None
         key = (type(record), record.incarnation, record.subscription_id, reason)
@@ -297,7 +354,7 @@ class SlotBuilder:
             group = self._open[record.topic_id][key] = _Group([])
             self._groups.append(group)
         group.records.append(record)
-        self._rows += _rows_in(record)
+        self._rows += record.row_count
         self._size_bytes += size_max(record)
 
     def freeze(self) -> tuple[Record, ...]:
@@ -306,14 +363,12 @@ class SlotBuilder:
 
 
 def size_max(record: Record) -> int:
-    """The most bytes that a record takes in a slot."""
-    u64_columns = 2 if isinstance(record, GoneRecord) else 3
-    rows = _rows_in(record)
-    size_bytes = _RECORD_BYTES_MAX + len(record.topic_id) + u64_columns * columns.size_max(rows)
+    """The most bytes that a record takes in a slot, by itself or as its share of a merged one."""
+    size_bytes = _RECORD_BYTES_MAX + len(record.topic_id)
+    if isinstance(record, GoneRecord | WaiveRecord):
+        # An array of n entries may count for n runs in a union: twice its bytes.
+        return size_bytes + sum(_BITMAP_BYTES_MAX + 2 * len(bitmap.entries) for bitmap in record.positions)
+    size_bytes += 3 * columns.size_max(record.row_count)
     if isinstance(record, AddRecord) and record.rows.key_hash is not None:
-        size_bytes += columns.size_max(rows)
+        size_bytes += columns.size_max(record.row_count)
     return size_bytes
-
-
-def _rows_in(record: Record) -> int:
-    return len(record.ledger_id) if isinstance(record, GoneRecord) else len(record.rows)

@@ -10,11 +10,12 @@ Each decoder raises FormatError on damage and UnsupportedVersion on a version th
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import framing, mirror
+from storage_backends.formats import errors, framing, mirror
 from storage_backends.formats.generated import manifest_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 
@@ -104,7 +105,8 @@ class ShardManifest:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBucket:
     """A bucket that holds rows of the topic. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
-    shared index. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted.
+    shared index. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted;
+    `damage` is what was found when it was quarantined.
     """
 
     object: ObjectReference
@@ -120,6 +122,38 @@ class LiveBucket:
     quarantined: bool = False
     compatible_form: bool = False
     segments: int = 0
+    damage: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicPolicy:
+    """What was set for a topic. None: the daemon's default holds."""
+
+    delay_max_ms: int | None = None
+    min_index_count_per_bucket: int | None = None
+    bucket_rows_max: int | None = None
+    bucket_bytes_max: int | None = None
+    bucket_age_max_ms: int | None = None
+    max_time_step_per_bucket_snapshot_segment_seconds: int | None = None
+    max_indexes_per_bucket_snapshot_segment: int | None = None
+    min_indexes_per_bucket_snapshot_segment: int | None = None
+    compatible_form: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriptionPolicy:
+    """What was set for a subscription. None: the daemon's default holds. `properties`: (name, value) in the order of
+    their names, no name twice.
+    """
+
+    in_flight_rows_max: int | None = None
+    lease_ms: int | None = None
+    properties: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        for (first, _), (second, _) in itertools.pairwise(self.properties):
+            if first >= second:
+                raise ValueError(f"property {second!r} comes after {first!r}: they are not in the order of their names")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +166,7 @@ class Subscription:
     name: str
     since_ms: int
     created_slot: int
+    policy: SubscriptionPolicy = SubscriptionPolicy()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +197,11 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopicManifest:
-    """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress."""
+    """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress.
+
+    `deleted`: there is no topic; the manifest stays, so that neither an incarnation nor a subscription's id is used
+    again.
+    """
 
     head: ManifestHead
     topic: str
@@ -177,6 +216,7 @@ class TopicManifest:
     progress: Progress | None = None
     progress_object: ObjectReference | None = None
     deleted: bool = False
+    policy: TopicPolicy = TopicPolicy()
 
 
 _Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress)
@@ -222,4 +262,8 @@ def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
 
 def _decode(cls: type[_Mirror], magic: bytes, message_class: type[protobuf.Message], what: str, data: bytes) -> _Mirror:
     payload = framing.unframe(data, magic, FORMAT_VERSION, what)
-    return mirror.made_from(cls, framing.parse(message_class, payload, what, framing.HEADER_BYTES))
+    message = framing.parse(message_class, payload, what, framing.HEADER_BYTES)
+    try:
+        return mirror.made_from(cls, message)
+    except ValueError as error:
+        raise errors.FormatError(what, framing.HEADER_BYTES, str(error)) from error

@@ -1,14 +1,16 @@
 """Sets of positions: one Roaring bitmap for each page of 2^32 entry ids of a ledger.
 
-Owns: `PositionBitmap`, its making from columns and back.
-Does not own: set arithmetic; whoever needs it works on `pyroaring.BitMap`.
+Owns: `PositionBitmap`, its making from columns and back, and what makes a list of them a set: they ascend by (ledger,
+page), no page twice.
+Does not own: set arithmetic but the union; whoever needs it works on `pyroaring.BitMap`.
 """
 
 from __future__ import annotations
 
 import array
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,3 +98,27 @@ def positions_of(bitmaps: Iterable[PositionBitmap]) -> tuple[U64, U64]:
         np.array([ledger for ledger, _ in entries], np.uint64), [len(entry_ids) for _, entry_ids in entries]
     )
     return ledger_id, np.concatenate([entry_ids for _, entry_ids in entries])
+
+
+def in_order(bitmaps: Sequence[PositionBitmap]) -> bool:
+    """Whether they ascend by (ledger, page), no page twice."""
+    places = [(bitmap.ledger_id, bitmap.page) for bitmap in bitmaps]
+    return all(first < second for first, second in itertools.pairwise(places))
+
+
+def count_of(bitmaps: Iterable[PositionBitmap]) -> int:
+    """How many positions they have. Raises FormatError when one is no bitmap."""
+    return sum(len(bitmap.bitmap()) for bitmap in bitmaps)
+
+
+def union_of(sets: Iterable[Iterable[PositionBitmap]]) -> tuple[PositionBitmap, ...]:
+    """The positions that are in any of the sets."""
+    pages: dict[tuple[int, int], pyroaring.BitMap] = {}
+    for bitmap in itertools.chain.from_iterable(sets):
+        place = bitmap.ledger_id, bitmap.page
+        known = pages.get(place)
+        if known is None:
+            pages[place] = bitmap.bitmap()
+        else:
+            known |= bitmap.bitmap()
+    return tuple(PositionBitmap.of(*place, pages[place]) for place in sorted(pages))

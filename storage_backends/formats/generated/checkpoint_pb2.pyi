@@ -59,9 +59,15 @@ class TopicState(_message.Message):
     MUTABLE_ROWS_FIELD_NUMBER: _builtins.int
     SEALING_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    SLOT_FIELD_NUMBER: _builtins.int
+    CARRIED_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     incarnation: _builtins.int
+    slot: _builtins.int
+    """The slot that this part is as of, when it is not the checkpoint's: of a topic that was not loaded, and whose part is
+    carried over from the checkpoint before. 0 = there is no such state but the manifest's.
+    """
     @_builtins.property
     def mutable_rows(self) -> Global___MutableRows:
         """Rows of the mutable bucket."""
@@ -74,6 +80,10 @@ class TopicState(_message.Message):
     def progress(self) -> _manifest_pb2.Progress:
         """Of live and sealing buckets (by object name) and of the mutable bucket (empty name)."""
 
+    @_builtins.property
+    def carried(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarriedSlot]:
+        """What slots above that one, up to the checkpoint's, decided on a topic that was not loaded; in order."""
+
     def __init__(
         self,
         *,
@@ -83,14 +93,39 @@ class TopicState(_message.Message):
         mutable_rows: Global___MutableRows | None = ...,
         sealing: _abc.Iterable[Global___SealingBucket] | None = ...,
         progress: _manifest_pb2.Progress | None = ...,
+        slot: _builtins.int | None = ...,
+        carried: _abc.Iterable[Global___CarriedSlot] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "slot", b"slot", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "sealing", b"sealing", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "sealing", b"sealing", "slot", b"slot", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
+
+@_typing.final
+class CarriedSlot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    @_builtins.property
+    def records(self) -> _containers.RepeatedCompositeFieldContainer[_journal_pb2.Record]: ...
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int | None = ...,
+        records: _abc.Iterable[_journal_pb2.Record] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CarriedSlot: _TypeAlias = CarriedSlot  # noqa: Y015
 
 @_typing.final
 class MutableRows(_message.Message):

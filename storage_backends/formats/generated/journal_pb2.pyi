@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from storage_backends.formats.generated import bucket_pb2 as _bucket_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -53,6 +54,7 @@ class Record(_message.Message):
     ADD_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    WAIVE_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     incarnation: _builtins.int
     """Records of an older incarnation of the topic are dropped."""
@@ -63,6 +65,8 @@ class Record(_message.Message):
     def acknowledge(self) -> Global___Acknowledge: ...
     @_builtins.property
     def gone(self) -> Global___Gone: ...
+    @_builtins.property
+    def waive(self) -> Global___Waive: ...
     def __init__(
         self,
         *,
@@ -72,12 +76,13 @@ class Record(_message.Message):
         add: Global___Add | None = ...,
         acknowledge: Global___Acknowledge | None = ...,
         gone: Global___Gone | None = ...,
+        waive: Global___Waive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone"]  # noqa: Y015
+    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone", "waive"]  # noqa: Y015
     _WhichOneofArgType_decision: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_decision) -> _WhichOneofReturnType_decision | None: ...
 
@@ -150,7 +155,7 @@ Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
 
 @_typing.final
 class Gone(_message.Message):
-    """Positions that left the index."""
+    """Positions that left the index, due or not."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,32 +168,65 @@ class Gone(_message.Message):
         UNSPECIFIED: Gone._Reason.ValueType  # 0
         NO_SUBSCRIPTION: Gone._Reason.ValueType  # 1
         """The last subscription was deleted: what was due leaves."""
+        TRIMMED: Gone._Reason.ValueType  # 2
+        """Trimmed, or cleared."""
+        NOT_OWED: Gone._Reason.ValueType  # 3
+        """It came due when every subscription had been created at or after its time."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     UNSPECIFIED: Gone.Reason.ValueType  # 0
     NO_SUBSCRIPTION: Gone.Reason.ValueType  # 1
     """The last subscription was deleted: what was due leaves."""
+    TRIMMED: Gone.Reason.ValueType  # 2
+    """Trimmed, or cleared."""
+    NOT_OWED: Gone.Reason.ValueType  # 3
+    """It came due when every subscription had been created at or after its time."""
 
     SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    LEDGER_ID_FIELD_NUMBER: _builtins.int
-    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     reason: Global___Gone.Reason.ValueType
-    ledger_id: _builtins.bytes
-    entry_id: _builtins.bytes
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_bucket_pb2.PositionBitmap]: ...
     def __init__(
         self,
         *,
         subscription_id: _builtins.int | None = ...,
         reason: Global___Gone.Reason.ValueType | None = ...,
-        ledger_id: _builtins.bytes | None = ...,
-        entry_id: _builtins.bytes | None = ...,
+        positions: _abc.Iterable[_bucket_pb2.PositionBitmap] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id", "reason", b"reason", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id", "reason", b"reason", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "reason", b"reason", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Gone: _TypeAlias = Gone  # noqa: Y015
+
+@_typing.final
+class Waive(_message.Message):
+    """Positions that a subscription is owed no longer, due or not: they were trimmed for it. What nobody else is owed is named
+    by a `Gone` in the same slot.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_bucket_pb2.PositionBitmap]: ...
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        positions: _abc.Iterable[_bucket_pb2.PositionBitmap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Waive: _TypeAlias = Waive  # noqa: Y015

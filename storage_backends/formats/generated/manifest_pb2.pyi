@@ -252,6 +252,7 @@ class TopicManifest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     PROGRESS_OBJECT_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     incarnation: _builtins.int
@@ -275,6 +276,8 @@ class TopicManifest(_message.Message):
 
     @_builtins.property
     def progress_object(self) -> Global___ObjectReference: ...
+    @_builtins.property
+    def policy(self) -> Global___TopicPolicy: ...
     def __init__(
         self,
         *,
@@ -291,14 +294,60 @@ class TopicManifest(_message.Message):
         progress: Global___Progress | None = ...,
         progress_object: Global___ObjectReference | None = ...,
         deleted: _builtins.bool | None = ...,
+        policy: Global___TopicPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "progress", b"progress", "progress_object", b"progress_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "progress", b"progress", "progress_object", b"progress_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopicManifest: _TypeAlias = TopicManifest  # noqa: Y015
+
+@_typing.final
+class TopicPolicy(_message.Message):
+    """What was set for the topic; what is absent has the daemon's default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELAY_MAX_MS_FIELD_NUMBER: _builtins.int
+    MIN_INDEX_COUNT_PER_BUCKET_FIELD_NUMBER: _builtins.int
+    BUCKET_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    BUCKET_BYTES_MAX_FIELD_NUMBER: _builtins.int
+    BUCKET_AGE_MAX_MS_FIELD_NUMBER: _builtins.int
+    MAX_TIME_STEP_PER_BUCKET_SNAPSHOT_SEGMENT_SECONDS_FIELD_NUMBER: _builtins.int
+    MAX_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
+    MIN_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
+    COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
+    delay_max_ms: _builtins.int
+    min_index_count_per_bucket: _builtins.int
+    bucket_rows_max: _builtins.int
+    bucket_bytes_max: _builtins.int
+    bucket_age_max_ms: _builtins.int
+    max_time_step_per_bucket_snapshot_segment_seconds: _builtins.int
+    max_indexes_per_bucket_snapshot_segment: _builtins.int
+    min_indexes_per_bucket_snapshot_segment: _builtins.int
+    compatible_form: _builtins.bool
+    def __init__(
+        self,
+        *,
+        delay_max_ms: _builtins.int | None = ...,
+        min_index_count_per_bucket: _builtins.int | None = ...,
+        bucket_rows_max: _builtins.int | None = ...,
+        bucket_bytes_max: _builtins.int | None = ...,
+        bucket_age_max_ms: _builtins.int | None = ...,
+        max_time_step_per_bucket_snapshot_segment_seconds: _builtins.int | None = ...,
+        max_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
+        min_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
+        compatible_form: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopicPolicy: _TypeAlias = TopicPolicy  # noqa: Y015
 
 @_typing.final
 class LiveBucket(_message.Message):
@@ -317,6 +366,7 @@ class LiveBucket(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    DAMAGE_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     first_ledger_id: _builtins.int
     last_ledger_id: _builtins.int
@@ -331,6 +381,8 @@ class LiveBucket(_message.Message):
     """A damaged bucket is not read and not deleted."""
     compatible_form: _builtins.bool
     segments: _builtins.int
+    damage: _builtins.str
+    """What was found when it was quarantined."""
     @_builtins.property
     def object(self) -> Global___ObjectReference: ...
     def __init__(
@@ -349,10 +401,11 @@ class LiveBucket(_message.Message):
         quarantined: _builtins.bool | None = ...,
         compatible_form: _builtins.bool | None = ...,
         segments: _builtins.int | None = ...,
+        damage: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,12 +419,15 @@ class Subscription(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SINCE_MS_FIELD_NUMBER: _builtins.int
     CREATED_SLOT_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     name: _builtins.str
     since_ms: _builtins.int
     """Owed rows with deliver_at_ms greater than this."""
     created_slot: _builtins.int
     """Acknowledgements in slots up to this one did not wait for it."""
+    @_builtins.property
+    def policy(self) -> Global___SubscriptionPolicy: ...
     def __init__(
         self,
         *,
@@ -379,14 +435,65 @@ class Subscription(_message.Message):
         name: _builtins.str | None = ...,
         since_ms: _builtins.int | None = ...,
         created_slot: _builtins.int | None = ...,
+        policy: Global___SubscriptionPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["created_slot", b"created_slot", "name", b"name", "since_ms", b"since_ms", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["created_slot", b"created_slot", "name", b"name", "policy", b"policy", "since_ms", b"since_ms", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_slot", b"created_slot", "name", b"name", "since_ms", b"since_ms", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_slot", b"created_slot", "name", b"name", "policy", b"policy", "since_ms", b"since_ms", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Subscription: _TypeAlias = Subscription  # noqa: Y015
+
+@_typing.final
+class SubscriptionPolicy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IN_FLIGHT_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    PROPERTIES_FIELD_NUMBER: _builtins.int
+    in_flight_rows_max: _builtins.int
+    lease_ms: _builtins.int
+    @_builtins.property
+    def properties(self) -> _containers.RepeatedCompositeFieldContainer[Global___Property]:
+        """In the order of their names."""
+
+    def __init__(
+        self,
+        *,
+        in_flight_rows_max: _builtins.int | None = ...,
+        lease_ms: _builtins.int | None = ...,
+        properties: _abc.Iterable[Global___Property] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "properties", b"properties"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+@_typing.final
+class Property(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str | None = ...,
+        value: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Property: _TypeAlias = Property  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

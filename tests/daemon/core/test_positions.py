@@ -113,6 +113,21 @@ def test_a_stored_set_is_the_same_set_in_another_table(positions: set[tuple[int,
     assert set(zip(back[0].tolist(), back[1].tolist(), strict=True)) == positions
 
 
+@given(positions=position_sets, held=position_sets)
+def test_of_a_stored_set_the_pages_that_are_held_are_found_and_the_others_not_interned(
+    positions: set[tuple[int, int]], held: set[tuple[int, int]]
+) -> None:
+    elsewhere, table = PageTable(), PageTable()
+    stored = elsewhere.to_stored(bitmap_of(elsewhere.intern(*columns(sorted(positions)))))
+    table.intern(*columns(sorted(held)))
+    pages = {(ledger, entry >> 32) for ledger, entry in held}
+    found = table.positions(keys_of(table.find_stored(stored)))
+    assert set(zip(*map(np.ndarray.tolist, found), strict=True)) == {
+        at for at in positions if (at[0], at[1] >> 32) in pages
+    }
+    assert len(table) == len(pages)
+
+
 def test_storing_a_set_does_not_change_it() -> None:
     table = PageTable()
     keys = bitmap_of(table.intern(*columns([(7, entry) for entry in range(5_000)])))

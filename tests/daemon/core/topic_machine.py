@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from daemon.core.positions import KeyedRows, keys_of
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentRange
 from daemon.core.subscription import SubscriptionState
+from storage_backends.formats import position_bitmap
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, claims_of, key_hashes_of, listed
 from tests.daemon.core.oracle import Oracle, Subscriber
@@ -214,7 +215,8 @@ class TopicMachine(RuleBasedStateMachine):
         self.passing(lambda: self.topic.commit())
         gone: list[Any] = []
         self.passing(lambda: gone.extend(self.topic.gone_with(number)))
-        named = {at for record in gone for at in zip(record.ledger_id.tolist(), record.entry_id.tolist(), strict=True)}
+        columns = [position_bitmap.positions_of(record.positions) for record in gone]
+        named = {at for ledgers, entries in columns for at in zip(ledgers.tolist(), entries.tolist(), strict=True)}
         last = len(self.oracle.subscribers) == 1
         for at, row in list(self.oracle.rows.items()):
             waived = self.oracle.owed_by_nobody(row, without=number) and (row.passed or not last)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import checkpoint, manifest
-from storage_backends.formats.checkpoint import Checkpoint, SealingPart, TopicPart
+from storage_backends.formats import checkpoint, errors, journal, manifest
+from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, SealingPart, TopicPart
 from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
 
 bitmap = PositionBitmap(7, 0, b"bits")
@@ -27,13 +31,28 @@ topic_parts = st.builds(
     sealing=st.lists(sealing_parts, max_size=2).map(tuple),
     progress=st.sampled_from([manifest.Progress(), progress]),
 )
-checkpoints = st.builds(
-    Checkpoint,
-    shard=st.integers(0, 15),
-    epoch=examples.u64,
-    slot=examples.u64,
-    topics=st.lists(topic_parts, max_size=3).map(tuple),
+carried_records = st.one_of(
+    st.builds(journal.AddRecord, st.just("id"), examples.u64, examples.u64, examples.rows(max_size=4)),
+    st.builds(
+        journal.GoneRecord, st.just("id"), examples.u64, examples.u64, st.sampled_from(journal.GoneReason), st.just(())
+    ),
 )
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoint:
+    """Some parts are carried over, with records of some slots since."""
+    parts = draw(st.lists(topic_parts, max_size=3))
+    slots = sorted(draw(st.sets(examples.u64, min_size=4, max_size=4)))
+    for number, part in enumerate(parts):
+        if draw(st.booleans()):
+            carried = tuple(
+                CarriedSlot(slot, tuple(draw(st.lists(carried_records, max_size=2))))
+                for slot in slots[1:]
+                if draw(st.booleans())
+            )
+            parts[number] = dataclasses.replace(part, slot=slots[0], carried=carried)
+    return Checkpoint(draw(st.integers(0, 15)), draw(examples.u64), slots[-1], tuple(parts))
 
 
 def plain(value: Checkpoint) -> object:
@@ -43,12 +62,48 @@ def plain(value: Checkpoint) -> object:
 def plain_part(part: TopicPart) -> object:
     sealing = [(sealing.bucket, sealing.slot, examples.tuples(sealing.rows)) for sealing in part.sealing]
     rows = examples.tuples(part.mutable_rows)
-    return (part.topic_id, part.topic, part.incarnation, rows, sealing, part.progress)
+    carried = [(carried.slot, [plain_record(record) for record in carried.records]) for carried in part.carried]
+    return (part.topic_id, part.topic, part.incarnation, rows, sealing, part.progress, part.slot, carried)
 
 
-@given(checkpoints)
+def plain_record(record: journal.Record) -> object:
+    head = (type(record), record.topic_id, record.incarnation, record.subscription_id, record.row_count)
+    return (*head, examples.tuples(record.rows)) if isinstance(record, journal.AddRecord) else head
+
+
+@given(checkpoints())
 def test_a_checkpoint_comes_back_as_it_was(value: Checkpoint) -> None:
     assert plain(checkpoint.decode_checkpoint(checkpoint.encode_checkpoint(value))) == plain(value)
+
+
+def carrying(slot: int | None, *carried: int, topic_id: str = "id") -> TopicPart:
+    record = journal.GoneRecord(topic_id, 1, 0, journal.GoneReason.TRIMMED, ())
+    return TopicPart(
+        "id", "orders", 1, Rows.empty(), slot=slot, carried=tuple(CarriedSlot(each, (record,)) for each in carried)
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        (carrying(10), "as of slot 10, the checkpoint as of slot 9"),
+        (carrying(None, 9), "carries slot 9 after slot 9, up to slot 9"),
+        (carrying(5, 5), "carries slot 5 after slot 5, up to slot 9"),
+        (carrying(5, 7, 6), "carries slot 6 after slot 7, up to slot 9"),
+        (carrying(5, 10), "carries slot 10 after slot 5, up to slot 9"),
+        (carrying(5, 6, topic_id="other"), "carries a record of another topic in slot 6"),
+    ],
+)
+def test_a_part_that_cannot_be_one_of_this_checkpoint_is_refused_at_encode_and_at_decode(
+    part: TopicPart, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        Checkpoint(0, 1, 9, (part,))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_check_slots", lambda part, slot: None)
+        data = checkpoint.encode_checkpoint(Checkpoint(0, 1, 9, (part,)))
+    with pytest.raises(errors.FormatError, match=f"checkpoint is damaged at byte 16: topic 'orders' .*{reason}"):
+        checkpoint.decode_checkpoint(data)
 
 
 def test_the_rows_of_a_checkpoint_are_small() -> None:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import bucket, checkpoint, errors, journal, manifest
+from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import examples
 
 ROWS = examples.random_delays(40, span_ms=30_000, keyed=True)
+POSITIONS = position_bitmap.position_bitmaps(ROWS.ledger_id, ROWS.entry_id)
 HEAD = manifest.ManifestHead(number=1, previous_sha256=b"", commit_id="c", writer="w", created_ms=5, lineage=("c",))
 LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=15, rows_min=5)
 
@@ -28,7 +29,8 @@ def a_slot() -> bytes:
     records: tuple[journal.Record, ...] = (
         journal.AddRecord("id", 1, 0, ROWS),
         journal.AcknowledgeRecord("id", 1, 2, ROWS.take(slice(0, 4))),
-        journal.GoneRecord("id", 1, 0, journal.GoneReason.NO_SUBSCRIPTION, ROWS.ledger_id, ROWS.entry_id),
+        journal.GoneRecord("id", 1, 0, journal.GoneReason.TRIMMED, POSITIONS),
+        journal.WaiveRecord("id", 1, 2, POSITIONS),
     )
     return journal.encode_slot(journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records)), records)
 

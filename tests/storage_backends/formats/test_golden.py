@@ -32,6 +32,11 @@ def golden_rows() -> Rows:
     )
 
 
+def golden_positions(count: int) -> tuple[position_bitmap.PositionBitmap, ...]:
+    rows = golden_rows()
+    return position_bitmap.position_bitmaps(rows.ledger_id[:count], rows.entry_id[:count])
+
+
 def golden_bucket(compatible: bool) -> bytes:
     limits = SegmentLimits(time_step_ms=10_000, rows_max=50, rows_min=10)
     return bucket.encode_bucket(
@@ -45,17 +50,17 @@ def golden_records() -> tuple[journal.Record, ...]:
     return (
         journal.AddRecord("id", 1, 0, rows),
         journal.AcknowledgeRecord("id", 1, 2, acknowledged),
-        journal.GoneRecord("id", 1, 0, journal.GoneReason.NO_SUBSCRIPTION, rows.ledger_id[:4], rows.entry_id[:4]),
+        journal.GoneRecord("id", 1, 0, journal.GoneReason.NO_SUBSCRIPTION, golden_positions(4)),
+        journal.WaiveRecord("id", 1, 2, golden_positions(COUNT)),
     )
 
 
 def golden_slot() -> bytes:
-    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3), golden_records())
+    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 4), golden_records())
 
 
 def golden_progress() -> manifest.Progress:
-    rows = golden_rows()
-    positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    positions = golden_positions(COUNT)
     acknowledged = manifest.SubscriptionProgress(subscription_id=1, positions=positions[:1])
     return manifest.Progress(
         buckets=(manifest.BucketProgress(bucket="b", gone=positions, acknowledged=(acknowledged,)),)
@@ -93,7 +98,9 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         quarantined=True,
         compatible_form=True,
         segments=4,
+        damage="a segment is missing",
     )
+    policy = manifest.SubscriptionPolicy(in_flight_rows_max=0, lease_ms=30_000, properties=(("a", "1"), ("b", "")))
     return manifest.TopicManifest(
         head=golden_head(),
         topic="orders",
@@ -103,11 +110,14 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         applied=3,
         live=(live,),
         tombstones=(manifest.Tombstone(object=golden_object(), removed_in=8, delete_after_ms=9, attempts=1),),
-        subscriptions=(manifest.Subscription(subscription_id=1, name="s", since_ms=4, created_slot=5),),
+        subscriptions=(manifest.Subscription(subscription_id=1, name="s", since_ms=4, created_slot=5, policy=policy),),
         last_subscription_id=1,
         progress=golden_progress(),
         progress_object=golden_object(),
         deleted=True,
+        policy=manifest.TopicPolicy(
+            delay_max_ms=0, bucket_rows_max=9, max_indexes_per_bucket_snapshot_segment=-1, compatible_form=False
+        ),
     )
 
 
@@ -135,7 +145,9 @@ def golden_checkpoint() -> bytes:
     part = checkpoint.TopicPart(
         "id", "orders", 1, rows, (checkpoint.SealingPart("b", 6, rows.take(slice(0, 50))),), golden_progress()
     )
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part,)))
+    carried = (checkpoint.CarriedSlot(6, golden_records()[:2]), checkpoint.CarriedSlot(7, golden_records()[2:]))
+    carrying = checkpoint.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), slot=5, carried=carried)
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part, carrying)))
 
 
 OBJECTS: dict[str, Callable[[], bytes]] = {
@@ -163,8 +175,13 @@ def test_a_bucket_of_version_1_is_read(name: str) -> None:
 
 
 def test_a_slot_of_version_1_is_read() -> None:
-    header, (add, acknowledge, gone) = journal.decode_slot(stored("slot-1.bin"))
-    assert header == journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3)
+    header, records = journal.decode_slot(stored("slot-1.bin"))
+    assert header == journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 4)
+    assert_golden(records)
+
+
+def assert_golden(records: tuple[journal.Record, ...]) -> None:
+    add, acknowledge, gone, waive = records
     expected = golden_rows()
     assert isinstance(add, journal.AddRecord)
     assert examples.tuples(add.rows) == examples.tuples(expected)
@@ -173,7 +190,10 @@ def test_a_slot_of_version_1_is_read() -> None:
     assert acknowledge.rows.entry_id.tolist() == expected.entry_id[:9].tolist()
     assert isinstance(gone, journal.GoneRecord)
     assert gone.reason is journal.GoneReason.NO_SUBSCRIPTION
-    assert gone.entry_id.tolist() == expected.entry_id[:4].tolist()
+    assert gone.positions == golden_positions(4)
+    assert isinstance(waive, journal.WaiveRecord)
+    assert (waive.subscription_id, waive.row_count) == (2, COUNT)
+    assert waive.positions == golden_positions(COUNT)
 
 
 def test_manifests_of_version_1_are_read() -> None:
@@ -186,10 +206,14 @@ def test_manifests_of_version_1_are_read() -> None:
 def test_a_checkpoint_of_version_1_is_read() -> None:
     value = checkpoint.decode_checkpoint(stored("checkpoint-1.bin"))
     assert (value.shard, value.epoch, value.slot) == (3, 4, 7)
-    (part,) = value.topics
+    part, carrying = value.topics
     assert (part.topic_id, part.topic, part.incarnation) == ("id", "orders", 1)
     assert examples.tuples(part.mutable_rows) == examples.tuples(golden_rows())
     assert part.progress == golden_progress()
+    assert (part.slot, part.carried) == (None, ())
+    assert carrying.slot == 5
+    assert [carried.slot for carried in carrying.carried] == [6, 7]
+    assert_golden(tuple(record for carried in carrying.carried for record in carried.records))
     (sealing,) = part.sealing
     assert (sealing.bucket, sealing.slot) == ("b", 6)
     assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import dataclasses
 import struct
+from collections.abc import Callable
 
 import google_crc32c
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyroaring import BitMap
 
 from storage_backends.formats import errors, framing, journal
 from storage_backends.formats.generated import journal_pb2
@@ -19,7 +22,9 @@ from storage_backends.formats.journal import (
     SlotBuilder,
     SlotHeader,
     SlotKind,
+    WaiveRecord,
 )
+from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
 from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
 
@@ -28,20 +33,28 @@ small = st.integers(0, 2)
 
 
 def gone(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> GoneRecord:
-    return GoneRecord(topic_id, incarnation, subscription_id, GoneReason.NO_SUBSCRIPTION, rows.ledger_id, rows.entry_id)
+    positions = position_bitmaps(rows.ledger_id, rows.entry_id)
+    return GoneRecord(topic_id, incarnation, subscription_id, GoneReason.TRIMMED, positions)
+
+
+def waive(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> WaiveRecord:
+    return WaiveRecord(topic_id, incarnation, subscription_id, position_bitmaps(rows.ledger_id, rows.entry_id))
 
 
 records = st.one_of(
     st.builds(AddRecord, topics, small, small, examples.rows(max_size=6)),
     st.builds(AcknowledgeRecord, topics, small, small, examples.rows(max_size=6, keyed=False)),
     st.builds(gone, topics, small, small, examples.rows(max_size=6)),
+    st.builds(waive, topics, small, small, examples.rows(max_size=6)),
 )
 
 
 def plain(record: Record) -> tuple[object, ...]:
     head = (type(record), record.topic_id, record.incarnation, record.subscription_id)
     if isinstance(record, GoneRecord):
-        return (*head, record.reason, record.ledger_id.tolist(), record.entry_id.tolist())
+        return (*head, record.reason, record.positions)
+    if isinstance(record, WaiveRecord):
+        return (*head, record.positions)
     return (*head, examples.tuples(record.rows))
 
 
@@ -106,25 +119,32 @@ def test_size_bytes_holds_for_the_widest_values() -> None:
 @given(st.lists(records, max_size=12))
 def test_merging_keeps_every_row_of_every_kind_topic_and_subscription_in_its_order(some: list[Record]) -> None:
     def flat(records_of: list[Record] | tuple[Record, ...]) -> dict[object, list[tuple[int, int]]]:
-        rows: dict[object, list[tuple[int, int]]] = {}
+        rows: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         for record in records_of:
-            columns = record if isinstance(record, GoneRecord) else record.rows
             key = (type(record), record.topic_id, record.incarnation, record.subscription_id)
-            positions = zip(columns.ledger_id.tolist(), columns.entry_id.tolist(), strict=True)
-            rows.setdefault(key, []).extend(positions)
-        return rows
+            if isinstance(record, GoneRecord | WaiveRecord):
+                ledger_id, entry_id = positions_of(record.positions)
+            else:
+                ledger_id, entry_id = record.rows.ledger_id, record.rows.entry_id
+            rows.setdefault(key, []).extend(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+        return {
+            key: sorted(set(positions)) if key[0] in (GoneRecord, WaiveRecord) else positions
+            for key, positions in rows.items()
+            if positions
+        }
 
     assert flat(built(some)) == flat(some)
 
 
 @given(st.lists(records, max_size=12))
-def test_no_record_is_moved_across_a_gone_record_of_its_topic(some: list[Record]) -> None:
-    def kinds(records_of: list[Record] | tuple[Record, ...], topic_id: str) -> list[bool]:
-        """Which runs of a topic's records are gone records."""
-        runs: list[bool] = []
+def test_no_record_is_moved_across_a_gone_or_waive_record_of_its_topic(some: list[Record]) -> None:
+    def kinds(records_of: list[Record] | tuple[Record, ...], topic_id: str) -> list[type[Record] | None]:
+        """Which runs of a topic's records are gone and waive records."""
+        runs: list[type[Record] | None] = []
         for record in records_of:
-            if record.topic_id == topic_id and runs[-1:] != [isinstance(record, GoneRecord)]:
-                runs.append(isinstance(record, GoneRecord))
+            kind = type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
+            if record.topic_id == topic_id and runs[-1:] != [kind]:
+                runs.append(kind)
         return runs
 
     for topic_id in ("first", "second"):
@@ -161,12 +181,8 @@ def test_records_of_another_topic_incarnation_or_subscription_stay_apart(other: 
 
 
 def test_a_decision_of_an_unknown_kind_is_refused() -> None:
-    payload = journal_pb2.Slot(records=[journal_pb2.Record(topic_id="t", incarnation=1, rows=0)]).SerializeToString()
-    data = bytearray(journal.encode_slot(header(0), ()))
-    struct.pack_into("<IQ", data, 28, 1, len(payload))
-    struct.pack_into("<I", data, 40, framing.crc32c(bytes(data[:40]), payload))
     with pytest.raises(errors.FormatError, match=r"journal slot record 0 .* of no kind that is known"):
-        journal.decode_slot(bytes(data) + payload)
+        journal.decode_slot(slot_of(journal_pb2.Record(topic_id="t", incarnation=1, rows=0)))
 
 
 def test_a_slot_kind_that_is_not_known_is_refused() -> None:
@@ -177,7 +193,93 @@ def test_a_slot_kind_that_is_not_known_is_refused() -> None:
         journal.decode_slot(bytes(data))
 
 
-def test_gone_columns_of_different_length_are_refused() -> None:
-    one, two = np.zeros(1, np.uint64), np.zeros(2, np.uint64)
-    with pytest.raises(ValueError, match="differ in shape"):
-        GoneRecord("t", 1, 0, GoneReason.NO_SUBSCRIPTION, one, two)
+@pytest.mark.parametrize("make", [gone, waive])
+def test_gone_and_waive_records_of_one_kind_become_one_that_names_each_position_once(
+    make: Callable[[str, int, int, Rows], Record],
+) -> None:
+    rows = examples.random_delays(9)
+    (merged,) = built([make("t", 1, 0, rows.take(slice(0, 5))), make("t", 1, 0, rows.take(slice(3, 9)))])
+    assert plain(merged) == plain(make("t", 1, 0, rows))
+    assert merged.row_count == 9
+
+
+def test_a_gone_record_between_two_waive_records_keeps_them_apart() -> None:
+    rows = examples.random_delays(3)
+    some: list[Record] = [waive("t", 1, 1, rows), gone("t", 1, 0, rows), waive("t", 1, 1, rows)]
+    assert [plain(record) for record in built(some)] == [plain(record) for record in some]
+
+
+def test_gone_records_of_different_reasons_stay_apart() -> None:
+    some = [gone("t", 1, 0, examples.random_delays(3))]
+    assert len(built([*some, dataclasses.replace(some[0], reason=GoneReason.NOT_OWED)])) == 2
+
+
+@given(st.lists(records, max_size=6))
+def test_rows_counts_the_rows_that_the_records_name(some: list[Record]) -> None:
+    builder = SlotBuilder()
+    for record in some:
+        builder.append(record)
+    expected = sum(
+        len(positions_of(record.positions)[0]) if isinstance(record, GoneRecord | WaiveRecord) else len(record.rows)
+        for record in some
+    )
+    assert builder.rows == expected
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["run", "array", "dense"]), st.integers(0, 65_535)), min_size=1, max_size=5))
+def test_size_bytes_holds_for_the_union_of_bitmaps_of_any_containers(parts: list[tuple[str, int]]) -> None:
+    shapes = {"run": np.arange(60_000), "array": np.arange(0, 65_536, 17), "dense": np.arange(0, 65_536, 3)}
+    builder = SlotBuilder()
+    for shape, shift in parts:
+        entries = np.unique((shapes[shape] + shift) % 65_536).astype(np.uint64)
+        positions = position_bitmaps(np.full(len(entries), 7, np.uint64), entries)
+        builder.append(GoneRecord("t", 1, 0, GoneReason.TRIMMED, positions))
+    assert len(journal.encode_slot(header(1), builder.freeze())) <= builder.size_bytes
+
+
+def test_bitmaps_that_do_not_ascend_or_name_a_page_twice_are_refused() -> None:
+    first, second = PositionBitmap(1, 0, b""), PositionBitmap(1, 1, b"")
+    for positions in ((second, first), (first, first)):
+        with pytest.raises(ValueError, match="do not ascend by ledger and page"):
+            GoneRecord("t", 1, 0, GoneReason.TRIMMED, positions)
+        with pytest.raises(ValueError, match="do not ascend by ledger and page"):
+            WaiveRecord("t", 1, 1, positions)
+
+
+def slot_of(record: journal_pb2.Record) -> bytes:
+    """A slot of one record, every checksum right."""
+    payload = journal_pb2.Slot(records=[record]).SerializeToString()
+    data = bytearray(journal.encode_slot(header(0), ()))
+    struct.pack_into("<IQ", data, 28, 1, len(payload))
+    struct.pack_into("<I", data, 40, framing.crc32c(bytes(data[:40]), payload))
+    return bytes(data) + payload
+
+
+ONE = BitMap([1]).serialize()
+
+
+@pytest.mark.parametrize("kind", ["gone", "waive"])
+@pytest.mark.parametrize(
+    ("rows", "bitmaps", "detail"),
+    [
+        (2, [(1, 0, ONE)], r"it says 2 rows, its bitmaps have \[1\]"),
+        (1, [(1, 0, ONE), (1, 1, BitMap().serialize())], r"it says 1 rows, its bitmaps have \[1, 0\]"),
+        (2, [(2, 0, ONE), (1, 0, ONE)], "its bitmaps do not ascend by ledger and page"),
+        (2, [(1, 0, ONE), (1, 0, ONE)], "its bitmaps do not ascend by ledger and page"),
+        (1, [(1, 3, ONE + b"x")], "bitmap of ledger 1 page 3 is damaged at byte 44: .* not one whole Roaring bitmap"),
+        (1, [(1, 3, b"")], "bitmap of ledger 1 page 3 is damaged at byte 44"),
+    ],
+)
+def test_positions_that_are_no_set_of_so_many_rows_are_refused_though_every_crc_is_right(
+    kind: str, rows: int, bitmaps: list[tuple[int, int, bytes]], detail: str
+) -> None:
+    message = journal_pb2.Record(topic_id="t", incarnation=1, rows=rows)
+    if kind == "gone":
+        message.gone.reason = journal_pb2.Gone.TRIMMED
+    else:
+        message.waive.subscription_id = 1
+    for ledger_id, page, entries in bitmaps:
+        getattr(message, kind).positions.add(ledger_id=ledger_id, page=page, entries=entries)
+    with pytest.raises(errors.FormatError, match=f"journal slot record 0 .*{detail}"):
+        journal.decode_slot(slot_of(message))

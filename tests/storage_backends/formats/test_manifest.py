@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import manifest, mirror
+from storage_backends.formats import errors, framing, manifest, mirror
 from storage_backends.formats.generated import bucket_pb2, manifest_pb2
 from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -44,8 +44,34 @@ live_buckets = st.builds(
     quarantined=st.booleans(),
     compatible_form=st.booleans(),
     segments=u32,
+    damage=text,
 )
-subscriptions = st.builds(manifest.Subscription, subscription_id=u64, name=text, since_ms=u64, created_slot=u64)
+subscription_policies = st.builds(
+    manifest.SubscriptionPolicy,
+    in_flight_rows_max=st.none() | u32,
+    lease_ms=st.none() | u64,
+    properties=st.dictionaries(text, text, max_size=3).map(lambda named: tuple(sorted(named.items()))),
+)
+subscriptions = st.builds(
+    manifest.Subscription,
+    subscription_id=u64,
+    name=text,
+    since_ms=u64,
+    created_slot=u64,
+    policy=subscription_policies,
+)
+topic_policies = st.builds(
+    manifest.TopicPolicy,
+    delay_max_ms=st.none() | u64,
+    min_index_count_per_bucket=st.none() | u32,
+    bucket_rows_max=st.none() | u32,
+    bucket_bytes_max=st.none() | u64,
+    bucket_age_max_ms=st.none() | u64,
+    max_time_step_per_bucket_snapshot_segment_seconds=st.none() | u32,
+    max_indexes_per_bucket_snapshot_segment=st.none() | st.integers(-1, 9),
+    min_indexes_per_bucket_snapshot_segment=st.none() | u32,
+    compatible_form=st.none() | st.booleans(),
+)
 acknowledged = st.builds(manifest.SubscriptionProgress, subscription_id=u64, positions=bitmaps)
 bucket_progress = st.builds(
     manifest.BucketProgress, bucket=text, gone=bitmaps, acknowledged=st.lists(acknowledged, max_size=2).map(tuple)
@@ -80,6 +106,7 @@ topic_manifests = st.builds(
     progress=st.none() | progress,
     progress_object=st.none() | objects,
     deleted=st.booleans(),
+    policy=topic_policies,
 )
 
 
@@ -105,7 +132,11 @@ def test_a_progress_object_comes_back_as_it_was(value: Progress) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "message"),
-    [(getattr(manifest, name), message) for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items()]
+    [
+        (getattr(manifest, name), message)
+        for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items()
+        if name != "Property"
+    ]
     + [(PositionBitmap, bucket_pb2.PositionBitmap.DESCRIPTOR)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -119,6 +150,41 @@ def test_an_absent_progress_and_an_empty_one_are_told_apart() -> None:
     assert mirror.made_from(TopicManifest, message).progress is None
     message.progress.SetInParent()
     assert mirror.made_from(TopicManifest, message).progress == Progress()
+
+
+def test_a_policy_that_sets_nothing_is_not_written_and_what_is_set_to_zero_is() -> None:
+    message = manifest_pb2.Subscription()
+    mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0))
+    assert not message.HasField("policy")
+    policy = manifest.SubscriptionPolicy(in_flight_rows_max=0)
+    mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0, policy=policy))
+    assert message.policy.HasField("in_flight_rows_max")
+    assert not message.policy.HasField("lease_ms")
+
+
+def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at_decode() -> None:
+    with pytest.raises(ValueError, match="property 'a' comes after 'b'"):
+        manifest.SubscriptionPolicy(properties=(("b", ""), ("a", "")))
+    subscription = manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0)
+    head = manifest.ManifestHead(number=1, previous_sha256=b"", commit_id="", writer="", created_ms=0)
+    message = manifest_pb2.TopicManifest()
+    mirror.fill(
+        message,
+        TopicManifest(
+            head=head,
+            topic="t",
+            topic_id="i",
+            incarnation=1,
+            owner_epoch=1,
+            applied=1,
+            subscriptions=(subscription,),
+        ),
+    )
+    for _ in range(2):
+        message.subscriptions[0].policy.properties.add(name="a", value="")
+    data = framing.frame(manifest.TOPIC_MAGIC, 1, message.SerializeToString())
+    with pytest.raises(errors.FormatError, match="topic manifest is damaged at byte 16: property 'a' comes after 'a'"):
+        manifest.decode_topic_manifest(data)
 
 
 @given(topic_manifests)
