@@ -7,6 +7,7 @@ Does not own: any rule of the product; it stores nothing.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -14,16 +15,11 @@ from concurrent import futures
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf import descriptor, message_factory
 from google.rpc import error_details_pb2, status_pb2
 
 import tarry
-from tarry.v1 import (
-    delayed_delivery_pb2,
-    delayed_delivery_pb2_grpc,
-    dispatch_pb2,
-    dispatch_pb2_grpc,
-    inspect_pb2_grpc,
-)
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 WAIT_S = 20.0
 
@@ -52,11 +48,7 @@ class Requests:
             yield request
 
 
-class FakeDaemon(
-    delayed_delivery_pb2_grpc.DelayedDeliveryServicer,
-    dispatch_pb2_grpc.DispatchServicer,
-    inspect_pb2_grpc.InspectServicer,
-):
+class FakeDaemon:
     """Each call takes the next step of its method's script; the last step is repeated."""
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
@@ -64,9 +56,10 @@ class FakeDaemon(
         self._lock = threading.Lock()
         self.calls: list[tuple[str, Any]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
-        delayed_delivery_pb2_grpc.add_DelayedDeliveryServicer_to_server(self, self._server)
-        dispatch_pb2_grpc.add_DispatchServicer_to_server(self, self._server)
-        inspect_pb2_grpc.add_InspectServicer_to_server(self, self._server)
+        for file in (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2):
+            for service in file.DESCRIPTOR.services_by_name.values():
+                handlers = {method.name: self._handler(method) for method in service.methods}
+                self._server.add_registered_method_handlers(service.full_name, handlers)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
         self._server.start()
 
@@ -89,28 +82,19 @@ class FakeDaemon(
             steps = self._scripts[method]
             return steps.pop(0) if len(steps) > 1 else steps[0]
 
-    def AddMessages(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._step("AddMessages", request)(request, context)
+    def _handler(self, method: descriptor.MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+        read = message_factory.GetMessageClass(method.input_type).FromString
+        write = message_factory.GetMessageClass(method.output_type).SerializeToString
+        if method.client_streaming:
+            return grpc.stream_stream_rpc_method_handler(functools.partial(self._stream, method.name), read, write)
+        return grpc.unary_unary_rpc_method_handler(functools.partial(self._unary, method.name), read, write)
 
-    def CreateSubscription(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._step("CreateSubscription", request)(request, context)
+    def _unary(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
+        return self._step(method, request)(request, context)
 
-    def DeleteSubscription(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._step("DeleteSubscription", request)(request, context)
-
-    def ListTopics(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._step("ListTopics", request)(request, context)
-
-    def GetTopicStats(self, request: Any, context: grpc.ServicerContext) -> Any:
-        return self._step("GetTopicStats", request)(request, context)
-
-    def StreamAddMessages(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        requests = Requests(request_iterator)
-        yield from _until_gone(self._step("StreamAddMessages", requests), requests, context)
-
-    def Subscribe(self, request_iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        requests = Requests(request_iterator)
-        yield from _until_gone(self._step("Subscribe", requests), requests, context)
+    def _stream(self, method: str, iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        requests = Requests(iterator)
+        yield from _until_gone(self._step(method, requests), requests, context)
 
 
 def _until_gone(step: Streaming, requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:

@@ -6,7 +6,7 @@ Does not own: anything of the daemon; this package lives in other people's envir
 """
 
 from tarry.add_stream import AddStream
-from tarry.batch import Batch
+from tarry.batch import Batch, Leased
 from tarry.client import DEFAULT_TARGET, Client
 from tarry.errors import (
     Aborted,
@@ -27,7 +27,27 @@ from tarry.errors import (
     Unavailable,
 )
 from tarry.hashing import key_hash
-from tarry.results import AddResult, AlreadyDue, SubscriptionCreated, SubscriptionStats, TopicStats, TopicSummary
+from tarry.policies import BucketForm, SubscriptionPolicy, TopicPolicy
+from tarry.results import (
+    AddResult,
+    AlreadyDue,
+    BucketPage,
+    BucketSummary,
+    Contained,
+    EntryRanges,
+    Page,
+    RebuildNeeded,
+    Sealed,
+    SubscriptionCreated,
+    SubscriptionPage,
+    SubscriptionStats,
+    TopicDeleted,
+    TopicLocation,
+    TopicPage,
+    TopicPolicies,
+    TopicStats,
+    TopicSummary,
+)
 from tarry.retry import RetryPolicy
 from tarry.subscription import Subscription
 
@@ -39,23 +59,39 @@ __all__ = [
     "AlreadyDue",
     "AlreadyExists",
     "Batch",
+    "BucketForm",
+    "BucketPage",
+    "BucketSummary",
     "Client",
     "Closed",
+    "Contained",
     "DataLoss",
     "DeadlineExceeded",
+    "EntryRanges",
     "Internal",
     "InvalidArgument",
+    "Leased",
     "NotFound",
     "NotOwner",
     "OutOfRange",
     "OutcomeUnknown",
+    "Page",
     "PermissionDenied",
+    "RebuildNeeded",
     "ResourceExhausted",
     "RetryPolicy",
+    "Sealed",
     "Subscription",
     "SubscriptionCreated",
+    "SubscriptionPage",
+    "SubscriptionPolicy",
     "SubscriptionStats",
     "TarryError",
+    "TopicDeleted",
+    "TopicLocation",
+    "TopicPage",
+    "TopicPolicies",
+    "TopicPolicy",
     "TopicStats",
     "TopicSummary",
     "Unauthenticated",

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import grpc
 
-from tarry import columns, connections, errors, futures, outbox, results, retry, session, wire
+from tarry import calls, columns, connections, errors, futures, outbox, results, retry, session, wire
 from tarry.v1 import delayed_delivery_pb2
 
 METHOD = "/tarry.v1.DelayedDelivery/StreamAddMessages"
@@ -38,21 +38,20 @@ class AddStream:
     def __init__(
         self,
         shared: connections.Connections,
+        known: calls.Calls,
         topic: str,
         *,
         in_flight: int,
-        timeout_s: float,
-        rows_max: int,
-        bytes_max: int,
+        timeout_s: float | None,
     ) -> None:
         if in_flight < 1:
             raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
         self._topic = topic.encode()
         self._in_flight_max = in_flight
-        self._timeout_s = timeout_s
-        self._rows_max = rows_max
-        self._bytes_max = bytes_max
-        self._policy = shared.policy
+        self._timeout_s = known.timeout_s if timeout_s is None else timeout_s
+        self._rows_max = known.rows_max
+        self._bytes_max = known.bytes_max
+        self._policy = known.policy
         # Guards everything below, and is not held while a future is settled. Only the session's thread settles futures
         # and removes requests.
         self._changed = threading.Condition()
@@ -62,7 +61,7 @@ class AddStream:
         self._first_failure: errors.TarryError | None = None
         self._ended: errors.TarryError | None = None
         self._session: session.Session[delayed_delivery_pb2.StreamAddMessagesResponse] = session.Session(
-            shared, topic, _open, self, name=f"the add stream of topic {topic!r}"
+            shared, known, topic, _open, self, name=f"the add stream of topic {topic!r}"
         )
         self._session.start()
 

@@ -1,21 +1,20 @@
-"""What a subscription receives, and what of it is still held.
+"""What is handed out, on a stream or leased, and what of a stream is still held.
 
-Owns: `Batch`, and the account of positions that were received and are neither acknowledged nor released.
+Owns: `Batch` and `Leased`, and the account of positions that were received and are neither acknowledged nor released.
 Does not own: the stream and its permits (`tarry.subscription`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeAlias
+import time
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns
-
-Positions: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
-"""(ledger_id, entry_id, deliver_at_ms), of one length."""
+from tarry import columns, results, wire
+from tarry.v1 import dispatch_pb2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +30,7 @@ class Batch:
     received_at_ms: int
     """Unix time in ms by this machine's clock."""
     number: int
-    """Counts the batches of the subscription from 1. A part of a batch has the number of the whole."""
+    """Counts the batches of the subscription from 1; 0 for what is leased. A part of a batch has the whole one's."""
     rows: NDArray[np.intp] | None = dataclasses.field(default=None, repr=False)
     """Which rows of the whole batch these are; None = all."""
 
@@ -39,7 +38,7 @@ class Batch:
         return len(self.entry_id)
 
     @property
-    def positions(self) -> Positions:
+    def positions(self) -> columns.Positions:
         return self.ledger_id, self.entry_id, self.deliver_at_ms
 
     @property
@@ -47,7 +46,7 @@ class Batch:
         """Received minus due, by row."""
         return self.received_at_ms - self.deliver_at_ms.astype(np.int64)
 
-    def take(self, rows: slice | NDArray[Any] | list[int]) -> Batch:
+    def take(self, rows: slice | NDArray[Any] | list[int]) -> Self:
         """A part of the batch: a slice, a mask or indexes. It can be acknowledged and released like the whole."""
         chosen = (np.arange(len(self)) if self.rows is None else self.rows)[rows]
         return dataclasses.replace(
@@ -59,15 +58,53 @@ class Batch:
             rows=chosen,
         )
 
+    @staticmethod
+    def from_message(messages: dispatch_pb2.Messages, number: int) -> Batch:
+        """Received now."""
+        return Batch(**_columns_of(messages), number=number)
 
-def positions_of(given: Batch | tuple[columns.Column, columns.Column, columns.Column]) -> Positions:
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Leased(Batch):
+    """Due positions without a stream: in flight until they are acknowledged or the lease is over.
+
+    Empty when nothing came due in time.
+    """
+
+    lease_ms: int
+    """How long they are leased, from the answer on."""
+    rebuild_needed: tuple[results.RebuildNeeded, ...]
+    """Ranges of which rows were lost with a damaged bucket: add them again."""
+
+    @staticmethod
+    def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
+        """Received now."""
+        return Leased(
+            **_columns_of(response.messages),
+            number=0,
+            lease_ms=response.lease_ms,
+            rebuild_needed=tuple(results.RebuildNeeded.from_message(each) for each in response.rebuild_needed),
+        )
+
+
+HandedOut: TypeAlias = Batch | tuple[columns.Column, columns.Column, columns.Column]
+"""A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms)."""
+
+
+def positions_of(given: HandedOut) -> columns.Positions:
     """The three columns of what is acknowledged, of one length. Raises InvalidArgument."""
-    if isinstance(given, Batch):
-        return given.positions
-    ledger_id, entry_id, deliver_at_ms = given
-    rows = columns.add_columns(ledger_id, entry_id, deliver_at_ms=deliver_at_ms)
-    due = columns.u64("deliver_at_ms", deliver_at_ms)
-    return np.broadcast_to(rows.ledger_id, len(rows)), rows.entry_id, np.broadcast_to(due, len(rows))
+    return given.positions if isinstance(given, Batch) else columns.positions(*given)
+
+
+def _columns_of(messages: dispatch_pb2.Messages) -> dict[str, Any]:
+    return {
+        "epoch": messages.epoch,
+        "ledger_id": wire.decode_u64(messages.ledger_id),
+        "entry_id": wire.decode_u64(messages.entry_id),
+        "deliver_at_ms": wire.decode_u64(messages.deliver_at_ms),
+        "key_hash": wire.decode_u32(messages.key_hash) if messages.key_hash else None,
+        "received_at_ms": time.time_ns() // 1_000_000,
+    }
 
 
 @dataclasses.dataclass(slots=True)
@@ -100,7 +137,7 @@ class HeldPositions:
         self._shares[batch.number] = _Share(batch, len(batch))
         self._rows += len(batch)
 
-    def give_back(self, given: Batch | Positions) -> int:
+    def give_back(self, given: Batch | columns.Positions) -> int:
         """Holds these rows no longer; how many of them were held."""
         before = self._rows
         if isinstance(given, Batch):
@@ -109,7 +146,7 @@ class HeldPositions:
             self._give_back_positions(given)
         return before - self._rows
 
-    def positions(self) -> Positions:
+    def positions(self) -> columns.Positions:
         """Everything held, oldest batch first."""
         parts = [
             share.batch.positions
@@ -134,7 +171,7 @@ class HeldPositions:
         left[batch.rows] = False
         self._drop(batch.number, share.count - int(np.count_nonzero(left)))
 
-    def _give_back_positions(self, positions: Positions) -> None:
+    def _give_back_positions(self, positions: columns.Positions) -> None:
         shares = list(self._shares.items())
         found = _members(concatenate([share.batch.positions for _, share in shares]), positions)
         first = 0
@@ -154,7 +191,7 @@ class HeldPositions:
             del self._shares[number]
 
 
-def concatenate(parts: list[Positions]) -> Positions:
+def concatenate(parts: list[columns.Positions]) -> columns.Positions:
     """One set of columns from many."""
     if not parts:
         nothing = np.empty(0, dtype=np.uint64)
@@ -163,7 +200,7 @@ def concatenate(parts: list[Positions]) -> Positions:
     return ledger_id, entry_id, deliver_at_ms
 
 
-def _members(positions: Positions, wanted: Positions) -> NDArray[np.bool_]:
+def _members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:
     """Which of the positions are among the wanted ones: both are sorted together, and equal rows become neighbours."""
     ledger_id, entry_id, deliver_at_ms = concatenate([positions, wanted])
     if not len(entry_id):

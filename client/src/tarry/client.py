@@ -1,26 +1,21 @@
 """The client of one Tarry daemon, or of the daemons behind one gRPC target.
 
-Owns: the calls that a program makes, their arguments and defaults.
-Does not own: retries and owners (`tarry.connections`), streams (`tarry.add_stream`, `tarry.subscription`).
+Owns: the calls that a program makes, their arguments, defaults and meaning. `tarry.aio.Client` has the same.
+Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams (`tarry.add_stream`,
+`tarry.subscription`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
-import grpc
-
-from tarry import add_stream, columns, connections, errors, results, retry, wire
+from tarry import add_stream, batch, calls, columns, connections, policies, results, retry
 from tarry.subscription import Subscription
-from tarry.v1 import (
-    delayed_delivery_pb2,
-    dispatch_pb2,
-    dispatch_pb2_grpc,
-    inspect_pb2,
-    inspect_pb2_grpc,
-)
+
+T = TypeVar("T")
 
 DEFAULT_TARGET = "127.0.0.1:7461"
 DEFAULT_TIMEOUT_S = 30.0
@@ -36,6 +31,8 @@ class Client:
     DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
     `retry_policy`: the back-off.
     `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
+
+    Example: `with tarry.Client("127.0.0.1:7461") as client: client.add("flights", 1, range(1_000), delay_ms=5_000)`
     """
 
     def __init__(
@@ -47,11 +44,17 @@ class Client:
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
     ) -> None:
-        self._shared = connections.Connections(target, retry_policy or retry.RetryPolicy())
-        self._timeout_s = timeout_s
-        self._rows_max = rows_per_request
-        self._bytes_max = request_bytes
+        self._connections = connections.Connections()
+        self._calls = calls.Calls(
+            target,
+            retry_policy or retry.RetryPolicy(),
+            timeout_s=timeout_s,
+            rows_max=rows_per_request,
+            bytes_max=request_bytes,
+        )
         self._streams: weakref.WeakSet[add_stream.AddStream | Subscription] = weakref.WeakSet()
+
+    # The publish path.
 
     def add(
         self,
@@ -70,34 +73,98 @@ class Client:
         Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
         `deliver_at_ms` (Unix time in ms) and `delay_ms` is given. `key_hash` comes from `tarry.key_hash`.
         A batch over the limits is sent as several requests: when one fails, those before it are durable.
+
+        Example: `client.add("flights", 1, np.arange(1_000), delay_ms=5_000, key_hash=tarry.key_hash("N14228"))`
         """
-        rows = columns.add_columns(
-            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
-        )
-        deadline = self._deadline(timeout_s)
-        parts = []
-        for first, part in rows.requests(self._rows_max, self._bytes_max):
-            message = self._shared.call(
-                _add_messages,
-                wire.encode_add(topic.encode(), part, already_due),
-                topic=topic,
-                deadline=deadline,
+        return self._connections.run(
+            self._calls.add(
+                topic,
+                ledger_id,
+                entry_id,
+                deliver_at_ms=deliver_at_ms,
+                delay_ms=delay_ms,
+                key_hash=key_hash,
+                already_due=already_due,
+                timeout_s=timeout_s,
             )
-            parts.append((first, results.AddResult.from_message(message)))
-        return results.AddResult.merge(parts)
+        )
 
     def add_stream(self, topic: str, *, in_flight: int = 16, timeout_s: float | None = None) -> add_stream.AddStream:
-        """A stream of batches with up to `in_flight` requests unanswered: the fast way to add much."""
-        stream = add_stream.AddStream(
-            self._shared,
-            topic,
-            in_flight=in_flight,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-            rows_max=self._rows_max,
-            bytes_max=self._bytes_max,
-        )
+        """A stream of batches with up to `in_flight` requests unanswered: the fast way to add much.
+
+        Example: `with client.add_stream("flights") as stream: stream.add(1, np.arange(1_000), delay_ms=5_000)`
+        """
+        stream = add_stream.AddStream(self._connections, self._calls, topic, in_flight=in_flight, timeout_s=timeout_s)
         self._streams.add(stream)
         return stream
+
+    def contains(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        last_entry_id: columns.Column | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Contained:
+        """What of positions is in the index, as ranges: a cursor that reads a log skips it.
+
+        With `last_entry_id` each row names a range of entries, both ends included. With `subscription` only what that
+        one is owed and has not acknowledged counts. However long the answer, it is whole; it comes in several requests
+        then, and what changes between them may or may not show.
+        A topic that does not exist contains nothing. Raises NotFound: no such subscription.
+
+        Example: `for ledger, first, last in client.contains("flights", 1, 0, last_entry_id=9).pending: ...`
+        """
+        return self._connections.run(
+            self._calls.contains(
+                topic,
+                ledger_id,
+                entry_id,
+                last_entry_id=last_entry_id,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def trim(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        all_lower_ledgers: bool = False,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Drops the rows of each ledger at or before its entry, for the topic or for one subscription.
+
+        `all_lower_ledgers`: also every row of ledgers with a lower id; only with one ledger.
+        Returns how many rows were dropped, or that the subscription is owed no longer; after a lost answer it is
+        sent again and counts only what was left. What is added later is not affected. Raises NotFound.
+
+        Example: `client.trim("flights", ledger_id=7, entry_id=1_999, all_lower_ledgers=True)`
+        """
+        return self._connections.run(
+            self._calls.trim(
+                topic,
+                ledger_id,
+                entry_id,
+                all_lower_ledgers=all_lower_ledgers,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def clear(self, topic: str, *, subscription: str | None = None, timeout_s: float | None = None) -> int:
+        """Drops every row of a topic, or of one subscription; returns how many, as `trim` does. Raises NotFound.
+
+        Example: `client.clear("flights", subscription="departures")`
+        """
+        return self._connections.run(self._calls.clear(topic, subscription=subscription, timeout_s=timeout_s))
+
+    # Dispatchers.
 
     def subscribe(
         self,
@@ -113,18 +180,13 @@ class Client:
         `permits`: how many positions may be received and neither acknowledged nor released.
         `create`: create the subscription, and the topic, if they do not exist.
         Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
+
+        Example: `with client.subscribe("flights", "departures") as due: [due.ack(batch) for batch in due]`
         """
-        deadline = self._deadline(timeout_s)
+        deadline = self._calls.deadline(timeout_s)
         if create:
             self.create_subscription(topic, subscription, timeout_s=timeout_s)
-        opened = Subscription(
-            self._shared,
-            topic,
-            subscription,
-            permits=permits,
-            rows_max=self._rows_max,
-            timeout_s=self._timeout_s,
-        )
+        opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
         self._streams.add(opened)
         try:
             opened.wait_until_open(deadline)
@@ -133,63 +195,205 @@ class Client:
             raise
         return opened
 
-    def create_subscription(
-        self, topic: str, subscription: str, *, timeout_s: float | None = None
-    ) -> results.SubscriptionCreated:
-        """Creates a subscription, and the topic if it is new. It is OK when it exists."""
-        message = self._shared.call(
-            lambda channel: dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription,
-            dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=subscription),
-            topic=topic,
-            deadline=self._deadline(timeout_s),
+    def get(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        max_rows: int = 1_000,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> batch.Leased:
+        """Due positions without a stream: leased, and in flight until they are acknowledged or the lease is over.
+
+        `max_rows`: 1 to 10,000. `lease_ms`: at most 12 hours; None = the subscription's. `wait_ms`: how long to wait
+        for the first row when nothing is due, at most 60 s; `timeout_s` counts besides. The batch is empty when nothing
+        came due in time.
+        After a lost answer the request is sent again and leases other rows; those of the lost answer are handed out
+        again when their lease is over. Raises NotFound, ResourceExhausted: too many leases.
+
+        Example: `batch = client.get("flights", "departures", max_rows=100, lease_ms=60_000, wait_ms=10_000)`
+        """
+        return self._connections.run(
+            self._calls.get(
+                topic, subscription, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms, timeout_s=timeout_s
+            )
         )
-        return results.SubscriptionCreated.from_message(message)
+
+    def ack(self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None) -> int:
+        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms); durable on return.
+
+        Returns how many positions were ignored because they were not in the backlog with that time. After a lost
+        answer it is sent again, and counts as ignored what the first try had acknowledged. Raises NotFound.
+
+        Example: `client.ack("flights", "departures", batch.take(slice(0, 10)))`
+        """
+        return self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
+
+    def extend_lease(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        lease_ms: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Moves the end of leases to `lease_ms` from now, at most 12 hours; 0 = the lease is over.
+
+        Returns how many positions were ignored because they are not leased with that time. Raises NotFound.
+
+        Example: `client.extend_lease("flights", "departures", batch, 60_000)`
+        """
+        return self._connections.run(
+            self._calls.extend_lease(topic, subscription, given, lease_ms, timeout_s=timeout_s)
+        )
+
+    def create_subscription(
+        self,
+        topic: str,
+        subscription: str,
+        policy: policies.SubscriptionPolicy | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> results.SubscriptionCreated:
+        """Creates a subscription, and the topic if it is new. It is OK when it exists with this policy.
+
+        The first one of a topic is owed everything in its index, a later one what comes due after its creation.
+        Raises AlreadyExists: it exists with another policy. ResourceExhausted: too many subscriptions.
+
+        Example: `client.create_subscription("flights", "departures", tarry.SubscriptionPolicy(lease_ms=60_000))`
+        """
+        return self._connections.run(self._calls.create_subscription(topic, subscription, policy, timeout_s=timeout_s))
+
+    def update_subscription(
+        self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None = None
+    ) -> policies.SubscriptionPolicy:
+        """Replaces a subscription's policy as a whole; it counts from the answer on. Raises NotFound.
+
+        Example: `client.update_subscription("flights", "departures", tarry.SubscriptionPolicy(in_flight_rows_max=500))`
+        """
+        return self._connections.run(self._calls.update_subscription(topic, subscription, policy, timeout_s=timeout_s))
 
     def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None = None) -> None:
-        """Deletes a subscription; deleting the last one drops what is due. Raises NotFound."""
-        try:
-            self._shared.call(
-                lambda channel: dispatch_pb2_grpc.DispatchStub(channel).DeleteSubscription,
-                dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription),
-                topic=topic,
-                deadline=self._deadline(timeout_s),
-            )
-        except errors.NotFound as error:
-            # It is missing because an earlier attempt, whose answer was lost, deleted it.
-            if not error.may_have_landed:
-                raise
+        """Deletes a subscription; deleting the last one drops what is due. Raises NotFound.
+
+        Example: `client.delete_subscription("flights", "departures")`
+        """
+        self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
+
+    # Inspection.
 
     def topics(self, *, timeout_s: float | None = None) -> Iterator[results.TopicSummary]:
-        """The topics of the daemon, in the order of their names, fetched page by page."""
-        token = ""
-        while True:
-            page = self._shared.call(
-                lambda channel: inspect_pb2_grpc.InspectStub(channel).ListTopics,
-                inspect_pb2.ListTopicsRequest(page_token=token),
-                topic=None,
-                deadline=self._deadline(timeout_s),
-            )
-            for summary in page.topics:
-                yield results.TopicSummary.from_message(summary)
-            token = page.next_page_token
-            if not token:
-                return
+        """The topics of the daemon, in the order of their names, fetched page by page.
+
+        Example: `[topic.topic for topic in client.topics() if topic.pending]`
+        """
+        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
+
+    def topics_page(
+        self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.TopicPage:
+        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
+
+        Example: `client.topics_page().topics_loading`
+        """
+        return self._connections.run(self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s))
 
     def stats(self, topic: str, *, timeout_s: float | None = None) -> results.TopicStats:
-        """Counts of one topic. Raises NotFound."""
-        message = self._shared.call(
-            lambda channel: inspect_pb2_grpc.InspectStub(channel).GetTopicStats,
-            inspect_pb2.GetTopicStatsRequest(topic=topic),
-            topic=topic,
-            deadline=self._deadline(timeout_s),
+        """Counts of one topic. Raises NotFound.
+
+        Example: `client.stats("flights").pending`
+        """
+        return self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
+
+    def buckets(self, topic: str, *, timeout_s: float | None = None) -> Iterator[results.BucketSummary]:
+        """The sealed buckets of a topic, in the order of (first ledger, last ledger), page by page. Raises NotFound.
+
+        Example: `sum(bucket.size_bytes for bucket in client.buckets("flights"))`
+        """
+        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
+
+    def buckets_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.BucketPage:
+        """One page of buckets, as `topics_page`. Raises NotFound.
+
+        Example: `client.buckets_page("flights").mutable_rows`
+        """
+        return self._connections.run(
+            self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
         )
-        return results.TopicStats.from_message(message)
+
+    def subscriptions(self, topic: str, *, timeout_s: float | None = None) -> Iterator[results.SubscriptionStats]:
+        """The subscriptions of a topic, in the order of their names, page by page. Raises NotFound.
+
+        Example: `max(each.backlog for each in client.subscriptions("flights"))`
+        """
+        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
+
+    def subscriptions_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.SubscriptionPage:
+        """One page of subscriptions, as `topics_page`. Raises NotFound.
+
+        Example: `client.subscriptions_page("flights", page_size=10).items`
+        """
+        return self._connections.run(
+            self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
+        """The shard of a topic and its owner, whether the topic exists or not; any daemon answers.
+
+        Example: `client.lookup("flights").owner_address`
+        """
+        return self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
+
+    # Operators.
+
+    def policy(self, topic: str, *, timeout_s: float | None = None) -> results.TopicPolicies:
+        """The policy of a topic: as it was set, and what is in force. Raises NotFound.
+
+        Example: `client.policy("flights").effective.bucket_rows_max`
+        """
+        return self._connections.run(self._calls.policy_of(topic, timeout_s=timeout_s))
+
+    def set_policy(
+        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None = None
+    ) -> policies.TopicPolicy:
+        """Replaces a topic's policy as a whole, and creates the topic if it is new; it counts from the answer on.
+
+        Returns what is in force now. Raises InvalidArgument: a value outside its limits, by its name.
+
+        Example: `client.set_policy("flights", tarry.TopicPolicy(bucket_form=tarry.BucketForm.COMPATIBLE))`
+        """
+        return self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
+
+    def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
+        """Seals the mutable bucket now; the bucket is committed on return.
+
+        After a lost answer it is sent again and tells what was left to seal: nothing, most often. Raises NotFound.
+
+        Example: `client.seal("flights").bucket`
+        """
+        return self._connections.run(self._calls.seal(topic, timeout_s=timeout_s))
+
+    def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
+        """Deletes a topic with its rows, subscriptions and policy; its streams end with NotFound. Raises NotFound.
+
+        A topic of that name that is added to later is a new one.
+
+        Example: `client.delete_topic("flights").rows`
+        """
+        return self._connections.run(self._calls.delete_topic(topic, timeout_s=timeout_s))
 
     def close(self) -> None:
         """Closes every stream and connection; idempotent."""
         for stream in list(self._streams):
             stream.close()
-        self._shared.close()
+        self._connections.close()
 
     def __enter__(self) -> Client:
         return self
@@ -199,15 +403,12 @@ class Client:
     ) -> None:
         self.close()
 
-    def _deadline(self, timeout_s: float | None) -> retry.Deadline:
-        return retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
 
-
-def _add_messages(
-    channel: grpc.Channel,
-) -> grpc.UnaryUnaryMultiCallable[bytes, delayed_delivery_pb2.AddMessagesResponse]:
-    return channel.unary_unary(
-        "/tarry.v1.DelayedDelivery/AddMessages",
-        request_serializer=None,
-        response_deserializer=delayed_delivery_pb2.AddMessagesResponse.FromString,
-    )
+def _items(page_from: Callable[[str], results.Page[T]]) -> Iterator[T]:
+    token = ""
+    while True:
+        page = page_from(token)
+        yield from page.items
+        token = page.next_page_token
+        if not token:
+            return

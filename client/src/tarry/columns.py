@@ -27,6 +27,10 @@ _REQUEST_OVERHEAD_BYTES = 4096
 _U64_MAX = 2**64 - 1
 
 
+Positions: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""(ledger_id, entry_id, deliver_at_ms), of one length."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddColumns:
     """Rows to add: columns of one length, `entry_id`, or of length 1. One of the two time columns is None."""
@@ -44,7 +48,7 @@ class AddColumns:
         """Cuts the batch into requests of at most so many rows and bytes: (index of the first row, rows)."""
         given = (self.ledger_id, self.entry_id, self.deliver_at_ms, self.delay_ms, self.key_hash)
         row_bytes = sum(column.itemsize for column in given if column is not None)
-        step = max(1, min(rows_max, (bytes_max - _REQUEST_OVERHEAD_BYTES) // row_bytes))
+        step = _rows_per_request(row_bytes, rows_max, bytes_max)
         if len(self) <= step:
             yield 0, self
             return
@@ -62,6 +66,35 @@ class AddColumns:
             )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class EntryColumns:
+    """Positions, or ranges of entries when `last_entry_id` is given: columns of one length."""
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    last_entry_id: NDArray[np.uint64] | None
+
+    def __len__(self) -> int:
+        return len(self.entry_id)
+
+    def requests(self, rows_max: int, bytes_max: int) -> Iterator[EntryColumns]:
+        """Cuts them into requests of at most so many rows and bytes."""
+        step = _rows_per_request(3 * np.dtype(np.uint64).itemsize, rows_max, bytes_max)
+        for first in range(0, len(self), step):
+            yield self._rows(slice(first, first + step))
+
+    def from_place(self, index: int, entry_id: int) -> EntryColumns:
+        """What is left at a place: the rows from `index` on, of the first of them the entries from `entry_id` on."""
+        rest = self._rows(slice(index, None))
+        first = rest.entry_id.copy()
+        first[:1] = entry_id
+        return dataclasses.replace(rest, entry_id=first)
+
+    def _rows(self, rows: slice) -> EntryColumns:
+        last = None if self.last_entry_id is None else self.last_entry_id[rows]
+        return EntryColumns(self.ledger_id[rows], self.entry_id[rows], last)
+
+
 def add_columns(
     ledger_id: Column,
     entry_id: Column,
@@ -77,26 +110,49 @@ def add_columns(
     """
     if (deliver_at_ms is None) == (delay_ms is None):
         raise errors.InvalidArgument("exactly one of deliver_at_ms and delay_ms must be given")
-    given = {
-        "ledger_id": u64("ledger_id", ledger_id),
-        "entry_id": u64("entry_id", entry_id),
-        "deliver_at_ms": None if deliver_at_ms is None else u64("deliver_at_ms", deliver_at_ms),
-        "delay_ms": None if delay_ms is None else u64("delay_ms", delay_ms),
-    }
+    ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
+    due = None if deliver_at_ms is None else u64("deliver_at_ms", deliver_at_ms)
+    delay = None if delay_ms is None else u64("delay_ms", delay_ms)
     hashes = None if key_hash is None else u32("key_hash", key_hash)
-    lengths = {name: len(column) for name, column in (*given.items(), ("key_hash", hashes)) if column is not None}
-    rows = max(lengths.values())
-    for name, length in lengths.items():
-        if length == 0:
-            raise errors.InvalidArgument(f"{name} has no rows; a batch has at least 1")
-        if length not in (1, rows):
-            raise errors.InvalidArgument(f"{name} has {length} rows; it must have 1 or {rows}, as the longest column")
-    ledger, entry = given["ledger_id"], given["entry_id"]
-    if ledger is None or entry is None:
-        raise errors.InvalidArgument("ledger_id and entry_id must be given")
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due, delay_ms=delay, key_hash=hashes)
     if len(entry) != rows:
         entry = np.repeat(entry, rows)
-    return AddColumns(ledger, entry, given["deliver_at_ms"], given["delay_ms"], hashes)
+    return AddColumns(ledger, entry, due, delay, hashes)
+
+
+def entry_columns(ledger_id: Column, entry_id: Column, last_entry_id: Column | None = None) -> EntryColumns:
+    """Checks and converts positions or ranges. Raises InvalidArgument as `add_columns`."""
+    ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
+    last = None if last_entry_id is None else u64("last_entry_id", last_entry_id)
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, last_entry_id=last)
+    return EntryColumns(
+        np.broadcast_to(ledger, rows),
+        np.broadcast_to(entry, rows),
+        None if last is None else np.broadcast_to(last, rows),
+    )
+
+
+def positions(ledger_id: Column, entry_id: Column, deliver_at_ms: Column) -> Positions:
+    """Checks and converts positions that were handed out. Raises InvalidArgument as `add_columns`."""
+    ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
+    due = u64("deliver_at_ms", deliver_at_ms)
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due)
+    return np.broadcast_to(ledger, rows), np.broadcast_to(entry, rows), np.broadcast_to(due, rows)
+
+
+def parts(given: Positions, rows_max: int) -> Iterator[Positions]:
+    """Cuts positions into requests of at most so many rows."""
+    ledger_id, entry_id, deliver_at_ms = given
+    for first in range(0, len(entry_id), rows_max):
+        rows = slice(first, first + rows_max)
+        yield ledger_id[rows], entry_id[rows], deliver_at_ms[rows]
+
+
+def check_unsigned(name: str, value: int, *, bits: int) -> None:
+    """Raises InvalidArgument: not a whole number from 0 to what so many bits hold."""
+    limit = 2**bits - 1
+    if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
+        raise errors.InvalidArgument(f"{name} is {value!r}; it must be a whole number from 0 to {limit}")
 
 
 def u64(name: str, values: Column) -> NDArray[np.uint64]:
@@ -146,6 +202,22 @@ def _from_numbers(name: str, values: SupportsIndex | Sequence[int]) -> NDArray[A
         if not 0 <= extreme <= _U64_MAX:
             raise errors.InvalidArgument(f"{name} holds {extreme}; it must be from 0 to {_U64_MAX}")
     return np.array(values, dtype=np.uint64)
+
+
+def _rows_of(**given: NDArray[Any] | None) -> int:
+    """The length of the longest column; the others have it too, or 1. Raises InvalidArgument."""
+    lengths = {name: len(column) for name, column in given.items() if column is not None}
+    rows = max(lengths.values())
+    for name, length in lengths.items():
+        if length == 0:
+            raise errors.InvalidArgument(f"{name} has no rows; a batch has at least 1")
+        if length not in (1, rows):
+            raise errors.InvalidArgument(f"{name} has {length} rows; it must have 1 or {rows}, as the longest column")
+    return rows
+
+
+def _rows_per_request(row_bytes: int, rows_max: int, bytes_max: int) -> int:
+    return max(1, min(rows_max, (bytes_max - _REQUEST_OVERHEAD_BYTES) // row_bytes))
 
 
 def _cut(column: NDArray[Any], rows: slice) -> NDArray[Any]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import wire
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry import policies, wire
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+
+T = TypeVar("T")
 
 
 class AlreadyDue(enum.IntEnum):
@@ -68,6 +71,107 @@ class AddResult:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class EntryRanges:
+    """Ranges of entries, columns of one length, both ends included. Iterating gives (ledger, first, last)."""
+
+    ledger_id: NDArray[np.uint64]
+    first_entry_id: NDArray[np.uint64]
+    last_entry_id: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        """Ranges."""
+        return len(self.ledger_id)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.ledger_id.tolist(), self.first_entry_id.tolist(), self.last_entry_id.tolist(), strict=True)
+
+    @property
+    def rows(self) -> int:
+        """Positions in all ranges."""
+        return sum(last - first + 1 for _, first, last in self)
+
+    @staticmethod
+    def from_message(message: delayed_delivery_pb2.EntryRanges) -> EntryRanges:
+        return EntryRanges(
+            wire.decode_u64(message.ledger_id),
+            wire.decode_u64(message.first_entry_id),
+            wire.decode_u64(message.last_entry_id),
+        )
+
+
+class RangesInParts:
+    """Ranges that come in several answers; a range that an answer cut is whole again."""
+
+    def __init__(self) -> None:
+        self._parts: list[EntryRanges] = []
+
+    def append(self, message: delayed_delivery_pb2.EntryRanges, *, continues_at: int | None) -> None:
+        """`continues_at`: the entry within a range of the request at which the answer before ended."""
+        part = EntryRanges.from_message(message)
+        before = self._parts[-1] if self._parts else None
+        if (
+            len(part)
+            and before is not None
+            and before.ledger_id[-1] == part.ledger_id[0]
+            and int(before.last_entry_id[-1]) + 1 == int(part.first_entry_id[0]) == continues_at
+        ):
+            before.last_entry_id[-1] = part.last_entry_id[0]
+            part = EntryRanges(part.ledger_id[1:], part.first_entry_id[1:], part.last_entry_id[1:])
+        if len(part):
+            self._parts.append(part)
+
+    def whole(self) -> EntryRanges:
+        if not self._parts:
+            return EntryRanges(*(np.empty(0, dtype=np.uint64) for _ in range(3)))
+        if len(self._parts) == 1:
+            return self._parts[0]
+        return EntryRanges(
+            np.concatenate([part.ledger_id for part in self._parts]),
+            np.concatenate([part.first_entry_id for part in self._parts]),
+            np.concatenate([part.last_entry_id for part in self._parts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contained:
+    """What of positions or ranges is in the index. A cursor that reads a log skips both.
+
+    Ranges stand in the order of the request, and within one of its ranges by entry; neighbouring entries are one range.
+    """
+
+    pending: EntryRanges
+    """Rows that are not due yet."""
+    due: EntryRanges
+    """Rows that are due and not acknowledged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RebuildNeeded:
+    """A range of which rows were lost with a damaged bucket: adding it again heals it without doubling."""
+
+    first_ledger_id: int
+    last_ledger_id: int
+    rows: int
+    """Rows of the bucket that were not gone and have not been added again."""
+    bucket: str
+    damage: str
+    """What was found."""
+    positions_known: bool
+    """Whether it is known which positions are missing. If not, every position of these ledgers that is added counts."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.RebuildNeeded) -> RebuildNeeded:
+        return RebuildNeeded(
+            first_ledger_id=message.first_ledger_id,
+            last_ledger_id=message.last_ledger_id,
+            rows=message.rows,
+            bucket=message.bucket,
+            damage=message.damage,
+            positions_known=message.positions_known,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class SubscriptionCreated:
     """A subscription that exists now."""
@@ -109,7 +213,10 @@ class TopicSummary:
 
 @dataclasses.dataclass(frozen=True)
 class SubscriptionStats:
-    """Counts of one subscription: `backlog` is due and not acknowledged, `dispatchers` are its open streams."""
+    """Counts of one subscription: `backlog` is due and not acknowledged, `dispatchers` are its open streams.
+
+    Of `in_flight`, `leased` positions are leased.
+    """
 
     subscription: str
     subscription_id: int
@@ -118,6 +225,8 @@ class SubscriptionStats:
     in_flight: int
     dispatchers: int
     permits: int
+    leased: int = 0
+    policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
 
     @staticmethod
     def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
@@ -129,6 +238,8 @@ class SubscriptionStats:
             in_flight=message.in_flight,
             dispatchers=message.dispatchers,
             permits=message.permits,
+            leased=message.leased,
+            policy=policies.SubscriptionPolicy.from_message(message.policy),
         )
 
 
@@ -151,6 +262,7 @@ class TopicStats:
     applied_slot: int
     subscriptions: tuple[SubscriptionStats, ...]
     as_of_ms: int
+    rebuild_needed: tuple[RebuildNeeded, ...] = ()
 
     @staticmethod
     def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
@@ -170,4 +282,167 @@ class TopicStats:
             applied_slot=message.applied_slot,
             subscriptions=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
             as_of_ms=message.as_of_ms,
+            rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketSummary:
+    """One sealed bucket. `pending` rows are not due yet, `due` ones are due and not gone."""
+
+    bucket: str
+    """The object's name."""
+    size_bytes: int
+    rows: int
+    """Rows that were stored."""
+    pending: int
+    due: int
+    first_ledger_id: int
+    last_ledger_id: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+    segments: int
+    segments_loaded: int
+    """Segments that are in memory."""
+    level: int
+    """0 = sealed from a mutable bucket."""
+    compatible_form: bool
+    quarantined: bool
+    """Damaged: neither read nor deleted."""
+    damage: str
+    """What was found, when it is quarantined."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.BucketSummary) -> BucketSummary:
+        return BucketSummary(
+            **{field.name: getattr(message, field.name) for field in dataclasses.fields(BucketSummary)}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Page(Generic[T]):
+    """A part of a list, as of `as_of_ms`. `next_page_token` is empty on the last page."""
+
+    items: tuple[T, ...]
+    next_page_token: str
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicPage(Page[TopicSummary]):
+    """Topics in the order of their names."""
+
+    topics_loading: int
+    """Topics that the daemon owns and has not loaded yet: they are not listed."""
+    topics_damaged: int
+    """Topics that cannot be served because they are damaged: the daemon's log names them."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListTopicsResponse) -> TopicPage:
+        return TopicPage(
+            items=tuple(TopicSummary.from_message(each) for each in message.topics),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+            topics_loading=message.topics_loading,
+            topics_damaged=message.topics_damaged,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPage(Page[BucketSummary]):
+    """Sealed buckets of a topic in the order of (first ledger, last ledger)."""
+
+    mutable_rows: int
+    """Rows that are in no sealed bucket."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListBucketsResponse) -> BucketPage:
+        return BucketPage(
+            items=tuple(BucketSummary.from_message(each) for each in message.buckets),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+            mutable_rows=message.mutable_rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SubscriptionPage(Page[SubscriptionStats]):
+    """Subscriptions of a topic in the order of their names."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListSubscriptionsResponse) -> SubscriptionPage:
+        return SubscriptionPage(
+            items=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicPolicies:
+    """The policy of a topic."""
+
+    policy: policies.TopicPolicy
+    """As it was set."""
+    effective: policies.TopicPolicy
+    """What is in force with the daemon's defaults: every field is set."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.GetTopicPolicyResponse) -> TopicPolicies:
+        return TopicPolicies(
+            policy=policies.TopicPolicy.from_message(message.policy),
+            effective=policies.TopicPolicy.from_message(message.effective),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sealed:
+    """A bucket that was sealed on request."""
+
+    rows: int
+    """Rows in the new bucket; 0 when there was nothing to seal."""
+    bucket: str
+    """The object's name, empty when there was nothing to seal."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.SealBucketResponse) -> Sealed:
+        return Sealed(rows=message.rows, bucket=message.bucket)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicDeleted:
+    """A topic that is gone. Both are None when the answer that told them was lost."""
+
+    rows: int | None
+    """Rows that left with it, due or not."""
+    incarnation: int | None
+    """The incarnation that was deleted."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.DeleteTopicResponse) -> TopicDeleted:
+        return TopicDeleted(rows=message.rows, incarnation=message.incarnation)
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicLocation:
+    """The shard of a topic and its owner, whether the topic exists or not."""
+
+    shard: int
+    owner_address: str
+    """host:port of the owner; empty when the shard has none."""
+    owner: str
+    """The daemon id of the owner; empty when the shard has none."""
+    epoch: int
+    """The shard's epoch as far as the daemon that answered knows."""
+    served_here: bool
+    """Whether the daemon that answered is the owner."""
+
+    @staticmethod
+    def from_message(message: cluster_pb2.LookupTopicResponse) -> TopicLocation:
+        return TopicLocation(
+            shard=message.shard,
+            owner_address=message.owner_address,
+            owner=message.owner,
+            epoch=message.epoch,
+            served_here=message.served_here,
         )

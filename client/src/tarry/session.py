@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
 
-from tarry import connections, errors, outbox
+from tarry import calls, connections, errors, outbox
 
 logger = logging.getLogger("tarry")
 
@@ -49,6 +49,7 @@ class Session(Generic[Response]):
     def __init__(
         self,
         shared: connections.Connections,
+        known: calls.Calls,
         topic: str,
         method: Method[Response],
         handler: Handler[Response],
@@ -56,6 +57,8 @@ class Session(Generic[Response]):
         name: str,
     ) -> None:
         self._shared = shared
+        self._owners = known.owners
+        self._policy = known.policy
         self._topic = topic
         self._method = method
         self._handler = handler
@@ -90,9 +93,9 @@ class Session(Generic[Response]):
                     ending = error
                     break
                 self.failures += 1
-                delay_s = self._shared.policy.delay_s(error, self.failures)
+                delay_s = self._policy.delay_s(error, self.failures)
                 logger.info("%s is interrupted and opens again in %.3f s: %s", self._name, delay_s, error)
-                self._shared.learn(self._topic, error)
+                self._owners.learn(self._topic, error)
                 self._handler.interrupted(error)
                 self._closed.wait(delay_s)
         except errors.TarryError as error:
@@ -111,7 +114,7 @@ class Session(Generic[Response]):
             with self._lock:
                 if self._closed.is_set():
                     return errors.Closed(f"{self._name} is closed")
-                call = self._method(self._shared.channel(self._topic))(sending)
+                call = self._method(self._shared.channel(self._owners.address(self._topic)))(sending)
                 self._call = call
             self._handler.opened(sending)
             for response in call:

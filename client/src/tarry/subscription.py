@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from types import TracebackType
 
 import grpc
 
-from tarry import batch, columns, connections, errors, futures, outbox, retry, session, wire
+from tarry import batch, calls, columns, connections, errors, futures, outbox, results, retry, session, wire
 from tarry.v1 import dispatch_pb2
 
 METHOD = "/tarry.v1.Dispatch/Subscribe"
@@ -39,7 +38,7 @@ _GRANTS_PER_WINDOW = 4
 class _Unconfirmed:
     """An acknowledgement that is not known to be durable."""
 
-    positions: batch.Positions
+    positions: columns.Positions
     message: bytes
     ignored: Future[int]
     attempt: int = 1
@@ -56,21 +55,20 @@ class Subscription:
     def __init__(
         self,
         shared: connections.Connections,
+        known: calls.Calls,
         topic: str,
         subscription: str,
         *,
         permits: int,
-        rows_max: int,
-        timeout_s: float,
     ) -> None:
         if not 1 <= permits <= PERMITS_MAX:
             raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")
         self._topic = topic
         self._subscription = subscription
         self._permits = permits
-        self._rows_max = rows_max
-        self._timeout_s = timeout_s
-        self._policy = shared.policy
+        self._rows_max = known.rows_max
+        self._timeout_s = known.timeout_s
+        self._policy = known.policy
         # Guards everything below, and is not held while a future is settled. Only the session's thread settles futures
         # and removes acknowledgements.
         self._changed = threading.Condition()
@@ -85,11 +83,12 @@ class Subscription:
         self._opening: outbox.Outbox | None = None
         self._sending: outbox.Outbox | None = None
         self._streams_opened = 0
+        self._rebuild_needed: tuple[results.RebuildNeeded, ...] = ()
         self._last_error: errors.TarryError | None = None
         self._ended: errors.TarryError | None = None
         self._closed = False
         self._session: session.Session[dispatch_pb2.SubscribeResponse] = session.Session(
-            shared, topic, _open, self, name=f"subscription {subscription!r} of topic {topic!r}"
+            shared, known, topic, _open, self, name=f"subscription {subscription!r} of topic {topic!r}"
         )
         self._session.start()
 
@@ -102,6 +101,11 @@ class Subscription:
     def streams_opened(self) -> int:
         """How often a stream was opened: more than 1 after a reconnect."""
         return self._streams_opened
+
+    @property
+    def rebuild_needed(self) -> tuple[results.RebuildNeeded, ...]:
+        """Ranges to add again: rows of them were lost with a damaged bucket. As of the last stream that was opened."""
+        return self._rebuild_needed
 
     @property
     def held(self) -> int:
@@ -150,7 +154,7 @@ class Subscription:
         positions = batch.positions_of(given)
         with self._changed:
             self._check_open()
-            parts = [self._acknowledge(part) for part in _cut(positions, self._rows_max)]
+            parts = [self._acknowledge(part) for part in columns.parts(positions, self._rows_max)]
             self._held.give_back(given if isinstance(given, batch.Batch) else positions)
             self._grant()
         return parts[0] if len(parts) == 1 else futures.join(parts, sum)
@@ -160,7 +164,7 @@ class Subscription:
         positions = batch.positions_of(given)
         with self._changed:
             self._check_open()
-            for part in _cut(positions, self._rows_max):
+            for part in columns.parts(positions, self._rows_max):
                 if self._sending is not None:
                     self._sending.put(wire.encode_acknowledge(0, *part))
             self._held.give_back(given if isinstance(given, batch.Batch) else positions)
@@ -220,7 +224,7 @@ class Subscription:
         if self._ended is not None:
             raise self._ended
 
-    def _acknowledge(self, positions: batch.Positions) -> Future[int]:
+    def _acknowledge(self, positions: columns.Positions) -> Future[int]:
         self._last_request_id += 1
         message = wire.encode_acknowledge(self._last_request_id, *positions)
         request = _Unconfirmed(positions, message, futures.promise())
@@ -310,12 +314,11 @@ class Subscription:
                     self._sending.put(request.message)
             self._grant()
             self._streams_opened += 1
+            self._rebuild_needed = tuple(results.RebuildNeeded.from_message(each) for each in opened.rebuild_needed)
             self._changed.notify_all()
 
     def _take_in(self, messages: dispatch_pb2.Messages) -> bool:
-        received_at_ms = time.time_ns() // 1_000_000
-        entry_id = wire.decode_u64(messages.entry_id)
-        rows = len(entry_id)
+        rows = len(messages.entry_id)
         with self._changed:
             self._granted = max(0, self._granted - rows)
             if messages.epoch < self._epoch:
@@ -323,15 +326,7 @@ class Subscription:
                 return False
             self._epoch = messages.epoch
             self._last_batch += 1
-            received = batch.Batch(
-                epoch=messages.epoch,
-                ledger_id=wire.decode_u64(messages.ledger_id),
-                entry_id=entry_id,
-                deliver_at_ms=wire.decode_u64(messages.deliver_at_ms),
-                key_hash=wire.decode_u32(messages.key_hash) if messages.key_hash else None,
-                received_at_ms=received_at_ms,
-                number=self._last_batch,
-            )
+            received = batch.Batch.from_message(messages, self._last_batch)
             self._held.add(received)
             self._inbox.append(received)
             self._changed.notify_all()
@@ -363,13 +358,6 @@ class Subscription:
             self._grant()
             self._changed.notify_all()
         return error is None
-
-
-def _cut(positions: batch.Positions, rows_max: int) -> Iterator[batch.Positions]:
-    ledger_id, entry_id, deliver_at_ms = positions
-    for first in range(0, len(entry_id), rows_max):
-        rows = slice(first, first + rows_max)
-        yield ledger_id[rows], entry_id[rows], deliver_at_ms[rows]
 
 
 def _open(

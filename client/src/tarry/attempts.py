@@ -1,0 +1,114 @@
+"""Asking a daemon until it answers: the rules, without the network and without the waiting.
+
+A *plan* is a generator. It yields steps, `Send` and `Wait`, is resumed with the response of a `Send` (or its failure, a
+TarryError, is thrown into it), and returns what the caller asked for. Whoever runs a plan, in a thread
+(`tarry.connections`) or on an event loop (`tarry.aio.connections`), performs the steps and decides nothing.
+
+Owns: how often, when and whom a call asks; the owner of each topic as far as it is known.
+Does not own: which failures are worth another attempt (`tarry.errors`), the back-off (`tarry.retry`), requests and
+results (`tarry.calls`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from tarry import errors, retry
+
+T = TypeVar("T")
+Response = TypeVar("Response")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method(Generic[Response]):
+    """A method of the wire: its path, and how its answer is read. Requests are bytes."""
+
+    path: str
+    read: Callable[[bytes], Response]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send:
+    """A call to `address` that may take `timeout_s`."""
+
+    method: Method[Any]
+    request: bytes
+    address: str
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing is sent for so long, unless the client is closed."""
+
+    delay_s: float
+
+
+Step: TypeAlias = Send | Wait
+Plan: TypeAlias = Generator[Step, Any, T]
+"""Steps to perform, and in the end the result."""
+
+
+class Owners:
+    """Whom to ask for a topic. Threads may share it: every method is one operation of a dictionary."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self._owners: dict[str, str] = {}
+
+    def address(self, topic: str | None) -> str:
+        """The topic's owner if it is known, otherwise the target."""
+        return self.target if topic is None else self._owners.get(topic, self.target)
+
+    def learn(self, topic: str | None, error: errors.TarryError) -> None:
+        """Takes from a failure whom to ask next: the owner that it names, otherwise the target again."""
+        if topic is None:
+            return
+        if isinstance(error, errors.NotOwner) and error.owner_address:
+            self._owners[topic] = error.owner_address
+        else:
+            self._owners.pop(topic, None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asking:
+    """What the attempts of one call, or of several that share a deadline, go by."""
+
+    owners: Owners
+    policy: retry.RetryPolicy
+    deadline: retry.Deadline
+
+    def ask(
+        self, method: Method[Response], request: bytes | Callable[[], bytes], *, topic: str | None
+    ) -> Plan[Response]:
+        """Sends an idempotent request until it is answered. `request` may be made anew for each attempt.
+
+        Raises the failure that a retry does not cure, DeadlineExceeded, Closed.
+        """
+        last: errors.TarryError | None = None
+        may_have_landed = False
+        attempt = 0
+        while remaining_s := self.deadline.remaining_s():
+            attempt += 1
+            encoded = request if isinstance(request, bytes) else request()
+            try:
+                response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
+                return response
+            except errors.TarryError as failure:
+                error = failure
+            error.attempts = attempt
+            error.may_have_landed = may_have_landed
+            if isinstance(error, errors.DeadlineExceeded):
+                break
+            if not errors.is_retryable(error):
+                raise error
+            last = error
+            may_have_landed = may_have_landed or isinstance(error, (errors.Unavailable, errors.OutcomeUnknown))
+            self.owners.learn(topic, error)
+            delay_s = self.policy.delay_s(error, attempt)
+            if delay_s >= self.deadline.remaining_s():
+                break
+            yield Wait(delay_s)
+        raise self.deadline.exceeded(last, attempts=attempt)

@@ -1,0 +1,325 @@
+"""Every unary call as a plan: its requests, and what its answers mean.
+
+Owns: checking arguments, requests of at most the daemon's size, putting the answers of several requests together, and
+which failure of a retry means that it is done.
+Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from tarry import attempts, batch, columns, errors, policies, results, retry, wire
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+
+ADD = attempts.Method("/tarry.v1.DelayedDelivery/AddMessages", delayed_delivery_pb2.AddMessagesResponse.FromString)
+CONTAINS = attempts.Method(
+    "/tarry.v1.DelayedDelivery/ContainsMessages", delayed_delivery_pb2.ContainsMessagesResponse.FromString
+)
+TRIM = attempts.Method("/tarry.v1.DelayedDelivery/TrimMessages", delayed_delivery_pb2.TrimMessagesResponse.FromString)
+CLEAR = attempts.Method(
+    "/tarry.v1.DelayedDelivery/ClearMessages", delayed_delivery_pb2.ClearMessagesResponse.FromString
+)
+GET = attempts.Method("/tarry.v1.Dispatch/GetScheduledMessages", dispatch_pb2.GetScheduledMessagesResponse.FromString)
+ACKNOWLEDGE = attempts.Method("/tarry.v1.Dispatch/Acknowledge", dispatch_pb2.AcknowledgeResponse.FromString)
+EXTEND_LEASE = attempts.Method("/tarry.v1.Dispatch/ExtendLease", dispatch_pb2.ExtendLeaseResponse.FromString)
+CREATE_SUBSCRIPTION = attempts.Method(
+    "/tarry.v1.Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionResponse.FromString
+)
+UPDATE_SUBSCRIPTION = attempts.Method(
+    "/tarry.v1.Dispatch/UpdateSubscription", dispatch_pb2.UpdateSubscriptionResponse.FromString
+)
+DELETE_SUBSCRIPTION = attempts.Method(
+    "/tarry.v1.Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionResponse.FromString
+)
+LIST_TOPICS = attempts.Method("/tarry.v1.Inspect/ListTopics", inspect_pb2.ListTopicsResponse.FromString)
+STATS = attempts.Method("/tarry.v1.Inspect/GetTopicStats", inspect_pb2.GetTopicStatsResponse.FromString)
+LIST_BUCKETS = attempts.Method("/tarry.v1.Inspect/ListBuckets", inspect_pb2.ListBucketsResponse.FromString)
+LIST_SUBSCRIPTIONS = attempts.Method(
+    "/tarry.v1.Inspect/ListSubscriptions", inspect_pb2.ListSubscriptionsResponse.FromString
+)
+SET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/SetTopicPolicy", admin_pb2.SetTopicPolicyResponse.FromString)
+GET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/GetTopicPolicy", admin_pb2.GetTopicPolicyResponse.FromString)
+SEAL = attempts.Method("/tarry.v1.Admin/SealBucket", admin_pb2.SealBucketResponse.FromString)
+DELETE_TOPIC = attempts.Method("/tarry.v1.Admin/DeleteTopic", admin_pb2.DeleteTopicResponse.FromString)
+LOOKUP = attempts.Method("/tarry.v1.Cluster/LookupTopic", cluster_pb2.LookupTopicResponse.FromString)
+
+
+class Calls:
+    """The calls of one client; each method gives the plan of one call, with the arguments of `tarry.Client`'s."""
+
+    def __init__(
+        self, target: str, policy: retry.RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int
+    ) -> None:
+        self.owners = attempts.Owners(target)
+        self.policy = policy
+        self.timeout_s = timeout_s
+        self.rows_max = rows_max
+        self.bytes_max = bytes_max
+
+    def deadline(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> retry.Deadline:
+        return retry.Deadline.after((self.timeout_s if timeout_s is None else timeout_s) + longer_by_s)
+
+    # The publish path.
+
+    def add(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None,
+        delay_ms: columns.Column | None,
+        key_hash: columns.Column | None,
+        already_due: results.AlreadyDue,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.AddResult]:
+        asking = self._asking(timeout_s)
+        name = wire.utf8("topic", topic)
+        rows = columns.add_columns(
+            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
+        )
+        parts = []
+        for first, part in rows.requests(self.rows_max, self.bytes_max):
+            message = yield from asking.ask(ADD, wire.encode_add(name, part, already_due), topic=topic)
+            parts.append((first, results.AddResult.from_message(message)))
+        return results.AddResult.merge(parts)
+
+    def contains(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        last_entry_id: columns.Column | None,
+        subscription: str | None,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.Contained]:
+        asking = self._asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
+        rows = columns.entry_columns(ledger_id, entry_id, last_entry_id)
+        pending, due = results.RangesInParts(), results.RangesInParts()
+        for part in rows.requests(self.rows_max, self.bytes_max):
+            rest, continues_at = part, None
+            while True:
+                message = yield from asking.ask(CONTAINS, wire.encode_contains(*names, rest), topic=topic)
+                pending.append(message.pending, continues_at=continues_at)
+                due.append(message.due, continues_at=continues_at)
+                if not message.HasField("continuation"):
+                    break
+                rest, continues_at = _rest(rest, message.continuation)
+        return results.Contained(pending.whole(), due.whole())
+
+    def trim(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        all_lower_ledgers: bool,
+        subscription: str | None,
+        timeout_s: float | None,
+    ) -> attempts.Plan[int]:
+        asking = self._asking(timeout_s)
+        _check_names(topic, subscription or "")
+        trimmed = 0
+        for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
+            request = delayed_delivery_pb2.TrimMessagesRequest(
+                topic=topic,
+                subscription=subscription or "",
+                ledger_id=part.ledger_id.tolist(),
+                entry_id=part.entry_id.tolist(),
+                all_lower_ledgers=all_lower_ledgers,
+            )
+            message = yield from asking.ask(TRIM, request.SerializeToString(), topic=topic)
+            trimmed += message.trimmed
+        return trimmed
+
+    def clear(self, topic: str, *, subscription: str | None, timeout_s: float | None) -> attempts.Plan[int]:
+        _check_names(topic, subscription or "")
+        request = delayed_delivery_pb2.ClearMessagesRequest(topic=topic, subscription=subscription or "")
+        message = yield from self._asking(timeout_s).ask(CLEAR, request.SerializeToString(), topic=topic)
+        return message.cleared
+
+    # Dispatchers.
+
+    def get(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        max_rows: int,
+        lease_ms: int | None,
+        wait_ms: int,
+        timeout_s: float | None,
+    ) -> attempts.Plan[batch.Leased]:
+        _check_names(topic, subscription)
+        columns.check_unsigned("max_rows", max_rows, bits=32)
+        columns.check_unsigned("lease_ms", lease_ms or 0, bits=64)
+        columns.check_unsigned("wait_ms", wait_ms, bits=32)
+        waiting = retry.Deadline.after(wait_ms / 1000)
+
+        def request() -> bytes:
+            return dispatch_pb2.GetScheduledMessagesRequest(
+                topic=topic,
+                subscription=subscription,
+                max_rows=max_rows,
+                lease_ms=lease_ms or 0,
+                # A retry waits for what is left of the time.
+                wait_ms=math.ceil(waiting.remaining_s() * 1000),
+            ).SerializeToString()
+
+        asking = self._asking(timeout_s, longer_by_s=wait_ms / 1000)
+        message = yield from asking.ask(GET, request, topic=topic)
+        return batch.Leased.from_response(message)
+
+    def ack(
+        self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None
+    ) -> attempts.Plan[int]:
+        asking = self._asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
+        ignored = 0
+        for part in columns.parts(batch.positions_of(given), self.rows_max):
+            message = yield from asking.ask(ACKNOWLEDGE, wire.encode_handed_out(*names, part), topic=topic)
+            ignored += message.ignored
+        return ignored
+
+    def extend_lease(
+        self, topic: str, subscription: str, given: batch.HandedOut, lease_ms: int, *, timeout_s: float | None
+    ) -> attempts.Plan[int]:
+        asking = self._asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
+        columns.check_unsigned("lease_ms", lease_ms, bits=64)
+        ignored = 0
+        for part in columns.parts(batch.positions_of(given), self.rows_max):
+            request = wire.encode_handed_out(*names, part, lease_ms=lease_ms)
+            message = yield from asking.ask(EXTEND_LEASE, request, topic=topic)
+            ignored += message.ignored
+        return ignored
+
+    def create_subscription(
+        self, topic: str, subscription: str, policy: policies.SubscriptionPolicy | None, *, timeout_s: float | None
+    ) -> attempts.Plan[results.SubscriptionCreated]:
+        _check_names(topic, subscription)
+        request = dispatch_pb2.CreateSubscriptionRequest(
+            topic=topic, subscription=subscription, policy=None if policy is None else policy.to_message()
+        )
+        message = yield from self._asking(timeout_s).ask(CREATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+        return results.SubscriptionCreated.from_message(message)
+
+    def update_subscription(
+        self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None
+    ) -> attempts.Plan[policies.SubscriptionPolicy]:
+        _check_names(topic, subscription)
+        request = dispatch_pb2.UpdateSubscriptionRequest(
+            topic=topic, subscription=subscription, policy=policy.to_message()
+        )
+        message = yield from self._asking(timeout_s).ask(UPDATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+        return policies.SubscriptionPolicy.from_message(message.policy)
+
+    def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None) -> attempts.Plan[None]:
+        _check_names(topic, subscription)
+        request = dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription)
+        try:
+            yield from self._asking(timeout_s).ask(DELETE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+        except errors.NotFound as error:
+            # It is missing because an earlier attempt, whose answer was lost, deleted it.
+            if not error.may_have_landed:
+                raise
+
+    # Inspection.
+
+    def topics_page(
+        self, page_token: str, *, page_size: int, timeout_s: float | None
+    ) -> attempts.Plan[results.TopicPage]:
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListTopicsRequest(page_token=page_token, page_size=page_size)
+        message = yield from self._asking(timeout_s).ask(LIST_TOPICS, request.SerializeToString(), topic=None)
+        return results.TopicPage.from_message(message)
+
+    def stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicStats]:
+        _check_names(topic)
+        request = inspect_pb2.GetTopicStatsRequest(topic=topic)
+        message = yield from self._asking(timeout_s).ask(STATS, request.SerializeToString(), topic=topic)
+        return results.TopicStats.from_message(message)
+
+    def buckets_page(
+        self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
+    ) -> attempts.Plan[results.BucketPage]:
+        _check_names(topic)
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListBucketsRequest(topic=topic, page_token=page_token, page_size=page_size)
+        message = yield from self._asking(timeout_s).ask(LIST_BUCKETS, request.SerializeToString(), topic=topic)
+        return results.BucketPage.from_message(message)
+
+    def subscriptions_page(
+        self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
+    ) -> attempts.Plan[results.SubscriptionPage]:
+        _check_names(topic)
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListSubscriptionsRequest(topic=topic, page_token=page_token, page_size=page_size)
+        message = yield from self._asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
+        return results.SubscriptionPage.from_message(message)
+
+    def lookup(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicLocation]:
+        _check_names(topic)
+        request = cluster_pb2.LookupTopicRequest(topic=topic)
+        message = yield from self._asking(timeout_s).ask(LOOKUP, request.SerializeToString(), topic=None)
+        return results.TopicLocation.from_message(message)
+
+    # Operators.
+
+    def policy_of(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicPolicies]:
+        _check_names(topic)
+        request = admin_pb2.GetTopicPolicyRequest(topic=topic)
+        message = yield from self._asking(timeout_s).ask(GET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
+        return results.TopicPolicies.from_message(message)
+
+    def set_policy(
+        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None
+    ) -> attempts.Plan[policies.TopicPolicy]:
+        _check_names(topic)
+        request = admin_pb2.SetTopicPolicyRequest(topic=topic, policy=policy.to_message())
+        message = yield from self._asking(timeout_s).ask(SET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
+        return policies.TopicPolicy.from_message(message.effective)
+
+    def seal(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.Sealed]:
+        _check_names(topic)
+        request = admin_pb2.SealBucketRequest(topic=topic)
+        message = yield from self._asking(timeout_s).ask(SEAL, request.SerializeToString(), topic=topic)
+        return results.Sealed.from_message(message)
+
+    def delete_topic(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicDeleted]:
+        _check_names(topic)
+        request = admin_pb2.DeleteTopicRequest(topic=topic)
+        try:
+            message = yield from self._asking(timeout_s).ask(DELETE_TOPIC, request.SerializeToString(), topic=topic)
+        except errors.NotFound as error:
+            # As of a subscription.
+            if not error.may_have_landed:
+                raise
+            return results.TopicDeleted(rows=None, incarnation=None)
+        return results.TopicDeleted.from_message(message)
+
+    def _asking(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> attempts.Asking:
+        return attempts.Asking(self.owners, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
+
+
+def _check_names(topic: str, subscription: str = "") -> None:
+    wire.utf8("topic", topic)
+    wire.utf8("subscription", subscription)
+
+
+def _rest(
+    asked: columns.EntryColumns, place: delayed_delivery_pb2.ContainsContinuation
+) -> tuple[columns.EntryColumns, int | None]:
+    """What is not answered yet, and the entry at which it begins within a range.
+
+    Raises Internal when nothing was answered.
+    """
+    if place.index >= len(asked) or (place.index == 0 and place.entry_id <= asked.entry_id[0]):
+        raise errors.Internal(
+            f"the daemon continues {len(asked)} ranges at range {place.index}, entry {place.entry_id}: no progress"
+        )
+    within_range = place.entry_id > asked.entry_id[place.index]
+    return asked.from_place(place.index, place.entry_id), place.entry_id if within_range else None

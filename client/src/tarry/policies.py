@@ -1,0 +1,115 @@
+"""What may be set for one topic or one subscription.
+
+Owns: the two policies as frozen values, to and from their messages. A field that is None has the daemon's default.
+Does not own: limits and defaults, which are the daemon's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from tarry import errors
+from tarry.v1 import policy_pb2
+
+
+class BucketForm(enum.IntEnum):
+    """How the buckets of a topic are written."""
+
+    COLUMNAR = policy_pb2.BUCKET_FORM_COLUMNAR
+    """Small and fast."""
+    COMPATIBLE = policy_pb2.BUCKET_FORM_COMPATIBLE
+    """Read in full by programs made from PIP-195."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopicPolicy:
+    """Policy of a topic, as of PIP-195 where a name is its own. Rows keep their times, buckets their form.
+
+    Example: `TopicPolicy(bucket_rows_max=50_000, delay_max_ms=7 * 86_400_000)`.
+    """
+
+    delay_max_ms: int | None = None
+    """How far ahead a row may be due."""
+    min_index_count_per_bucket: int | None = None
+    """Rows from which the mutable bucket is sealed when a higher ledger arrives; at least 1."""
+    bucket_rows_max: int | None = None
+    """Rows, bytes and age in ms at which it is sealed whatever the ledger; at least 1."""
+    bucket_bytes_max: int | None = None
+    bucket_age_max_ms: int | None = None
+    max_time_step_per_bucket_snapshot_segment_seconds: int | None = None
+    """How a bucket is cut into segments: span of due times; rows, -1 = no limit; rows from which the span cuts."""
+    max_indexes_per_bucket_snapshot_segment: int | None = None
+    min_indexes_per_bucket_snapshot_segment: int | None = None
+    bucket_form: BucketForm | None = None
+    """How buckets are written from now on; both forms are always read."""
+
+    def to_message(self) -> policy_pb2.TopicPolicy:
+        """Raises InvalidArgument: a value that the field cannot hold."""
+        message = policy_pb2.TopicPolicy()
+        for field in dataclasses.fields(self):
+            _set(message, field.name, getattr(self, field.name))
+        return message
+
+    @staticmethod
+    def from_message(message: policy_pb2.TopicPolicy) -> TopicPolicy:
+        values = {
+            field.name: getattr(message, field.name)
+            for field in dataclasses.fields(TopicPolicy)
+            if message.HasField(field.name)  # type: ignore[arg-type]
+        }
+        if (form := values.pop("bucket_form", None)) is not None:
+            values["bucket_form"] = _bucket_form(form)
+        return TopicPolicy(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubscriptionPolicy:
+    """Policy of a subscription. Example: `SubscriptionPolicy(in_flight_rows_max=1_000, lease_ms=60_000)`."""
+
+    in_flight_rows_max: int | None = None
+    """Positions that may be in flight at all dispatchers together; at least 1."""
+    lease_ms: int | None = None
+    """Lease of a `get` that names none; 1 ms to 12 hours."""
+    properties: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Free for the user: at most 64, names of at most 128 bytes, values of at most 1,024 bytes."""
+
+    def to_message(self) -> policy_pb2.SubscriptionPolicy:
+        """Raises InvalidArgument: a value that the field cannot hold."""
+        message = policy_pb2.SubscriptionPolicy()
+        _set(message, "in_flight_rows_max", self.in_flight_rows_max)
+        _set(message, "lease_ms", self.lease_ms)
+        for name, value in self.properties.items():
+            try:
+                message.properties[name] = value
+            except (TypeError, ValueError) as wrong:
+                raise errors.InvalidArgument(
+                    f"properties holds {name!r}: {value!r}; both must be UTF-8 text"
+                ) from wrong
+        return message
+
+    @staticmethod
+    def from_message(message: policy_pb2.SubscriptionPolicy) -> SubscriptionPolicy:
+        return SubscriptionPolicy(
+            in_flight_rows_max=message.in_flight_rows_max if message.HasField("in_flight_rows_max") else None,
+            lease_ms=message.lease_ms if message.HasField("lease_ms") else None,
+            properties=dict(sorted(message.properties.items())),
+        )
+
+
+def _set(message: policy_pb2.TopicPolicy | policy_pb2.SubscriptionPolicy, name: str, value: Any) -> None:
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as wrong:
+        raise errors.InvalidArgument(f"{name} is {value!r}; the field cannot hold it: {wrong}") from wrong
+
+
+def _bucket_form(number: int) -> BucketForm:
+    try:
+        return BucketForm(number)
+    except ValueError:
+        raise errors.Internal(f"bucket_form is {number}; this version of the client does not know it") from None
