@@ -50,7 +50,7 @@ def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
     request_id: int, rows: list[tuple[int, int, int]]
 ) -> None:
     ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
-    encoded = wire.encode_acknowledge(request_id, ledger_id, entry_id, deliver_at_ms)
+    encoded = wire.encode_acknowledge(request_id, (ledger_id, entry_id, deliver_at_ms))
     expected = dispatch_pb2.SubscribeRequest(
         acknowledge=dispatch_pb2.Acknowledge(
             request_id=request_id,

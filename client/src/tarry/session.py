@@ -1,27 +1,21 @@
-"""A bidirectional stream that outlives its connections.
+"""Reading and writing a bidirectional stream in a thread, through its connections.
 
-Owns: the thread that opens the stream, reads it, and after a failure that a retry may cure opens it again, at the owner
-that the failure names; closing.
-Does not own: what is sent and what the answers mean: that is the handler's (`tarry.add_stream`, `tarry.subscription`).
+Owns: the thread; opening, reading and closing.
+Does not own: when and where it is opened again (`tarry.streams`); what is sent and what the answers mean: that is the
+handler's (`tarry.add_stream`, `tarry.subscription`).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from tarry import calls, connections, errors, outbox
-
-logger = logging.getLogger("tarry")
+from tarry import connections, errors, outbox, streams
 
 Response = TypeVar("Response")
 ResponseIn = TypeVar("ResponseIn", contravariant=True)
-
-Method: TypeAlias = Callable[[grpc.Channel], "grpc.StreamStreamMultiCallable[bytes, Response]"]
 
 
 class Handler(Protocol[ResponseIn]):
@@ -30,8 +24,8 @@ class Handler(Protocol[ResponseIn]):
     def wait_until_wanted(self) -> bool:
         """Returns True when a stream is needed, False when the session is closed."""
 
-    def opened(self, sending: outbox.Outbox) -> None:
-        """A stream has begun, what is put into its outbox is sent on it."""
+    def opened(self, sending: streams.Sending) -> None:
+        """A stream has begun."""
 
     def received(self, response: ResponseIn) -> bool:
         """True when the answer shows progress. A TarryError that it raises ends the stream."""
@@ -49,26 +43,18 @@ class Session(Generic[Response]):
     def __init__(
         self,
         shared: connections.Connections,
-        known: calls.Calls,
-        topic: str,
-        method: Method[Response],
+        lifetime: streams.Lifetime,
+        method: streams.StreamMethod[Response],
         handler: Handler[Response],
-        *,
-        name: str,
     ) -> None:
         self._shared = shared
-        self._owners = known.owners
-        self._policy = known.policy
-        self._topic = topic
+        self._lifetime = lifetime
         self._method = method
         self._handler = handler
-        self._name = name
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Failures in a row, without progress between them.
-        self.failures = 0
+        self._thread = threading.Thread(target=self._run, name=lifetime.name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -83,25 +69,19 @@ class Session(Generic[Response]):
             self._thread.join()
 
     def _run(self) -> None:
-        ending: errors.TarryError = errors.Closed(f"{self._name} is closed")
+        ending: errors.TarryError = self._lifetime.closed()
         try:
             while self._handler.wait_until_wanted():
                 error = self._read_one_stream()
                 if self._closed.is_set():
                     break
-                if not errors.is_retryable(error):
-                    ending = error
-                    break
-                self.failures += 1
-                delay_s = self._policy.delay_s(error, self.failures)
-                logger.info("%s is interrupted and opens again in %.3f s: %s", self._name, delay_s, error)
-                self._owners.learn(self._topic, error)
+                delay_s = self._lifetime.reopens_after_s(error)
                 self._handler.interrupted(error)
                 self._closed.wait(delay_s)
         except errors.TarryError as error:
             ending = error
         except BaseException as bug:
-            ending = errors.Internal(f"{self._name} ended by a bug of the client: {bug!r}")
+            ending = self._lifetime.ended_by_bug(bug)
             raise
         finally:
             self._handler.failed(ending)
@@ -113,18 +93,19 @@ class Session(Generic[Response]):
         try:
             with self._lock:
                 if self._closed.is_set():
-                    return errors.Closed(f"{self._name} is closed")
-                call = self._method(self._shared.channel(self._owners.address(self._topic)))(sending)
+                    return self._lifetime.closed()
+                method: grpc.StreamStreamMultiCallable[bytes, Response] = self._shared.channel(
+                    self._lifetime.address
+                ).stream_stream(self._method.path, request_serializer=None, response_deserializer=self._method.read)
+                call = method(sending)
                 self._call = call
             self._handler.opened(sending)
             for response in call:
                 if self._handler.received(response):
-                    self.failures = 0
-            return errors.Unavailable("the daemon ended the stream")
+                    self._lifetime.progressed()
+            return streams.why_ended(None)
         except grpc.RpcError as failure:
-            error = errors.from_rpc(failure)
-            # Nobody here cancelled: the daemon or its server dropped the stream.
-            return errors.Unavailable(error.message) if error.code is grpc.StatusCode.CANCELLED else error
+            return streams.why_ended(failure)
         except errors.TarryError as error:
             return error
         except ValueError as bug:

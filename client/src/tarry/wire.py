@@ -49,11 +49,23 @@ def encode_stream_add(request_id: int, add: bytes) -> bytes:
     return _number(1, request_id) + _field(2, add)
 
 
-def encode_acknowledge(request_id: int, ledger_id: U64Column, entry_id: U64Column, deliver_at_ms: U64Column) -> bytes:
+def encode_open(topic: bytes, subscription: bytes, kind: int, held: columns.Positions) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds an `Open`; both names are UTF-8, `kind` is the enum's number."""
+    parts = [_field(1, topic), _field(2, subscription), _number(3, kind)]
+    if len(held[1]):
+        parts += (_column(number, column) for number, column in enumerate(held, start=4))
+    return _field(1, b"".join(parts))
+
+
+def encode_flow(permits: int) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds a `Flow`."""
+    return _field(2, _number(1, permits))
+
+
+def encode_acknowledge(request_id: int, positions: columns.Positions) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Acknowledge`."""
     number = _number(1, request_id) if request_id else b""
-    acknowledge = b"".join((number, _column(2, ledger_id), _column(3, entry_id), _column(4, deliver_at_ms)))
-    return _field(3, acknowledge)
+    return _field(3, number + b"".join(_column(number, column) for number, column in enumerate(positions, start=2)))
 
 
 def encode_contains(topic: bytes, subscription: bytes, rows: columns.EntryColumns) -> bytes:

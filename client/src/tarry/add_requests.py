@@ -1,0 +1,178 @@
+"""The requests of an add stream: which are in flight, and what becomes of them. No I/O, no threads, no waiting.
+
+Owns: their order, sending again what a broken stream left unanswered or the daemon refused for now, giving up at the
+deadline. Adds are idempotent, so a request that was durable already is answered with duplicates.
+Does not own: the stream (`tarry.streams`); cutting and encoding batches (`tarry.columns`, `tarry.wire`); who waits for
+what (`tarry.add_stream`, `tarry.aio.add_stream`).
+
+Whoever drives it settles what a method returns, and only then calls `remove`: who waits until nothing is in flight
+finds every answer settled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Generic, TypeAlias, TypeVar
+
+from tarry import columns, errors, results, retry, streams, wire
+from tarry.v1 import delayed_delivery_pb2
+
+METHOD = streams.StreamMethod(
+    "/tarry.v1.DelayedDelivery/StreamAddMessages", delayed_delivery_pb2.StreamAddMessagesResponse.FromString
+)
+
+Answer = TypeVar("Answer")
+Settled: TypeAlias = streams.Settled[Answer, results.AddResult]
+
+
+@dataclasses.dataclass(slots=True)
+class _InFlight(Generic[Answer]):
+    message: bytes
+    answer: Answer
+    deadline: retry.Deadline
+    attempt: int = 1
+
+
+class AddRequests(Generic[Answer]):
+    """`Answer` is the driver's kind of future, made by it and given back in what is settled."""
+
+    def __init__(self, topic: str, *, in_flight: int, rows_max: int, bytes_max: int, policy: retry.RetryPolicy) -> None:
+        """Raises InvalidArgument."""
+        if in_flight < 1:
+            raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
+        self._topic = wire.utf8("topic", topic)
+        self._in_flight_max = in_flight
+        self._rows_max = rows_max
+        self._bytes_max = bytes_max
+        self._policy = policy
+        self._in_flight: dict[int, _InFlight[Answer]] = {}
+        self._last_request_id = 0
+        self._sending: streams.Sending | None = None
+        self._first_failure: errors.TarryError | None = None
+        self.ended: errors.TarryError | None = None
+
+    def __len__(self) -> int:
+        """Requests that are in flight."""
+        return len(self._in_flight)
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another request may go out, or `begin` tells why not."""
+        return self.ended is not None or len(self._in_flight) < self._in_flight_max
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether there is something to send and no stream."""
+        return self._sending is None and bool(self._in_flight)
+
+    def encode(
+        self,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None,
+        delay_ms: columns.Column | None,
+        key_hash: columns.Column | None,
+        already_due: results.AlreadyDue,
+    ) -> Iterator[tuple[int, bytes]]:
+        """A batch as requests, each with the index of its first row. Raises InvalidArgument before the first."""
+        rows = columns.add_columns(
+            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
+        )
+        for first, part in rows.requests(self._rows_max, self._bytes_max):
+            yield first, wire.encode_add(self._topic, part, already_due)
+
+    def begin(self, add: bytes, answer: Answer, deadline: retry.Deadline) -> None:
+        """Sends a request. Raises what ended the stream."""
+        if self.ended is not None:
+            raise self.ended
+        self._last_request_id += 1
+        message = wire.encode_stream_add(self._last_request_id, add)
+        self._in_flight[self._last_request_id] = _InFlight(message, answer, deadline)
+        if self._sending is not None:
+            self._sending.put(message)
+
+    def too_many(self, timeout_s: float) -> errors.DeadlineExceeded:
+        """What to raise when `may_begin` stayed False."""
+        return errors.DeadlineExceeded(
+            f"{self._in_flight_max} requests are in flight, and none was answered within {timeout_s:g} s"
+        )
+
+    def unanswered(self, timeout_s: float | None) -> errors.DeadlineExceeded:
+        """What to raise when requests stayed in flight."""
+        return errors.DeadlineExceeded(f"{len(self._in_flight)} requests are unanswered after {timeout_s or 0:g} s")
+
+    def raise_first_failure(self) -> None:
+        """Raises the first failure since it was last called, if any."""
+        failure, self._first_failure = self._first_failure, None
+        if failure is not None:
+            raise failure
+
+    # What happens to the stream.
+
+    def opened(self, sending: streams.Sending) -> None:
+        """Everything in flight is sent, in its order."""
+        for request in self._in_flight.values():
+            sending.put(request.message)
+        self._sending = sending
+
+    def received(self, response: delayed_delivery_pb2.StreamAddMessagesResponse) -> Settled[Answer] | None:
+        """The request that is answered now, if any. Raises NotOwner: the stream is of no use any more."""
+        request_id = response.request_id
+        request = self._in_flight.get(request_id)
+        if response.WhichOneof("result") == "error":
+            return self._refused(request_id, request, errors.from_status(response.error))
+        if request is None:
+            return None
+        return streams.Settled(request_id, request.answer, results.AddResult.from_message(response.added), None)
+
+    def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
+        """The stream is gone and will be opened again: the requests whose time is over."""
+        self._sending = None
+        return [
+            self._given_up(number, request, error)
+            for number, request in self._in_flight.items()
+            if not request.deadline.remaining_s()
+        ]
+
+    def close(self) -> None:
+        """Nothing more may begin."""
+        if self.ended is None:
+            self.ended = errors.Closed("the add stream is closed")
+
+    def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
+        """There will be no other stream: everything in flight."""
+        self._sending = None
+        if self.ended is None:
+            self.ended = error
+        return [self._failed(number, request, error) for number, request in self._in_flight.items()]
+
+    def remove(self, request_id: int) -> None:
+        """Its answer is settled."""
+        del self._in_flight[request_id]
+
+    def _refused(
+        self, request_id: int, request: _InFlight[Answer] | None, error: errors.TarryError
+    ) -> Settled[Answer] | None:
+        if isinstance(error, errors.NotOwner):
+            raise error
+        if request is None:
+            return None
+        error.attempts = request.attempt
+        if not errors.is_retryable(error):
+            return self._failed(request_id, request, error)
+        delay_s = self._policy.delay_s(error, request.attempt)
+        if self._sending is None or delay_s >= request.deadline.remaining_s():
+            return self._given_up(request_id, request, error)
+        request.attempt += 1
+        self._sending.put_after(delay_s, request.message)
+        return None
+
+    def _given_up(self, request_id: int, request: _InFlight[Answer], last: errors.TarryError) -> Settled[Answer]:
+        return self._failed(request_id, request, request.deadline.exceeded(last, attempts=request.attempt))
+
+    def _failed(self, request_id: int, request: _InFlight[Answer], error: errors.TarryError) -> Settled[Answer]:
+        if self._first_failure is None:
+            self._first_failure = error
+        return streams.Settled(request_id, request.answer, None, error)

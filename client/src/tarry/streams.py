@@ -1,0 +1,100 @@
+"""What a stream that outlives its connections decides, whoever reads and writes it.
+
+Owns: when and where it is opened again, what ended it, and what its requests are settled with.
+Does not own: reading, writing and waiting (`tarry.session` in a thread, `tarry.aio.session` on an event loop); what is
+sent and what the answers mean (`tarry.add_requests`, `tarry.receiving`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+import grpc
+
+from tarry import attempts, errors, retry
+
+logger = logging.getLogger("tarry")
+
+Answer = TypeVar("Answer")
+Result = TypeVar("Result")
+Response = TypeVar("Response")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamMethod(Generic[Response]):
+    """A bidirectional method of the wire: its path, and how an answer is read. Requests are bytes."""
+
+    path: str
+    read: Callable[[bytes], Response]
+
+
+class Sending(Protocol):
+    """The requests of one connection, in order. Nothing that is put after its end is sent."""
+
+    def put(self, message: bytes) -> None:
+        """Sends after what was put before."""
+
+    def put_after(self, delay_s: float, message: bytes) -> None:
+        """Sends when the delay has passed, unless the stream ends before."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled(Generic[Answer, Result]):
+    """A request that has its result or its failure: one of them is not None."""
+
+    request_id: int
+    answer: Answer
+    result: Result | None
+    error: errors.TarryError | None
+
+
+class Lifetime:
+    """One stream through its connections."""
+
+    def __init__(self, owners: attempts.Owners, policy: retry.RetryPolicy, topic: str, name: str) -> None:
+        self.name = name
+        self._owners = owners
+        self._policy = policy
+        self._topic = topic
+        self._failures = 0
+
+    @property
+    def failures(self) -> int:
+        """Failures in a row, without progress between them."""
+        return self._failures
+
+    @property
+    def address(self) -> str:
+        """Where to open it."""
+        return self._owners.address(self._topic)
+
+    def progressed(self) -> None:
+        self._failures = 0
+
+    def reopens_after_s(self, error: errors.TarryError) -> float:
+        """How long to wait after a failure. Raises the failure when no retry cures it."""
+        if not errors.is_retryable(error):
+            raise error
+        self._failures += 1
+        delay_s = self._policy.delay_s(error, self._failures)
+        logger.info("%s is interrupted and opens again in %.3f s: %s", self.name, delay_s, error)
+        self._owners.learn(self._topic, error)
+        return delay_s
+
+    def closed(self) -> errors.Closed:
+        return errors.Closed(f"{self.name} is closed")
+
+    def ended_by_bug(self, bug: BaseException) -> errors.Internal:
+        return errors.Internal(f"{self.name} ended by a bug of the client: {bug!r}")
+
+
+def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
+    """What ended a connection that nobody here has cancelled; None: it ended without a failure."""
+    if failure is None:
+        return errors.Unavailable("the daemon ended the stream")
+    error = errors.from_rpc(failure)
+    # The daemon or its server dropped it.
+    return errors.Unavailable(error.message) if error.code is grpc.StatusCode.CANCELLED else error
