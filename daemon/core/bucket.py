@@ -9,6 +9,8 @@ bucket's rows are `present` and `gone` together; `gone` only grows.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained
@@ -40,8 +42,11 @@ class GoneSet:
 class Bucket:
     """The sets of one bucket. `gone` is None in the mutable bucket: there gone means removed.
 
-    `name`: the object name, empty for the mutable bucket. Counts are kept, never taken from a bitmap.
+    `name`: the object name, empty for the mutable bucket. `pages`: the ordinals of the pages that it has or had
+    positions of. Counts are kept, never taken from a bitmap.
     """
+
+    pages: Set[int] = frozenset()
 
     def __init__(self, name: str, present: BitMap64, gone: GoneSet | None) -> None:
         self.name = name

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.positions import KeyedRows, bitmap_of
+from daemon.core.positions import KeyedRows, bitmap_of, contained
 
 Mask = npt.NDArray[np.bool_]
 
@@ -79,8 +79,7 @@ class InFlight:
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
         """Removes and returns the positions of a set, whoever holds them."""
-        members = np.frombuffer(keys.to_array(), np.uint64)
-        return self._take_where(lambda run: np.isin(run.rows.keys, members))
+        return self._take_where(lambda run: contained(run.rows.keys, keys))
 
     def keys(self) -> BitMap64:
         """All positions of the table."""

@@ -5,6 +5,7 @@ Does not own: who receives rows (`subscription`), requests (`topic`), and what i
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
     a row waits in its bucket until the head passes it: then it is due, until it is gone
+    a damaged bucket is quarantined: its rows are in the index no longer
 
 The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in
 hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
@@ -18,13 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.bucket import Bucket
+from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
 from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import SortedRun, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.errors import InvariantViolated
+from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import U64
 
 # Segments of one bucket that are loaded with one read, ahead of the head.
@@ -70,6 +73,7 @@ class Index:
         self.sealed: dict[str, SealedBucket] = {}
         # The sealed buckets that have rows of a page, by its ordinal.
         self._of_page: dict[int, dict[str, SealedBucket]] = {}
+        self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
         self.mutable = MutableBucket(pages, horizon_ms=now_ms)
         # No row that was passed has a later time.
@@ -84,7 +88,13 @@ class Index:
 
     @property
     def buckets(self) -> list[Bucket]:
+        """The buckets that hold the rows of the index."""
         return [*self.sealed.values(), *self.sealing, self.mutable]
+
+    @property
+    def _tracked(self) -> list[Bucket]:
+        """The buckets of which it is known what is gone or acknowledged."""
+        return [*self.buckets, *self.quarantined.values()]
 
     @property
     def pending_rows(self) -> int:
@@ -155,8 +165,36 @@ class Index:
 
     def remove(self, keys: BitMap64) -> None:
         """Positions are gone."""
+        hit = BitMap64()
         for bucket in self._that_may_have(keys):
-            bucket.remove(keys)
+            hit |= bucket.remove(keys)[0]
+        for damaged in self.quarantined.values():
+            damaged.remove(keys - hit)
+
+    def waive(self, keys: BitMap64, subscription_id: int) -> BitMap64:
+        """A subscription is owed positions no longer; those of them that were in its backlog."""
+        backlog = BitMap64()
+        held = BitMap64()
+        for bucket in self._that_may_have(keys):
+            here = bucket.present & keys
+            held |= here
+            acknowledged = bucket.acknowledged.get(subscription_id, BitMap64())
+            backlog |= (here & bucket.passed) - acknowledged
+            if here:
+                bucket.acknowledged_by(subscription_id).update(here)
+        for damaged in self.quarantined.values():
+            missing = damaged.missing(keys - held)
+            if missing:
+                damaged.acknowledged_by(subscription_id).update(missing)
+        return backlog
+
+    def owed_among(self, keys: BitMap64, subscription_id: int) -> BitMap64:
+        """Those of the positions that are in the backlog of a subscription."""
+        found = BitMap64()
+        for bucket in self._that_may_have(keys):
+            due = bucket.passed & keys
+            found |= due - bucket.acknowledged[subscription_id] if subscription_id in bucket.acknowledged else due
+        return found
 
     def acknowledge(self, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> int:
         """A subscription acknowledged positions; those that nobody is owed any longer are gone.
@@ -166,15 +204,22 @@ class Index:
         rows that the head had passed.
         """
         keys = bitmap_of(rows.keys)
+        held = BitMap64()
         passed_rows = 0
         for bucket in self._that_may_have(keys):
             if not bucket.present_rows or not bucket.present.intersect(keys):
                 continue
             hit = bucket.present & keys
+            if self.quarantined:
+                held |= hit
             if len(entitled) > 1 and by in entitled:
                 hit -= bucket.acknowledged_by(by)
             passed_rows += hit.intersection_cardinality(bucket.passed)
             bucket.remove(self._no_longer_owed(bucket, hit, rows, by, entitled))
+        for damaged in self.quarantined.values():
+            missing = damaged.missing(keys - held)
+            if missing:
+                damaged.remove(self._no_longer_owed(damaged, missing, rows, by, entitled))
         return passed_rows
 
     def _no_longer_owed(
@@ -202,12 +247,12 @@ class Index:
 
     def dismiss(self, subscription_id: int) -> None:
         """A subscription was deleted; what nobody else was owed is gone already."""
-        for bucket in self.buckets:
+        for bucket in self._tracked:
             bucket.acknowledged.pop(subscription_id, None)
 
     def dismiss_all_but(self, subscriptions: Collection[int]) -> None:
         """Subscriptions that were deleted since their acknowledgements were stored."""
-        for bucket in self.buckets:
+        for bucket in self._tracked:
             bucket.acknowledged = {
                 number: keys for number, keys in bucket.acknowledged.items() if number in subscriptions
             }
@@ -215,7 +260,7 @@ class Index:
     def owed_to_none_of(self, subscriptions: Sequence[int]) -> BitMap64:
         """The positions that all of the subscriptions acknowledged; those that are due when there are none."""
         found = BitMap64()
-        for bucket in self.buckets:
+        for bucket in self._tracked:
             sets = [bucket.acknowledged.get(number) for number in subscriptions]
             if not sets:
                 found |= bucket.passed
@@ -385,6 +430,11 @@ class Index:
 
     def drop(self, name: str) -> SealedBucket:
         """The manifest names the bucket no longer."""
+        bucket = self._take_out(name)
+        bucket.release_pages()
+        return bucket
+
+    def _take_out(self, name: str) -> SealedBucket:
         bucket = self.sealed.pop(name)
         for page in bucket.pages:
             del self._of_page[page][name]
@@ -392,8 +442,24 @@ class Index:
                 del self._of_page[page]
         self._left_out.discard(name)
         self.cache.discard_bucket(name)
+        return bucket
+
+    # ---- damage
+
+    def quarantine(self, live: LiveBucket) -> SealedBucket:
+        """The manifest says from now on that the bucket is damaged: its rows leave, until they are added again."""
+        bucket = self._take_out(live.object.name)
+        gone = GoneSet() if bucket.gone is None else bucket.gone
+        acknowledged = {number: keys.copy() for number, keys in bucket.acknowledged.items()}
+        present = bucket.present.copy()
+        self.add_quarantined(
+            QuarantinedBucket(live, present=present, gone=gone, acknowledged=acknowledged, pages=self.pages)
+        )
         bucket.release_pages()
         return bucket
+
+    def add_quarantined(self, bucket: QuarantinedBucket) -> None:
+        self.quarantined[bucket.name] = bucket
 
     def cut(self) -> IndexCut:
         """The index as it is now: for a checkpoint or the progress of a seal."""
@@ -403,7 +469,7 @@ class Index:
                 bucket.gone.freeze() if bucket.gone is not None else (),
                 {number: keys.copy() for number, keys in bucket.acknowledged.items() if keys},
             )
-            for bucket in [*self.sealed.values(), *self.sealing]
+            for bucket in [*self.sealed.values(), *self.sealing, *self.quarantined.values()]
         )
         return IndexCut(self.mutable.snapshot(), bits)
 

@@ -84,7 +84,7 @@ class MutableBucket(Bucket):
     def __init__(self, pages: PageTable, *, horizon_ms: int) -> None:
         super().__init__("", BitMap64(), None)
         self._pages = pages
-        self._held_pages: set[int] = set()
+        self.pages: set[int] = set()
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
         self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
         self._key_hash: U32 | None = None
@@ -108,10 +108,10 @@ class MutableBucket(Bucket):
         """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps."""
         if self.first_row_at_ms is None:
             self.first_row_at_ms = elapsed_ms
-        fresh_pages = pages_of(added) - self._held_pages
+        fresh_pages = pages_of(added) - self.pages
         if fresh_pages:
             self._pages.hold(fresh_pages)
-            self._held_pages |= fresh_pages
+            self.pages |= fresh_pages
         self.present |= added
         self.present_rows += len(rows)
         self._append(rows)
@@ -255,8 +255,8 @@ class MutableBucket(Bucket):
         return self.gone
 
     def release_pages(self) -> None:
-        self._pages.release(self._held_pages)
-        self._held_pages = set()
+        self._pages.release(self.pages)
+        self.pages = set()
 
 
 def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:

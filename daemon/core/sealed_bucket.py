@@ -22,8 +22,7 @@ class SealedBucket(Bucket):
     """One live bucket of the topic's manifest.
 
     `head`: rows before it have been passed, or are in `late`: rows that were already due when the bucket was sealed,
-    but not passed yet though later ones were. `live`: what the manifest says of it. `pages`: the ordinals of the pages
-    that it has rows of, from the beginning.
+    but not passed yet though later ones were. `live`: what the manifest says of it.
     """
 
     def __init__(

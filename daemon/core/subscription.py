@@ -127,6 +127,13 @@ class SubscriptionState:
         sets = [bitmap_of(rows.keys) for rows in (self._returned, *self._ready) if len(rows)]
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
 
+    def drop(self, keys: BitMap64) -> None:
+        """Positions of the backlog left it by a decision. O(READY)."""
+        if keys:
+            self.backlog -= len(keys)
+            self.acknowledging -= keys
+            self.withdraw(keys)
+
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         self._returned = _without([self._returned], keys)[0]

@@ -12,29 +12,30 @@ together commute: an add names positions that have no row, an acknowledgement po
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core import limits
+from daemon.core import feeding, limits, quarantine, trimming
 from daemon.core.backlog_reader import BacklogReader
-from daemon.core.index import Index, Passed, SeenRows
+from daemon.core.departures import Departure
+from daemon.core.index import Index, SeenRows
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
-from daemon.core.runs import in_due_order
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.quarantine import RebuildNeeded
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
+from daemon.core.trimming import LedgerRanges
 from daemon.errors import InvariantViolated
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord, Record
-from storage_backends.formats.manifest import Subscription
+from storage_backends.formats.manifest import LiveBucket, Subscription
+from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import U32, U64, Rows
-
-# Rows of one Gone record when a subscription is deleted.
-GONE_RECORD_ROWS = 200_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -104,6 +105,7 @@ class Topic:
         self._coming: SubscriptionState | None = None
         self._staged = BitMap64()
         self._staged_pages: set[int] = set()
+        self._not_owed = BitMap64()
 
     # ---- adds
 
@@ -255,13 +257,29 @@ class Topic:
             rows = KeyedRows(record.rows, self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id))
             added = bitmap_of(rows.keys)
             self.index.mutable.add(rows, added, elapsed_ms=elapsed_ms)
+            quarantine.added_again(self.index.quarantined.values(), added, slot, self.index.mutable)
             self._release_staged(added)
         elif isinstance(record, AcknowledgeRecord):
             self._apply_acknowledge(record, slot)
         elif isinstance(record, GoneRecord):
-            self.index.remove(self.index.pages.find_stored(record.positions))
-        else:
-            raise InvariantViolated(f"a {type(record).__name__} of topic {self.name} cannot be applied")
+            with self._named(record.positions) as keys:
+                for state in self.subscriptions.values():
+                    state.drop(self.index.owed_among(keys, state.subscription_id))
+                self.index.remove(keys)
+        elif record.subscription_id in self.subscriptions:
+            with self._named(record.positions) as keys:
+                waived = self.index.waive(keys, record.subscription_id)
+                self.subscriptions[record.subscription_id].drop(waived)
+
+    @contextlib.contextmanager
+    def _named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
+        """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""
+        if not quarantine.learns_positions(self.index.quarantined.values()):
+            yield self.index.pages.find_stored(positions)
+            return
+        keys = self.index.pages.from_stored(positions)
+        yield keys
+        self.index.pages.forget_unheld(pages_of(keys))
 
     def _release_staged(self, added: BitMap64) -> None:
         if not self._staged_pages:
@@ -272,6 +290,9 @@ class Topic:
         self._staged_pages = left
 
     def _apply_acknowledge(self, record: AcknowledgeRecord, slot: int) -> None:
+        learns = quarantine.learns_positions(self.index.quarantined.values())
+        if learns:
+            self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id)
         rows = self.index.pages.keyed(record.rows)
         entitled = {
             number: other.stored.since_ms
@@ -284,6 +305,38 @@ class Topic:
             state.backlog -= passed_rows
             if len(state.acknowledging):
                 state.acknowledging -= bitmap_of(rows.keys)
+        if learns:
+            self.index.pages.forget_unheld(pages_of(bitmap_of(rows.keys)))
+
+    # ---- trims
+
+    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> Departure:
+        """The decision to drop what is present of the ranges, None: of everything; for one subscription only what it is
+        owed.
+
+        Call while no request passes and nothing is staged, until the records are applied.
+        """
+        parts = trimming.chosen(self.index, ranges)
+        others = [number for number in self.subscriptions if number != subscription_id]
+        if subscription_id is None:
+            gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
+        else:
+            gone, waived = trimming.split(parts, subscription_id, others)
+        rows = len(gone) + len(waived)
+        if subscription_id is None or not others:
+            for keys, missing_rows in trimming.stand_ins(self.index, ranges):
+                gone |= keys
+                rows += missing_rows
+        return Departure(
+            self.topic_id,
+            self.incarnation,
+            self.index.pages,
+            gone,
+            GoneReason.TRIMMED,
+            waived,
+            subscription_id or 0,
+            rows,
+        )
 
     # ---- subscriptions
 
@@ -315,12 +368,7 @@ class Topic:
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
         """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
         others = [number for number in self.subscriptions if number != subscription_id]
-        keys = keys_of(self.index.owed_to_none_of(others))
-        records = []
-        for first in range(0, len(keys), GONE_RECORD_ROWS):
-            positions = self.index.pages.to_stored(bitmap_of(keys[first : first + GONE_RECORD_ROWS]))
-            records.append(GoneRecord(self.topic_id, self.incarnation, 0, GoneReason.NO_SUBSCRIPTION, positions))
-        return records
+        return self._gone(self.index.owed_to_none_of(others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:
         """The subscription is no longer in the topic's manifest."""
@@ -334,46 +382,24 @@ class Topic:
         passed = self.index.pass_due(now_ms, limit)
         if not passed:
             return 0
-        everything: KeyedRows | None = None
-        if self._coming is not None:
-            self._coming.backlog += sum(map(len, self._owed(self._coming, passed)[0]))
-        for state in self.subscriptions.values():
-            owed, complete = self._owed(state, passed)
-            state.backlog += sum(map(len, owed))
-            if not state.is_fed:
-                if state.dispatchers:
-                    # The reader may be beyond the late ones.
-                    state.feed(in_due_order([rows for each, rows in zip(passed, owed, strict=True) if each.late]))
-                continue
-            if complete:
-                everything = in_due_order(owed) if everything is None else everything
-                state.feed(everything)
-            else:
-                state.feed(in_due_order(owed))
-            if state.is_full:
-                state.reader = self._reader(at_head=True)
+        states = tuple(self.subscriptions.values())
+        self._not_owed |= feeding.feed(passed, states, self._coming, lambda: self._reader(at_head=True))
         return sum(len(each.rows) for each in passed)
 
-    @staticmethod
-    def _owed(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
-        """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them.
+    def take_not_owed(self) -> list[GoneRecord]:
+        """The decisions that make gone what was passed since the last call and no subscription is owed.
 
-        What it is not owed counts as acknowledged by it from here on.
+        A row is owed to nobody when the subscription that was owed it is no more, and the others were created at or
+        after its time, which after a step back of the clock was still to come.
         """
-        owed = []
-        complete = True
-        for each in passed:
-            kept = each.rows
-            mask = state.owes(kept)
-            acknowledged = each.bucket.acknowledged.get(state.subscription_id)
-            if mask is not None:
-                each.bucket.acknowledged_by(state.subscription_id).update(bitmap_of(kept.keys[~mask]))
-                kept = kept.take(mask)
-            if acknowledged and len(kept):
-                kept = each.bucket.unacknowledged(kept, state.subscription_id)
-            complete = complete and len(kept) == len(each.rows)
-            owed.append(kept)
-        return owed, complete
+        if not self._not_owed:
+            return []
+        keys, self._not_owed = self._not_owed, BitMap64()
+        return self._gone(keys, GoneReason.NOT_OWED)
+
+    def _gone(self, keys: BitMap64, reason: GoneReason) -> list[GoneRecord]:
+        departure = Departure(self.topic_id, self.incarnation, self.index.pages, keys, reason)
+        return [record for record in departure.records() if isinstance(record, GoneRecord)]
 
     # ---- reading a backlog again
 
@@ -389,27 +415,7 @@ class Topic:
 
         When there is nothing left to derive the subscription is fed again.
         """
-        sealed = self.index.readable
-        while state.reader is not None and not state.is_full:
-            needed = state.reader.needs(sealed, self.index.cache)
-            if needed:
-                return needed
-            taken = state.reader.take(sealed, self.index.memory_buckets, limit)
-            if not taken:
-                state.reader = None
-                return []
-            in_hand = state.in_hand()
-            ready = []
-            for bucket, rows in taken:
-                owed = bucket.unacknowledged(rows, state.subscription_id)
-                mask = state.owes(owed) if len(owed) else None
-                owed = owed if mask is None else owed.take(mask)
-                ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
-            rows = in_due_order(ready)
-            if len(rows):
-                state.feed(rows)
-                return []
-        return []
+        return feeding.catch_up(self.index, state, limit)
 
     # ---- seals
 
@@ -429,3 +435,25 @@ class Topic:
         for state in self.subscriptions.values():
             if state.reader is not None:
                 state.reader.dropped(bucket)
+
+    # ---- damage
+
+    def quarantine(self, live: LiveBucket) -> None:
+        """The manifest says that a bucket is damaged: its rows leave index and backlogs until they are added again.
+
+        `live`: the bucket, marked as quarantined. Until it is marked, `Index.leave_out` keeps its rows where they are.
+        """
+        bucket = self.index.quarantine(live)
+        for state in self._states:
+            lost = bucket.passed - bucket.acknowledged.get(state.subscription_id, BitMap64())
+            state.drop(lost)
+            if state.reader is not None:
+                state.reader.dropped(bucket)
+
+    @property
+    def _states(self) -> list[SubscriptionState]:
+        return [*self.subscriptions.values(), *([] if self._coming is None else [self._coming])]
+
+    def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
+        """What was lost with damaged buckets and has not been added again, by ledgers."""
+        return quarantine.rebuild_needed(self.index.quarantined.values())

@@ -123,6 +123,7 @@ class LiveBucket:
     compatible_form: bool = False
     segments: int = 0
     damage: str = ""
+    quarantined_slot: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

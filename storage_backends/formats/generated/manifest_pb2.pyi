@@ -367,6 +367,7 @@ class LiveBucket(_message.Message):
     COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
     DAMAGE_FIELD_NUMBER: _builtins.int
+    QUARANTINED_SLOT_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     first_ledger_id: _builtins.int
     last_ledger_id: _builtins.int
@@ -383,6 +384,8 @@ class LiveBucket(_message.Message):
     segments: _builtins.int
     damage: _builtins.str
     """What was found when it was quarantined."""
+    quarantined_slot: _builtins.int
+    """The slot at which it was: rows that were added in slots up to it are not rows of this bucket that were added again."""
     @_builtins.property
     def object(self) -> Global___ObjectReference: ...
     def __init__(
@@ -402,10 +405,11 @@ class LiveBucket(_message.Message):
         compatible_form: _builtins.bool | None = ...,
         segments: _builtins.int | None = ...,
         damage: _builtins.str | None = ...,
+        quarantined_slot: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,7 +120,7 @@ class JournaledTopic:
         self._compatible = compatible
         self._names = itertools.count(1)
         self._changed_slot = 0
-        create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, incarnation=1, epoch=EPOCH, applied=0)
+        create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, epoch=EPOCH, applied=0)
         self.tip = create.apply(None)
         self.core = self._new_core()
 
@@ -362,9 +362,10 @@ class JournaledTopic:
         self._changed_slot = self.slot
         self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         loaded = None if self.checkpoint is None else checkpoint_format.decode_checkpoint(self.checkpoint)
-        part = recovery.counting_part(self.tip, loaded)
+        tails = recovery.tails_of(loaded, map(journal.decode_slot, self.slots))
+        tail = tails.get(TOPIC_ID, recovery.NOTHING)
+        part = recovery.counting_part(self.tip, tail)
         objects = recovery.read_objects(self.store, self.tip, part, _SameThread())
         self.core = self._new_core()
-        state_slot = max(self.tip.applied, 0 if loaded is None else loaded.slot)
         recovery.restore(self.core, self.tip, objects, part, elapsed_ms=0)
-        recovery.replay(self.core, map(journal.decode_slot, self.slots), state_slot=state_slot, elapsed_ms=0)
+        recovery.replay(self.core, self.tip, tail, elapsed_ms=0)

@@ -1,0 +1,115 @@
+"""Feeding subscriptions: rows that have just been passed, and a backlog that is read again.
+
+Owns: which of such rows a subscription is owed, that they are counted once, and which of them nobody is owed.
+Does not own: passing (`index`), READY itself (`subscription`), and what becomes of rows that nobody is owed (`topic`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pyroaring import BitMap64
+
+from daemon.core.backlog_reader import BacklogReader
+from daemon.core.index import Index, Passed
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.runs import in_due_order
+from daemon.core.segments import SegmentRange
+from daemon.core.subscription import SubscriptionState
+
+
+def feed(
+    passed: Sequence[Passed],
+    states: Sequence[SubscriptionState],
+    coming: SubscriptionState | None,
+    reader: Callable[[], BacklogReader],
+) -> BitMap64:
+    """Rows that were passed come into the backlogs; those that nobody is owed, empty where there is no subscription.
+
+    `coming`: a subscription that is being created: what is passed now is counted for it. `reader` makes one that stands
+    at the head.
+    """
+    everything: KeyedRows | None = None
+    owed_by: list[list[KeyedRows]] = []
+    owed_whole = not states
+    for state in states:
+        owed, complete = owed_of(state, passed)
+        owed_by.append(owed)
+        owed_whole = owed_whole or complete
+        state.backlog += sum(map(len, owed))
+        if not state.is_fed:
+            if state.dispatchers:
+                # The reader may be beyond the late ones.
+                state.feed(in_due_order([rows for each, rows in zip(passed, owed, strict=True) if each.late]))
+            continue
+        if complete:
+            everything = in_due_order(owed) if everything is None else everything
+            state.feed(everything)
+        else:
+            state.feed(in_due_order(owed))
+        if state.is_full:
+            state.reader = reader()
+    if coming is not None:
+        owed, complete = owed_of(coming, passed)
+        owed_by.append(owed)
+        owed_whole = owed_whole or complete
+        coming.backlog += sum(map(len, owed))
+    return BitMap64() if owed_whole else _owed_to_none(passed, owed_by)
+
+
+def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows]]) -> BitMap64:
+    rest = BitMap64()
+    for number, each in enumerate(passed):
+        parts = [owed[number] for owed in owed_by]
+        if all(len(part) < len(each.rows) for part in parts):
+            rest |= BitMap64.difference(bitmap_of(each.rows.keys), *[bitmap_of(part.keys) for part in parts])
+    return rest
+
+
+def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
+    """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them.
+
+    What it is not owed counts as acknowledged by it from here on.
+    """
+    owed = []
+    complete = True
+    for each in passed:
+        kept = each.rows
+        mask = state.owes(kept)
+        acknowledged = each.bucket.acknowledged.get(state.subscription_id)
+        if mask is not None:
+            each.bucket.acknowledged_by(state.subscription_id).update(bitmap_of(kept.keys[~mask]))
+            kept = kept.take(mask)
+        if acknowledged and len(kept):
+            kept = each.bucket.unacknowledged(kept, state.subscription_id)
+        complete = complete and len(kept) == len(each.rows)
+        owed.append(kept)
+    return owed, complete
+
+
+def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+    """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
+
+    When there is nothing left to derive the subscription is fed again.
+    """
+    sealed = index.readable
+    while state.reader is not None and not state.is_full:
+        needed = state.reader.needs(sealed, index.cache)
+        if needed:
+            return needed
+        taken = state.reader.take(sealed, index.memory_buckets, limit)
+        if not taken:
+            state.reader = None
+            return []
+        in_hand = state.in_hand()
+        ready = []
+        for bucket, rows in taken:
+            owed = bucket.unacknowledged(rows, state.subscription_id)
+            mask = state.owes(owed) if len(owed) else None
+            owed = owed if mask is None else owed.take(mask)
+            ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
+        rows = in_due_order(ready)
+        if len(rows):
+            state.feed(rows)
+            return []
+    return []

@@ -1,0 +1,99 @@
+"""Trimming: which positions of an index leave it, or the backlog of one subscription.
+
+Owns: what ledgers and entries a trim names, and choosing what is present now.
+Does not own: the records that say so (`departures`), and applying them (`topic`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+from pyroaring import BitMap64
+
+from daemon.core.bucket import Bucket
+from daemon.core.index import Index
+from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, within
+from storage_backends.formats.rows import U64
+
+_U64_MAX = (1 << 64) - 1
+_PAGE_KEYS = 1 << PAGE_BITS
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LedgerRanges:
+    """Of each ledger its entries up to the last one, itself included; u64[n] each, no ledger twice.
+
+    `all_lower_ledgers`: also every entry of ledgers below the only one.
+    """
+
+    ledger_id: U64
+    last_entry_id: U64
+    all_lower_ledgers: bool = False
+
+    def key_ranges(self, pages: PageTable) -> list[KeyRange]:
+        """The keys of the pages that are known."""
+        ranges = []
+        for ledger_id, last_entry_id in zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True):
+            ranges += pages.key_ranges(ledger_id, 0, last_entry_id)
+            if self.all_lower_ledgers and ledger_id:
+                bases = (ordinal << PAGE_BITS for ordinal in pages.ordinals_of(0, ledger_id - 1))
+                ranges += [(base, base + _PAGE_KEYS - 1) for base in bases]
+        return ranges
+
+    def cover(self, first_ledger_id: int, last_ledger_id: int) -> bool:
+        """Whether every position of these ledgers is in the ranges."""
+        entire = {
+            ledger_id
+            for ledger_id, last in zip(self.ledger_id.tolist(), self.last_entry_id.tolist(), strict=True)
+            if last == _U64_MAX
+        }
+        lowest = int(self.ledger_id[0]) if self.all_lower_ledgers else 0
+        first_ledger_id = max(first_ledger_id, lowest)
+        return all(ledger_id in entire for ledger_id in _counted(first_ledger_id, last_ledger_id, len(entire)))
+
+
+def chosen(index: Index, ranges: LedgerRanges | None) -> list[tuple[Bucket, BitMap64]]:
+    """What is present of the ranges, or of everything, by bucket; damaged buckets included."""
+    every: list[Bucket] = [*index.buckets, *index.quarantined.values()]
+    if ranges is None:
+        return [(bucket, bucket.present) for bucket in every if bucket.present_rows]
+    by_page: dict[int, KeyRange] = {first >> PAGE_BITS: (first, last) for first, last in ranges.key_ranges(index.pages)}
+    found = []
+    for bucket in every:
+        pages = bucket.pages if len(bucket.pages) < len(by_page) else by_page.keys()
+        hit = within(bucket.present, [by_page[page] for page in pages if page in by_page])
+        if hit:
+            found.append((bucket, hit))
+    return found
+
+
+def stand_ins(index: Index, ranges: LedgerRanges | None) -> list[tuple[BitMap64, int]]:
+    """For damaged buckets whose positions nobody knows and that lie in the ranges as a whole: (the positions that stand
+    for them, the rows that are missing)."""
+    return [
+        (bucket.stand_in(), bucket.missing_rows)
+        for bucket in index.quarantined.values()
+        if not bucket.positions_known
+        and (ranges is None or ranges.cover(bucket.live.first_ledger_id, bucket.live.last_ledger_id))
+    ]
+
+
+def split(
+    parts: Collection[tuple[Bucket, BitMap64]], subscription_id: int, others: Collection[int]
+) -> tuple[BitMap64, BitMap64]:
+    """What the subscription is owed of the parts: (what nobody else is owed, what somebody else is owed)."""
+    gone, waived = BitMap64(), BitMap64()
+    for bucket, keys in parts:
+        owed = keys - bucket.acknowledged.get(subscription_id, BitMap64())
+        for_nobody = owed
+        for other in others:
+            for_nobody = for_nobody & bucket.acknowledged.get(other, BitMap64())
+        gone |= for_nobody
+        waived |= owed - for_nobody
+    return gone, waived
+
+
+def _counted(first: int, last: int, count_max: int) -> range:
+    """first..last, but not longer than one more than a count."""
+    return range(first, min(last, first + count_max) + 1)
