@@ -23,6 +23,7 @@ from storage_backends.formats.manifest import (
     Subscription,
     Tombstone,
     TopicManifest,
+    TopicPolicy,
 )
 from storage_backends.object_store import ObjectStore
 
@@ -33,6 +34,7 @@ CODEC = commit.Codec(
 )
 
 
+FIRST_INCARNATION = 1
 _NO_TOPIC = "the topic does not exist"
 
 
@@ -67,34 +69,44 @@ def reference_to(key: str, base: int, body: bytes) -> ObjectReference:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
-    """The topic is born; no slot up to `applied` names its `incarnation`."""
+    """The topic is born, also after a deletion, which raised the incarnation; no slot up to `applied` names it.
+
+    The tip of a deleted topic need not be claimed before: an epoch below its owner's is refused.
+    """
 
     topic: str
     topic_id: str
-    incarnation: int
     epoch: int
     applied: int
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
-        return None if tip is None else f"topic {self.topic} exists"
+        if tip is None:
+            return None
+        if not tip.deleted:
+            return f"topic {self.topic} exists"
+        if tip.owner_epoch > self.epoch:
+            return f"owner epoch is {tip.owner_epoch}, above {self.epoch}"
+        return _moved_back(tip, self.applied)
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        if tip is not None:
+            return dataclasses.replace(tip, deleted=False, owner_epoch=self.epoch, applied=self.applied)
         return TopicManifest(
             head=commit.NO_HEAD,
             topic=self.topic,
             topic_id=self.topic_id,
-            incarnation=self.incarnation,
+            incarnation=FIRST_INCARNATION,
             owner_epoch=self.epoch,
             applied=self.applied,
         )
 
     def landed(self, tip: TopicManifest) -> bool:
-        return (tip.owner_epoch, tip.incarnation) == (self.epoch, self.incarnation)
+        return not tip.deleted and (tip.owner_epoch, tip.applied) == (self.epoch, self.applied)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A new owner of the shard; must come before the manifest is relied on (R5)."""
+    """A new owner of the shard; must come before the manifest is relied on (R5), also when the topic was deleted."""
 
     epoch: int
 
@@ -134,12 +146,12 @@ class Seal:
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
             return _NO_TOPIC
-        if tip.owner_epoch != self.epoch:
-            return _other_epoch(tip, self.epoch)
+        if (reason := _not_owned(tip, self.epoch)) is not None:
+            return reason
         if tip.applied != self.slot_from:
             return f"applied is {tip.applied}, not {self.slot_from}"
-        if self.slot_to < self.slot_from:
-            return f"applied is {tip.applied}, it cannot become {self.slot_to}"
+        if (reason := _moved_back(tip, self.slot_to)) is not None:
+            return reason
         known = _names_in(tip)
         for reference in self._objects:
             if reference.base < tip.head.orphan_floor:
@@ -179,7 +191,8 @@ class Seal:
 class DropBuckets:
     """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time).
 
-    Their progress leaves with them; from a progress object with the next seal.
+    Their progress leaves with them; from a progress object with the next seal. What a quarantined bucket holds is not
+    known, so that it stays.
     """
 
     buckets: tuple[str, ...]
@@ -189,10 +202,13 @@ class DropBuckets:
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
             return _NO_TOPIC
-        if tip.owner_epoch != self.epoch:
-            return _other_epoch(tip, self.epoch)
+        if (reason := _not_owned(tip, self.epoch)) is not None:
+            return reason
         missing = set(self.buckets) - {bucket.object.name for bucket in tip.live}
-        return f"buckets {sorted(missing)} are not live" if missing else None
+        if missing:
+            return f"buckets {sorted(missing)} are not live"
+        kept = set(self.buckets) & {bucket.object.name for bucket in tip.live if bucket.quarantined}
+        return f"buckets {sorted(kept)} are quarantined" if kept else None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
         tip = _existing(tip)
@@ -211,6 +227,103 @@ class DropBuckets:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Quarantine:
+    """A live bucket is read no more and never deleted while the topic is there. `damage`: what was found; `slot`: the
+    last one that was applied then.
+    """
+
+    bucket: str
+    damage: str
+    slot: int
+    epoch: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        if tip is None:
+            return _NO_TOPIC
+        if (reason := _not_owned(tip, self.epoch)) is not None:
+            return reason
+        bucket = _live(tip, self.bucket)
+        if bucket is None:
+            return f"bucket {self.bucket} is not live"
+        return f"bucket {self.bucket} is quarantined: {bucket.damage}" if bucket.quarantined else None
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        tip = _existing(tip)
+        live = (
+            dataclasses.replace(bucket, quarantined=True, damage=self.damage, quarantined_slot=self.slot)
+            if bucket.object.name == self.bucket
+            else bucket
+            for bucket in tip.live
+        )
+        return dataclasses.replace(tip, live=tuple(live))
+
+    def landed(self, tip: TopicManifest) -> bool:
+        bucket = _live(tip, self.bucket)
+        return (
+            bucket is not None and bucket.quarantined and (tip.owner_epoch, bucket.damage) == (self.epoch, self.damage)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SetPolicy:
+    """The policy from now on, as a whole."""
+
+    policy: TopicPolicy
+    epoch: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return _NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        return dataclasses.replace(_existing(tip), policy=self.policy)
+
+    def landed(self, tip: TopicManifest) -> bool:
+        return not tip.deleted and (tip.owner_epoch, tip.policy) == (self.epoch, self.policy)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteTopic:
+    """The topic is no more, and what slots up to `slot` decided on it is void. Its objects may be deleted after
+    `delete_after_ms` (Unix time).
+
+    The manifest stays: the next topic of the name has the raised incarnation, and none of its subscriptions an id that
+    was given before.
+    """
+
+    slot: int
+    epoch: int
+    delete_after_ms: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        if tip is None:
+            return _NO_TOPIC
+        if (reason := _not_owned(tip, self.epoch)) is not None:
+            return reason
+        return _moved_back(tip, self.slot)
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        tip = _existing(tip)
+        leaving = [bucket.object for bucket in tip.live]
+        if tip.progress_object is not None:
+            leaving.append(tip.progress_object)
+        return dataclasses.replace(
+            tip,
+            incarnation=tip.incarnation + 1,
+            applied=self.slot,
+            live=(),
+            tombstones=(*tip.tombstones, *_tombstones(tip, leaving, self.delete_after_ms)),
+            subscriptions=(),
+            progress=None,
+            progress_object=None,
+            policy=TopicPolicy(),
+            deleted=True,
+        )
+
+    def landed(self, tip: TopicManifest) -> bool:
+        return tip.deleted and (tip.owner_epoch, tip.applied) == (self.epoch, self.slot)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetSubscriptions:
     """The subscriptions from now on. `last_subscription_id`: the highest id ever given, also to a deleted one."""
 
@@ -221,8 +334,8 @@ class SetSubscriptions:
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
             return _NO_TOPIC
-        if tip.owner_epoch != self.epoch:
-            return _other_epoch(tip, self.epoch)
+        if (reason := _not_owned(tip, self.epoch)) is not None:
+            return reason
         highest = max((each.subscription_id for each in self.subscriptions), default=0)
         if self.last_subscription_id < max(tip.last_subscription_id, highest):
             return (
@@ -238,7 +351,7 @@ class SetSubscriptions:
 
     def landed(self, tip: TopicManifest) -> bool:
         wanted = self.epoch, self.subscriptions, self.last_subscription_id
-        return (tip.owner_epoch, tip.subscriptions, tip.last_subscription_id) == wanted
+        return not tip.deleted and (tip.owner_epoch, tip.subscriptions, tip.last_subscription_id) == wanted
 
 
 def _existing(tip: TopicManifest | None) -> TopicManifest:
@@ -247,8 +360,19 @@ def _existing(tip: TopicManifest | None) -> TopicManifest:
     return tip
 
 
-def _other_epoch(tip: TopicManifest, epoch: int) -> str:
-    return f"owner epoch is {tip.owner_epoch}, not {epoch}"
+def _not_owned(tip: TopicManifest, epoch: int) -> str | None:
+    """Why the owner of `epoch` may not change the topic."""
+    if tip.owner_epoch != epoch:
+        return f"owner epoch is {tip.owner_epoch}, not {epoch}"
+    return "the topic was deleted" if tip.deleted else None
+
+
+def _moved_back(tip: TopicManifest, slot: int) -> str | None:
+    return f"applied is {tip.applied}, it cannot become {slot}" if slot < tip.applied else None
+
+
+def _live(tip: TopicManifest, name: str) -> LiveBucket | None:
+    return next((bucket for bucket in tip.live if bucket.object.name == name), None)
 
 
 def _tombstones(

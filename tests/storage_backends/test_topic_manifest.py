@@ -3,105 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
 
 import pytest
 
-from storage_backends import commit, topic_manifest
-from storage_backends.formats import names
+from storage_backends import commit
 from storage_backends.formats.manifest import (
-    BucketProgress,
-    LiveBucket,
-    ManifestHead,
     ObjectReference,
     Progress,
-    Subscription,
+    SubscriptionPolicy,
     Tombstone,
     TopicManifest,
+    TopicPolicy,
 )
-from storage_backends.memory import MemoryStore
-from storage_backends.object_store import Damaged
-from storage_backends.topic_manifest import Claim, Create, DropBuckets, Seal, SetSubscriptions
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock
-
-TOPIC = "flights"
-TOPIC_ID = names.topic_id(TOPIC)
-EPOCH = 4
-APPLIED = 100
-FLOOR = 10
-DELETE_AFTER_MS = 9_000
-
-Operation = commit.Operation[TopicManifest]
-
-
-def reference(name: str, base: int = 20) -> ObjectReference:
-    return ObjectReference(name=name, base=base, size_bytes=7, sha256=b"\2" * 32)
-
-
-def bucket(name: str, base: int = 20) -> LiveBucket:
-    return LiveBucket(
-        object=reference(name, base),
-        rows=3,
-        first_ledger_id=1,
-        last_ledger_id=2,
-        min_deliver_at_ms=5,
-        max_deliver_at_ms=6,
-        hash_low=1,
-        hash_high=2,
-    )
-
-
-def subscription(number: int) -> Subscription:
-    return Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=1)
-
-
-def progress(*buckets: str) -> Progress:
-    return Progress(buckets=tuple(BucketProgress(bucket=each) for each in buckets))
-
-
-def tombstone(name: str) -> Tombstone:
-    return Tombstone(object=reference(name), removed_in=3, delete_after_ms=1)
-
-
-TIP = TopicManifest(
-    head=ManifestHead(
-        number=30, previous_sha256=b"", commit_id="c", writer="w", created_ms=1, lineage=("c",), orphan_floor=FLOOR
-    ),
-    topic=TOPIC,
-    topic_id=TOPIC_ID,
-    incarnation=1,
-    owner_epoch=EPOCH,
-    applied=APPLIED,
-    live=(bucket("b1"), bucket("b2")),
-    tombstones=(tombstone("dead"),),
-    subscriptions=(subscription(1), subscription(3)),
-    last_subscription_id=5,
-    progress=progress("b1", "b2"),
+from storage_backends.topic_manifest import Claim, DropBuckets
+from tests.storage_backends.topic_manifests import (
+    APPLIED,
+    CLAIM,
+    CREATE,
+    CREATE_AGAIN,
+    DELETE,
+    DELETE_AFTER_MS,
+    DELETED,
+    DROP,
+    EPOCH,
+    FLOOR,
+    POLICY,
+    QUARANTINE,
+    QUARANTINED,
+    SEAL,
+    SUBSCRIPTIONS,
+    TIP,
+    TOPIC,
+    TOPIC_ID,
+    Operation,
+    bucket,
+    progress,
+    reference,
+    seal_with,
+    subscription,
+    tip_with,
 )
-
-CREATE = Create(topic=TOPIC, topic_id=TOPIC_ID, incarnation=1, epoch=EPOCH, applied=50)
-CLAIM = Claim(epoch=EPOCH + 1)
-SEAL = Seal(
-    buckets=(bucket("b3"),),
-    progress=progress("b1", "b3"),
-    progress_object=None,
-    slot_from=APPLIED,
-    slot_to=APPLIED + 20,
-    epoch=EPOCH,
-    replaced_delete_after_ms=DELETE_AFTER_MS,
-)
-DROP = DropBuckets(buckets=("b1",), epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
-SUBSCRIPTIONS = SetSubscriptions(subscriptions=(subscription(6),), last_subscription_id=6, epoch=EPOCH)
-
-
-def tip_with(**changes: object) -> TopicManifest:
-    return dataclasses.replace(TIP, **changes)  # type: ignore[arg-type]
-
-
-def seal_with(**changes: object) -> Seal:
-    return dataclasses.replace(SEAL, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +61,18 @@ def seal_with(**changes: object) -> Seal:
         (dataclasses.replace(DROP, buckets=("b1", "b2")), TIP),
         (SUBSCRIPTIONS, TIP),
         (dataclasses.replace(SUBSCRIPTIONS, subscriptions=(), last_subscription_id=5), TIP),
+        (QUARANTINE, TIP),
+        (dataclasses.replace(QUARANTINE, bucket="b2"), QUARANTINED),
+        (POLICY, TIP),
+        (DELETE, TIP),
+        (DELETE, QUARANTINED),
+        (dataclasses.replace(DELETE, slot=APPLIED), TIP),
+        (dataclasses.replace(DELETE, slot=APPLIED + 9), CREATE_AGAIN.apply(DELETED)),
+        (dataclasses.replace(DROP, buckets=("b2",)), QUARANTINED),
+        (CREATE_AGAIN, DELETED),
+        (dataclasses.replace(CREATE_AGAIN, epoch=EPOCH + 1), DELETED),
+        (dataclasses.replace(CREATE_AGAIN, applied=APPLIED + 7), DELETED),
+        (CLAIM, DELETED),
     ],
     ids=str,
 )
@@ -163,6 +116,29 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
             TIP,
             "the last subscription id is 6, it cannot become 5",
         ),
+        (DROP, QUARANTINED, "buckets ['b1'] are quarantined"),
+        (dataclasses.replace(DROP, buckets=("b1", "b2")), QUARANTINED, "buckets ['b1'] are quarantined"),
+        (QUARANTINE, None, "the topic does not exist"),
+        (QUARANTINE, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
+        (dataclasses.replace(QUARANTINE, bucket="dead"), TIP, "bucket dead is not live"),
+        (
+            dataclasses.replace(QUARANTINE, damage="its head is damaged"),
+            QUARANTINED,
+            "bucket b1 is quarantined: segment 3 is damaged",
+        ),
+        (POLICY, None, "the topic does not exist"),
+        (POLICY, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
+        (DELETE, None, "the topic does not exist"),
+        (DELETE, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
+        (dataclasses.replace(DELETE, slot=APPLIED - 1), TIP, "applied is 100, it cannot become 99"),
+        (dataclasses.replace(CREATE_AGAIN, epoch=EPOCH - 1), DELETED, "owner epoch is 4, above 3"),
+        (dataclasses.replace(CREATE_AGAIN, applied=APPLIED + 6), DELETED, "applied is 107, it cannot become 106"),
+        (seal_with(slot_from=APPLIED + 7), DELETED, "the topic was deleted"),
+        (DROP, DELETED, "the topic was deleted"),
+        (SUBSCRIPTIONS, DELETED, "the topic was deleted"),
+        (QUARANTINE, DELETED, "the topic was deleted"),
+        (POLICY, DELETED, "the topic was deleted"),
+        (dataclasses.replace(DELETE, slot=APPLIED + 8), DELETED, "the topic was deleted"),
     ],
     ids=str,
 )
@@ -231,7 +207,53 @@ def test_subscriptions_are_set_as_a_whole() -> None:
     assert SUBSCRIPTIONS.apply(TIP) == tip_with(subscriptions=(subscription(6),), last_subscription_id=6)
 
 
-@pytest.mark.parametrize("operation", [CLAIM, SEAL, DROP, SUBSCRIPTIONS], ids=str)
+def test_a_quarantined_bucket_stays_live_with_its_progress_and_says_what_was_found() -> None:
+    assert QUARANTINE.apply(TIP) == QUARANTINED
+    sealed = seal_with(progress=progress("b1", "b3")).apply(QUARANTINED)
+    assert (sealed.live[:2], sealed.progress) == (QUARANTINED.live, progress("b1", "b3"))
+
+
+def test_a_policy_is_set_as_a_whole() -> None:
+    assert POLICY.apply(tip_with(policy=TopicPolicy(bucket_rows_max=3))) == tip_with(policy=POLICY.policy)
+
+
+def test_a_deletion_buries_every_object_and_empties_the_topic_but_gives_no_id_and_no_incarnation_again() -> None:
+    deleted = DELETE.apply(tip_with(progress=None, progress_object=reference("p"), policy=POLICY.policy))
+    buried = tuple(
+        Tombstone(object=reference(name), removed_in=31, delete_after_ms=DELETE_AFTER_MS) for name in ("b1", "b2", "p")
+    )
+    assert deleted == tip_with(
+        incarnation=2,
+        applied=APPLIED + 7,
+        live=(),
+        tombstones=(*TIP.tombstones, *buried),
+        subscriptions=(),
+        progress=None,
+        progress_object=None,
+        policy=TopicPolicy(),
+        deleted=True,
+    )
+    assert (deleted.last_subscription_id, deleted.head) == (5, TIP.head)
+
+
+def test_a_deletion_buries_quarantined_buckets_too() -> None:
+    assert [each.object.name for each in DELETE.apply(QUARANTINED).tombstones] == ["dead", "b1", "b2"]
+
+
+def test_a_topic_born_again_keeps_what_its_deletion_raised_and_what_is_buried() -> None:
+    born = dataclasses.replace(CREATE_AGAIN, epoch=EPOCH + 1).apply(DELETED)
+    assert born == dataclasses.replace(DELETED, deleted=False, owner_epoch=EPOCH + 1, applied=APPLIED + 9)
+    assert (born.incarnation, born.last_subscription_id, born.head) == (2, 5, TIP.head)
+
+
+def test_the_policy_of_a_subscription_is_set_with_it() -> None:
+    ours = dataclasses.replace(subscription(6), policy=SubscriptionPolicy(lease_ms=5))
+    changed = dataclasses.replace(SUBSCRIPTIONS, subscriptions=(ours,))
+    assert changed.apply(SUBSCRIPTIONS.apply(TIP)).subscriptions == (ours,)
+    assert not changed.landed(SUBSCRIPTIONS.apply(TIP))
+
+
+@pytest.mark.parametrize("operation", [CLAIM, SEAL, DROP, SUBSCRIPTIONS, QUARANTINE, POLICY, DELETE], ids=str)
 def test_nothing_but_a_creation_is_applied_to_no_topic(operation: Operation) -> None:
     with pytest.raises(ValueError, match="the topic does not exist"):
         operation.apply(None)
@@ -250,6 +272,10 @@ def test_nothing_but_a_creation_is_applied_to_no_topic(operation: Operation) -> 
         (seal_with(buckets=(), progress=None, progress_object=reference("p")), TIP),
         (DROP, TIP),
         (SUBSCRIPTIONS, TIP),
+        (QUARANTINE, TIP),
+        (POLICY, TIP),
+        (DELETE, TIP),
+        (CREATE_AGAIN, DELETED),
     ],
     ids=str,
 )
@@ -281,8 +307,19 @@ def test_an_operation_with_an_object_finds_itself_also_after_what_came_later(
 @pytest.mark.parametrize(
     ("operation", "tip"),
     [
-        (CREATE, tip_with(owner_epoch=EPOCH + 1)),
-        (CREATE, tip_with(incarnation=2)),
+        (CREATE, tip_with(owner_epoch=EPOCH + 1, applied=50)),
+        (CREATE, TIP),
+        (CREATE_AGAIN, DELETED),
+        (CREATE_AGAIN, dataclasses.replace(CREATE_AGAIN.apply(DELETED), owner_epoch=EPOCH - 1)),
+        (CREATE_AGAIN, dataclasses.replace(CREATE_AGAIN.apply(DELETED), deleted=True)),
+        (QUARANTINE, dataclasses.replace(QUARANTINED, owner_epoch=EPOCH + 1)),
+        (dataclasses.replace(QUARANTINE, damage="its head is damaged"), QUARANTINED),
+        (POLICY, dataclasses.replace(POLICY.apply(TIP), owner_epoch=EPOCH + 1)),
+        (dataclasses.replace(POLICY, policy=TopicPolicy()), DELETED),
+        (DELETE, dataclasses.replace(DELETED, owner_epoch=EPOCH + 1)),
+        (DELETE, dataclasses.replace(DELETED, applied=APPLIED + 8)),
+        (DELETE, CREATE_AGAIN.apply(DELETED)),
+        (dataclasses.replace(SUBSCRIPTIONS, subscriptions=(), last_subscription_id=5), DELETED),
         (seal_with(buckets=()), tip_with(applied=APPLIED + 20, owner_epoch=EPOCH + 1)),
         (SUBSCRIPTIONS, dataclasses.replace(SUBSCRIPTIONS.apply(TIP), owner_epoch=EPOCH + 1)),
         (SUBSCRIPTIONS, tip_with(last_subscription_id=6)),
@@ -291,142 +328,3 @@ def test_an_operation_with_an_object_finds_itself_also_after_what_came_later(
 )
 def test_an_operation_does_not_take_another_ones_manifest_for_its_own(operation: Operation, tip: TopicManifest) -> None:
     assert not operation.landed(tip)
-
-
-# ---- with the primitive
-
-
-def log_of(store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:
-    clock, ids = VirtualClock(), (f"{name}-{number}" for number in itertools.count())
-    return topic_manifest.topic_log(
-        store,
-        3,
-        TOPIC_ID,
-        monotonic=clock.now,
-        sleep=clock.block,
-        jitter=lambda: 0.5,
-        new_id=lambda: next(ids),
-    )
-
-
-def put(log: commit.ManifestLog[TopicManifest], operation: Operation) -> TopicManifest:
-    return commit.commit(log, operation, writer="d", created_ms=1, deadline_s=10.0).manifest
-
-
-def with_topic(*operations: Operation) -> MemoryStore:
-    store = MemoryStore()
-    for operation in (CREATE, *operations):
-        put(log_of(store, str(id(operation))), operation)
-    return store
-
-
-FIRST_SEAL = seal_with(slot_from=50, slot_to=60)
-TO_RETRY: list[tuple[Operation, tuple[Operation, ...]]] = [
-    (CLAIM, ()),
-    (FIRST_SEAL, ()),
-    (dataclasses.replace(FIRST_SEAL, buckets=()), ()),
-    (DropBuckets(buckets=("b3",), epoch=EPOCH, delete_after_ms=1), (FIRST_SEAL,)),
-    (SUBSCRIPTIONS, ()),
-]
-
-
-@pytest.mark.parametrize("fault", [Fault.FAIL_BEFORE, Fault.FAIL_AFTER, Fault.DELIVER_LATE])
-@pytest.mark.parametrize(("operation", "before"), TO_RETRY, ids=str)
-def test_an_operation_whose_outcome_is_unknown_is_committed_again_and_applied_once(
-    operation: Operation, before: tuple[Operation, ...], fault: Fault
-) -> None:
-    script = Script()
-    script.plan("put_if_absent", fault)
-    script.plan("head", Fault.FAIL_BEFORE, times=1000)
-    inner = with_topic(*before)
-    number = 2 + len(before)
-    store = FaultStore(inner, script)
-    with pytest.raises(commit.CommitOutcomeUnknown):
-        put(log_of(store), operation)
-    again = put(log_of(inner, "again"), operation)
-    store.deliver_late()
-    assert again.head.number == number
-    tip = log_of(inner).read_tip()
-    assert tip is not None
-    assert tip.manifest == again
-
-
-def test_a_creation_whose_outcome_is_unknown_is_committed_again_and_applied_once() -> None:
-    script = Script()
-    script.plan("put_if_absent", Fault.FAIL_AFTER)
-    script.plan("head", Fault.FAIL_BEFORE, times=1000)
-    store = FaultStore(MemoryStore(), script)
-    with pytest.raises(commit.CommitOutcomeUnknown):
-        put(log_of(store), CREATE)
-    assert put(log_of(store.inner, "again"), CREATE).head.number == 1  # type: ignore[arg-type]
-
-
-def test_a_seal_of_a_replaced_owner_is_refused_and_its_object_left_alone() -> None:
-    store = with_topic()
-    store.put("b3", b"rows")
-    put(log_of(store, "successor"), CLAIM)
-    with pytest.raises(commit.Refused, match="owner epoch is 5, not 4"):
-        put(log_of(store), FIRST_SEAL)
-    assert store.get("b3") == b"rows"
-
-
-def test_a_damaged_manifest_refuses_its_topic_by_name_and_offset() -> None:
-    store = with_topic(FIRST_SEAL)
-    key = names.topic_manifest_key(3, TOPIC_ID, 2)
-    body = bytearray(store.get(key))
-    body[20] ^= 1
-    store.put(key, bytes(body))
-    with pytest.raises(Damaged, match=f"{key}: topic manifest is damaged at byte {len(body) - 4}"):
-        put(log_of(store), CLAIM)
-
-
-def test_the_reference_to_an_object_has_its_size_and_hash() -> None:
-    made = topic_manifest.reference_to("k", 4, b"body")
-    assert (made.name, made.base, made.size_bytes, made.sha256.hex()[:8]) == ("k", 4, 4, "230d8358")
-
-
-# ---- planted bugs: a precondition that is left out lets happen what the tables above forbid
-
-
-class SealWithoutEpoch(Seal):
-    """A zombie may seal."""
-
-    def precondition(self, tip: TopicManifest | None) -> str | None:
-        return None if tip is not None and tip.applied == self.slot_from else "applied"
-
-
-class SealWithoutApplied(Seal):
-    """A seal is applied wherever it comes."""
-
-    def precondition(self, tip: TopicManifest | None) -> str | None:
-        return None if tip is not None and tip.owner_epoch == self.epoch else "epoch"
-
-    def landed(self, tip: TopicManifest) -> bool:
-        return False
-
-
-def seal_after_a_claim(kind: type[Seal]) -> None:
-    """A successor has claimed the topic before the former owner's seal arrives."""
-    store = with_topic()
-    put(log_of(store, "successor"), CLAIM)
-    zombie = kind(**{field.name: getattr(FIRST_SEAL, field.name) for field in dataclasses.fields(Seal)})
-    with pytest.raises(commit.Refused):
-        put(log_of(store), zombie)
-
-
-def seal_twice(kind: type[Seal]) -> None:
-    """The answer to a seal was lost, and it is committed again."""
-    store = with_topic()
-    made = kind(**{field.name: getattr(FIRST_SEAL, field.name) for field in dataclasses.fields(Seal)})
-    put(log_of(store), made)
-    again = put(log_of(store, "again"), made)
-    assert [each.object.name for each in again.live] == ["b3"]
-
-
-@pytest.mark.parametrize(
-    ("scenario", "bug"), [(seal_after_a_claim, SealWithoutEpoch), (seal_twice, SealWithoutApplied)]
-)
-def test_a_planted_bug_of_a_seal_is_found(scenario: Callable[[type[Seal]], None], bug: type[Seal]) -> None:
-    scenario(Seal)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        scenario(bug)

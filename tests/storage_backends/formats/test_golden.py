@@ -99,6 +99,7 @@ def golden_topic_manifest() -> manifest.TopicManifest:
         compatible_form=True,
         segments=4,
         damage="a segment is missing",
+        quarantined_slot=2,
     )
     policy = manifest.SubscriptionPolicy(in_flight_rows_max=0, lease_ms=30_000, properties=(("a", "1"), ("b", "")))
     return manifest.TopicManifest(

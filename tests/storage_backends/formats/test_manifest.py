@@ -45,6 +45,7 @@ live_buckets = st.builds(
     compatible_form=st.booleans(),
     segments=u32,
     damage=text,
+    quarantined_slot=u64,
 )
 subscription_policies = st.builds(
     manifest.SubscriptionPolicy,
