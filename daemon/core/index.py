@@ -131,8 +131,12 @@ class Index:
         if keys:
             page = keys.min() >> PAGE_BITS
             if keys.max() >> PAGE_BITS == page:
-                return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
+                return self.that_may_have_page(page)
         return self.buckets
+
+    def that_may_have_page(self, page: int) -> list[Bucket]:
+        """The buckets that positions of a page, by its ordinal, may be in."""
+        return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
 
     def find_loaded(self, keys: U64, deliver_at_ms: U64, seen: SeenRows) -> tuple[KeyedRows, list[SegmentRange]]:
         """The rows of due positions with those times: (rows found in memory, segments to load to tell more).

@@ -100,6 +100,9 @@ class SegmentCache:
     def rows_of(self, bucket: str) -> int:
         return sum(len(self._segments[bucket, number]) for number in self._of_bucket.get(bucket, ()))
 
+    def segments_of(self, bucket: str) -> int:
+        return len(self._of_bucket.get(bucket, ()))
+
     def put(self, bucket: str, number: int, rows: KeyedRows) -> None:
         self.discard(bucket, number)
         self._segments[bucket, number] = rows

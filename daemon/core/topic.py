@@ -22,6 +22,7 @@ from pyroaring import BitMap64
 
 from daemon.core import feeding, limits, quarantine, trimming
 from daemon.core.backlog_reader import BacklogReader
+from daemon.core.containment import Contained, EntryRanges, contained_in
 from daemon.core.departures import Departure
 from daemon.core.index import Index, SeenRows
 from daemon.core.mutable_bucket import MutableBucket
@@ -168,10 +169,11 @@ class Topic:
         return chosen[np.sort(first)]
 
     def _raised(self, rows: Rows) -> tuple[Rows, npt.NDArray[np.intp] | None]:
-        """A row is stored later than every subscription was created, so that all of them are owed it."""
+        """A row is stored later than every subscription was created, so that all of them are owed it.
+
+        The first one is owed what is later than 0.
+        """
         floor_ms = max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
-        if not floor_ms or not len(rows):
-            return rows, None
         below = rows.deliver_at_ms <= np.uint64(floor_ms)
         if not below.any():
             return rows, None
@@ -307,6 +309,16 @@ class Topic:
                 state.acknowledging -= bitmap_of(rows.keys)
         if learns:
             self.index.pages.forget_unheld(pages_of(bitmap_of(rows.keys)))
+
+    # ---- what is there
+
+    def contains(self, request: EntryRanges, state: SubscriptionState | None, *, ranges_max: int) -> Contained:
+        """What of ranges of entries is in the index, of a subscription: what it has not acknowledged.
+
+        Rows whose time has come count as pending until the head has passed them.
+        """
+        subscription_id = None if state is None else state.subscription_id
+        return contained_in(self.index, request, subscription_id, ranges_max=ranges_max)
 
     # ---- trims
 

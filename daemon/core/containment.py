@@ -1,0 +1,227 @@
+"""What of ranges of entries is in the index, as ranges: a cursor that reads a log skips them (PIP-195).
+
+Owns: ranges of a request brought to keys, ranges of sets of keys brought back to entries, and the bound of one answer.
+Does not own: which rows there are (`index`) and who acknowledged them (`bucket`).
+
+Everything is done on bitmaps and columns: a range of a million rows is a few containers, and a range of the answer is
+a place where a set begins and one where it ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.bucket import Bucket
+from daemon.core.index import Index
+from daemon.core.positions import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
+from storage_backends.formats.rows import U64
+
+# What one call looks at: rows of the index in ranges of the request; a range counts for some rows in any case, and so
+# does each container (65,536 entries) that it spans.
+SCAN_ROWS_MAX = 4_000_000
+_RANGE_ROWS = 256
+_CONTAINER_ROWS = 4
+_CONTAINER_BITS = 16
+
+I64 = npt.NDArray[np.int64]
+_LOW = np.uint64((1 << PAGE_BITS) - 1)
+_SHIFT = np.uint64(PAGE_BITS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class EntryRanges:
+    """Ranges of entries of ledgers, both ends included: u64[n] each."""
+
+    ledger_id: U64
+    first_entry_id: U64
+    last_entry_id: U64
+
+    def __len__(self) -> int:
+        return len(self.ledger_id)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Contained:
+    """What of the ranges of a request is in the index: not passed yet, and passed and not acknowledged.
+
+    Ordered as the request, within one of its ranges by entry; neighbours are one range. `continuation`: (range of the
+    request, entry): only what comes before is answered; None when everything is.
+    """
+
+    pending: EntryRanges
+    due: EntryRanges
+    continuation: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Pieces:
+    """Ranges of keys, each within one page, in the order of the request. `number`: the range of the request."""
+
+    number: I64
+    first: U64
+    last: U64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Found:
+    """Ranges of keys that are in the index, in the order of the pieces that they lie in."""
+
+    piece: I64
+    first: U64
+    last: U64
+
+    def __len__(self) -> int:
+        return len(self.piece)
+
+    def take(self, index: npt.NDArray[np.bool_]) -> _Found:
+        return _Found(self.piece[index], self.first[index], self.last[index])
+
+
+def contained_in(index: Index, request: EntryRanges, subscription_id: int | None, *, ranges_max: int) -> Contained:
+    """What of the request is in the index; of a subscription, what it has not acknowledged.
+
+    At most `ranges_max` ranges, and bounded work: the rest is for another call.
+    """
+    pieces, asked, end = _bounded(index, _pieces_of(index, request))
+    waiting, passed = _sets(index, asked, subscription_id)
+    pending = _overlaps(waiting, pieces, ranges_max + 1)
+    due = _overlaps(passed, pieces, ranges_max + 1)
+    pending, due, cut = _first_ones(pending, due, ranges_max)
+    if cut is not None:
+        end = int(pieces.number[cut[0]]), cut[1]
+    continuation = None
+    if end is not None:
+        _, entry_id = index.pages.positions(np.array([end[1]], np.uint64))
+        continuation = end[0], int(entry_id[0])
+    return Contained(_ranges(index, pieces, pending), _ranges(index, pieces, due), continuation)
+
+
+def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
+    """The parts of the request that lie in pages which some bucket holds."""
+    number = np.arange(len(request))
+    one_page = request.first_entry_id >> _SHIFT == request.last_entry_id >> _SHIFT
+    first = index.pages.find(request.ledger_id[one_page], request.first_entry_id[one_page])
+    last = first & ~_LOW | request.last_entry_id[one_page] & _LOW
+    known = first != UNKNOWN_KEY
+    pieces = _Pieces(number[one_page][known], first[known], last[known])
+    if one_page.all():
+        return pieces
+    further = []
+    for each in np.flatnonzero(~one_page).tolist():
+        columns = (request.ledger_id, request.first_entry_id, request.last_entry_id)
+        further += [(each, *keys) for keys in index.pages.key_ranges(*(int(column[each]) for column in columns))]
+    added = np.array(further, np.uint64).reshape(-1, 3)
+    number = np.concatenate([pieces.number, added[:, 0].astype(np.int64)])
+    order = np.argsort(number, kind="stable")
+    return _Pieces(
+        number[order],
+        np.concatenate([pieces.first, added[:, 1]])[order],
+        np.concatenate([pieces.last, added[:, 2]])[order],
+    )
+
+
+def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
+    """As many of the pieces as one call looks at: (they, their keys, and where the rest begins: the range of the request
+    and the key)."""
+    asked = BitMap64()
+    rows_left = SCAN_ROWS_MAX
+    end = None
+    count = len(pieces.number)
+    for place in np.flatnonzero(pieces.first != pieces.last).tolist():
+        first, last = int(pieces.first[place]), int(pieces.last[place])
+        if rows_left < _RANGE_ROWS:
+            count, end = place, (int(pieces.number[place]), first)
+            break
+        low, high, rows, whole = _fitting(index.that_may_have_page(first >> PAGE_BITS), first, last, rows_left)
+        rows_left -= max(rows, _RANGE_ROWS)
+        if high >= low:
+            asked.add_range(low, high + 1)
+        if not whole:
+            count, end = place + 1, (int(pieces.number[place]), high + 1)
+            pieces.last[place] = high
+            break
+    pieces = _Pieces(pieces.number[:count], pieces.first[:count], pieces.last[:count])
+    asked |= bitmap_of(pieces.first[pieces.first == pieces.last])
+    return pieces, asked, end
+
+
+def _fitting(buckets: Sequence[Bucket], first: int, last: int, rows_max: int) -> tuple[int, int, int, bool]:
+    """The part of a range that is looked at at once: (the first key of it that has a row, the last key, what it counts for,
+    whether it is all)."""
+    sets = [bucket.present for bucket in buckets if bucket.present.range_cardinality(first, last + 1)]
+    if not sets:
+        return first, first - 1, 0, True
+    low = min(keys.next_set_bit(first) for keys in sets)
+    end = high = max(keys[keys.rank(last) - 1] for keys in sets)
+    while True:
+        rows = ((high - low) >> _CONTAINER_BITS) * _CONTAINER_ROWS
+        rows += sum(keys.range_cardinality(low, high + 1) for keys in sets)
+        if rows <= rows_max:
+            return low, high, rows, high == end
+        high = low + (high - low) // 2
+
+
+def _sets(index: Index, asked: BitMap64, subscription_id: int | None) -> tuple[BitMap64, BitMap64]:
+    """What of the keys waits, and what is due and not acknowledged."""
+    waiting, passed = BitMap64(), BitMap64()
+    for bucket in index.buckets:
+        here = bucket.present & asked
+        if not here:
+            continue
+        if subscription_id in bucket.acknowledged:
+            here -= bucket.acknowledged[subscription_id]
+        due = here & bucket.passed
+        passed |= due
+        waiting |= here - due
+    return waiting, passed
+
+
+def _overlaps(keys: BitMap64, pieces: _Pieces, count_max: int) -> _Found:
+    """The first ranges of keys of the set in each of the pieces, at most so many together."""
+    begins, ends = _runs_of(keys, np.unique(pieces.first >> _SHIFT))
+    start = np.searchsorted(ends, pieces.first, side="left")
+    counts = np.searchsorted(begins, pieces.last, side="right") - start
+    before = np.cumsum(counts) - counts
+    counts = np.clip(count_max - before, 0, counts)
+    piece = np.repeat(np.arange(len(counts)), counts)
+    places = (start - before)[piece] + np.arange(len(piece))
+    return _Found(piece, np.maximum(begins[places], pieces.first[piece]), np.minimum(ends[places], pieces.last[piece]))
+
+
+def _runs_of(keys: BitMap64, pages: U64) -> tuple[U64, U64]:
+    """The runs of neighbours in the set: (their first, their last keys). None goes beyond its page."""
+    if not keys:
+        return np.empty(0, np.uint64), np.empty(0, np.uint64)
+    has_lower = keys.shift(1) - bitmap_of(pages << _SHIFT)
+    has_higher = keys.shift(-1) - bitmap_of(pages << _SHIFT | _LOW)
+    return keys_of(keys - has_lower), keys_of(keys - has_higher)
+
+
+def _first_ones(pending: _Found, due: _Found, ranges_max: int) -> tuple[_Found, _Found, tuple[int, int] | None]:
+    """The first ranges of both together: (pending ones, due ones, (piece, first key) of the one that follows)."""
+    if len(pending) + len(due) <= ranges_max:
+        return pending, due, None
+    piece = np.concatenate([pending.piece, due.piece])
+    first = np.concatenate([pending.first, due.first])
+    order = np.lexsort((first, piece))
+    chosen = np.zeros(len(order), np.bool_)
+    chosen[order[:ranges_max]] = True
+    following = order[ranges_max]
+    cut = int(piece[following]), int(first[following])
+    return pending.take(chosen[: len(pending)]), due.take(chosen[len(pending) :]), cut
+
+
+def _ranges(index: Index, pieces: _Pieces, found: _Found) -> EntryRanges:
+    """The entries; what goes on in the next page of the ledger is one range."""
+    ledger_id, first = index.pages.positions(found.first)
+    _, last = index.pages.positions(found.last)
+    number = pieces.number[found.piece]
+    goes_on = (number[1:] == number[:-1]) & (ledger_id[1:] == ledger_id[:-1]) & (first[1:] == last[:-1] + np.uint64(1))
+    is_first = np.concatenate([[True], ~goes_on])[: len(first)]
+    is_last = np.concatenate([~goes_on, [True]])[: len(first)]
+    return EntryRanges(ledger_id[is_first], first[is_first], last[is_last])

@@ -1,0 +1,149 @@
+"""What of ranges is in the index: as ranges, in the order of the request, in bounded answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.core import containment
+from daemon.core.containment import Contained, EntryRanges
+from daemon.core.subscription import SubscriptionState
+from tests.daemon.core.journaled_topic import JournaledTopic, Position
+
+NOW_MS = 1_000_000
+U64_MAX = (1 << 64) - 1
+Range = tuple[int, int, int]
+EDGES = (0, 1, 2, 5, 65_535, 65_536, (1 << 32) - 2, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, U64_MAX - 1, U64_MAX)
+entries = st.sampled_from(EDGES)
+positions = st.sets(st.tuples(st.sampled_from((0, 7, U64_MAX)), entries), max_size=14)
+ranges = st.tuples(st.sampled_from((0, 7, 8, U64_MAX)), entries, entries).map(lambda at: (at[0], *sorted(at[1:])))
+
+
+def request_of(asked: Sequence[Range]) -> EntryRanges:
+    columns = np.array(asked, np.uint64).reshape(-1, 3)
+    return EntryRanges(*(columns[:, number].copy() for number in range(3)))
+
+
+def listed(found: EntryRanges) -> list[Range]:
+    columns = (found.ledger_id, found.first_entry_id, found.last_entry_id)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def expected_of(rows: set[Position], asked: Sequence[Range]) -> list[Range]:
+    found: list[Range] = []
+    for ledger, first, last in asked:
+        own: list[Range] = []
+        for entry in sorted(entry for at, entry in rows if at == ledger and first <= entry <= last):
+            if own and own[-1][2] + 1 == entry:
+                own[-1] = (ledger, own[-1][1], entry)
+            else:
+                own.append((ledger, entry, entry))
+        found += own
+    return found
+
+
+def asked_until_done(
+    topic: JournaledTopic, asked: Sequence[Range], state: SubscriptionState | None, *, ranges_max: int
+) -> tuple[list[Range], list[Range], int]:
+    """(pending, due, calls), as a caller puts the answers together."""
+    pending: list[Range] = []
+    due: list[Range] = []
+    rest = list(asked)
+    for calls in range(1, 1_000):
+        answer: Contained = topic.core.contains(request_of(rest), state, ranges_max=ranges_max)
+        assert len(answer.pending) + len(answer.due) <= ranges_max
+        pending += listed(answer.pending)
+        due += listed(answer.due)
+        if answer.continuation is None:
+            return pending, due, calls
+        number, entry = answer.continuation
+        assert rest[number][1] <= entry <= rest[number][2]
+        assert (number, entry) != (0, rest[0][1]), "an answer without progress"
+        rest = [(rest[number][0], entry, rest[number][2]), *rest[number + 1 :]]
+    raise AssertionError("a request is never answered in full")
+
+
+def joined(found: Sequence[Range], asked: Sequence[Range]) -> list[Range]:
+    """Ranges that were cut by the end of an answer are one again."""
+    edges = {(ledger, last) for ledger, _, last in asked}
+    whole: list[Range] = []
+    for ledger, first, last in found:
+        if whole and whole[-1][0] == ledger and whole[-1][2] + 1 == first and (ledger, whole[-1][2]) not in edges:
+            whole[-1] = (ledger, whole[-1][1], last)
+        else:
+            whole.append((ledger, first, last))
+    return whole
+
+
+@pytest.mark.parametrize("scan_rows_max", [1 << 20, 256])
+@given(
+    buckets=st.lists(positions, min_size=1, max_size=3),
+    due=positions,
+    acknowledged=positions,
+    asked=st.lists(ranges, min_size=1, max_size=6),
+    ranges_max=st.integers(1, 12),
+)
+def test_the_answer_is_what_each_position_would_have_been_answered(
+    scan_rows_max: int,
+    buckets: list[set[Position]],
+    due: set[Position],
+    acknowledged: set[Position],
+    asked: list[Range],
+    ranges_max: int,
+) -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    one, _ = topic.create_subscription(), topic.create_subscription()
+    topic.now_ms += 1
+    rows: set[Position] = set()
+    for number, bucket in enumerate(buckets):
+        if fresh := sorted(bucket - rows):
+            topic.add(fresh, [topic.now_ms if at in due else topic.now_ms + 10 for at in fresh])
+            rows |= bucket
+            if number % 2:
+                topic.seal()
+    topic.pass_all()
+    due, acknowledged = due & rows, acknowledged & due & rows
+    topic.acknowledge(one, [(at, topic.now_ms) for at in sorted(acknowledged)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(containment, "SCAN_ROWS_MAX", scan_rows_max)
+        for state, gone in ((None, set()), (one, acknowledged)):
+            pending, passed, _ = asked_until_done(topic, asked, state, ranges_max=ranges_max)
+            assert joined(pending, asked) == joined(expected_of(rows - due, asked), asked)
+            assert joined(passed, asked) == joined(expected_of(due - gone, asked), asked)
+
+
+def test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    topic.create_subscription()
+    topic.add([(7, entry) for entry in range(1, 9)], NOW_MS + 5)
+    answer = topic.core.contains(request_of([(7, 0, 9)]), None, ranges_max=10)
+    assert (listed(answer.pending), listed(answer.due), answer.continuation) == ([(7, 1, 8)], [], None)
+    single = topic.core.contains(request_of([(7, entry, entry) for entry in range(10)]), None, ranges_max=10)
+    assert listed(single.pending) == [(7, entry, entry) for entry in range(1, 9)]
+
+
+def test_ranges_go_on_in_the_next_page_of_a_ledger_and_ranges_that_overlap_are_answered_each() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    page = 1 << 32
+    topic.add([(3, 0), (7, page - 1), (7, page), (8, 0), (7, page + 1)], NOW_MS + 5)
+    asked = [(7, 0, U64_MAX), (7, page, page), (6, 0, U64_MAX), (7, page - 1, page)]
+    answer = topic.core.contains(request_of(asked), None, ranges_max=10)
+    assert listed(answer.pending) == [(7, page - 1, page + 1), (7, page, page), (7, page - 1, page)]
+
+
+def test_a_range_of_millions_of_rows_costs_a_few_containers() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    topic.create_subscription()
+    rows = 2_000_000
+    for first in range(0, rows, 100_000):
+        topic.add([(7, entry) for entry in range(first, first + 100_000)], NOW_MS + 5)
+    request = request_of([(7, 0, U64_MAX)])
+    started_s = time.perf_counter()
+    answer = topic.core.contains(request, None, ranges_max=10)
+    assert time.perf_counter() - started_s < 0.05
+    assert listed(answer.pending) == [(7, 0, rows - 1)]
