@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from daemon.durability import backoff, candidacy, heartbeat
 from daemon.durability.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
 from daemon.durability.epoch_confirmation import ShardLog
+from daemon.errors import Corruption
 from storage_backends import commit, local_directory, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ShardManifest
@@ -77,17 +78,26 @@ class Standby:
         self._look_interval_s = look_interval_s
         self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
         self._new_watch = new_watch
+        self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
         # host:port of another daemon that owned a shard at the last look, empty when there was none.
         self.owner_address = ""
 
+    def recorded(self, shard: int) -> ShardManifest | None:
+        """The tip of a shard's manifest at the last look; None when there was none."""
+        tip = self._tips[shard]
+        return None if tip is None else tip.manifest
+
     async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
 
-        Raises Corruption when the tip of a shard manifest is damaged.
+        A shard whose manifest is damaged has no say. Raises Corruption when that holds for all of them.
         """
         while True:
-            decision = await self._run(self._look)
+            try:
+                decision = await self._run(self._look)
+            except object_store.Damaged as error:
+                raise Corruption(f"shard manifest {error}") from error
             if isinstance(decision, Claimable):
                 return decision
             waiting(decision.reason)
@@ -116,17 +126,25 @@ class Standby:
         return Claimable(reasons[0], former_owner_gone=all(lock is OwnerLock.FREE for lock in locks.values()))
 
     def _recorded_owners(self) -> list[RecordedOwner | None]:
-        """The distinct owners by the tips of all shards."""
-        self._tips = [log.read_tip(tip) for log, tip in zip(self._shard_logs, self._tips, strict=True)]
+        """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""
+        self._damaged = {}
+        for number, shard_log in enumerate(self._shard_logs):
+            try:
+                self._tips[number] = shard_log.read_tip(self._tips[number])
+            except object_store.Damaged as error:
+                self._damaged[number] = error
+        if len(self._damaged) == len(self._shard_logs):
+            raise self._damaged[0]
         recorded = (
             None if tip is None else RecordedOwner(owner=tip.manifest.owner, address=tip.manifest.address)
-            for tip in self._tips
+            for number, tip in enumerate(self._tips)
+            if number not in self._damaged
         )
         return list(dict.fromkeys(recorded))
 
     def _observe_heartbeats(self, owners: set[str]) -> None:
         listed = {entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in self._store.list(names.DAEMONS_PREFIX)}
-        for daemon_id in (listed | owners) - {"", self._daemon_id}:
+        for daemon_id in sorted((listed | owners) - {"", self._daemon_id}):
             asked_at_s = self._clock()
             seen = heartbeat.read_heartbeat(self._store, daemon_id)
             watch = self._watches.setdefault(daemon_id, self._new_watch())
