@@ -126,8 +126,7 @@ def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
 
 
 def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
-    """As many of the pieces as one call looks at: (they, their keys, and where the rest begins: the range of the request
-    and the key)."""
+    """As many of the pieces as one call looks at: (they, their keys, where the rest begins: range of the request, key)."""
     asked = BitMap64()
     rows_left = SCAN_ROWS_MAX
     end = None
@@ -151,8 +150,7 @@ def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[in
 
 
 def _fitting(buckets: Sequence[Bucket], first: int, last: int, rows_max: int) -> tuple[int, int, int, bool]:
-    """The part of a range that is looked at at once: (the first key of it that has a row, the last key, what it counts for,
-    whether it is all)."""
+    """The part of a range that is looked at: (its first key that has a row, its last key, its cost, is it all)."""
     sets = [bucket.present for bucket in buckets if bucket.present.range_cardinality(first, last + 1)]
     if not sets:
         return first, first - 1, 0, True

@@ -26,6 +26,10 @@ from storage_backends.formats.manifest import Subscription
 class SubscriptionState:
     """One subscription of a topic that is served.
 
+    Dispatchers are known by numbers: a stream, or whoever else listens, is one that is open; a lease is one under which
+    rows are IN_FLIGHT and that is not.
+
+    `stored`: as in the manifest; replaced when its policy changes.
     `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
     """
 
@@ -64,18 +68,32 @@ class SubscriptionState:
         self._dispatchers.add(dispatcher)
 
     def close(self, dispatcher: int) -> None:
-        """What the dispatcher holds is READY again; when it was the last one READY is not kept."""
+        """What the dispatcher holds is READY again; when it was the last one that listens READY is not kept."""
         self._dispatchers.discard(dispatcher)
-        held = self.in_flight.take_dispatcher(dispatcher)
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
             self._returned = KeyedRows.empty()
             self.ready_rows = 0
-        elif len(held):
+        self.return_held(dispatcher)
+
+    def return_held(self, dispatcher: int) -> int:
+        """What a stream or a lease holds is READY again, if anybody listens; how many rows."""
+        held = self.in_flight.take_dispatcher(dispatcher)
+        if len(held) and self._dispatchers:
             returned = KeyedRows.concat([self._returned, held])
             self._returned = returned.take(np.lexsort((returned.rows.entry_id, returned.rows.ledger_id)))
             self.ready_rows += len(held)
+        return len(held)
+
+    def held_rows(self, dispatcher: int) -> int:
+        """How many rows a stream or a lease holds."""
+        return self.in_flight.held_rows(dispatcher)
+
+    @property
+    def leased_rows(self) -> int:
+        """Rows that are IN_FLIGHT under a number that does not listen: a lease."""
+        return len(self.in_flight) - sum(map(self.in_flight.held_rows, self._dispatchers))
 
     # ---- READY
 
@@ -94,10 +112,21 @@ class SubscriptionState:
             self._ready.append(rows)
             self.ready_rows += len(rows)
 
+    @property
+    def available_rows(self) -> int:
+        """How many READY rows may become IN_FLIGHT by the subscription's policy."""
+        rows_max = self.stored.policy.in_flight_rows_max
+        if rows_max is None:
+            return self.ready_rows
+        return max(0, min(self.ready_rows, rows_max - len(self.in_flight)))
+
     def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` READY rows, which become IN_FLIGHT: what came back first, then in hand-out order."""
+        """At most `limit` READY rows, which become IN_FLIGHT: what came back first, then in hand-out order.
+
+        `dispatcher`: the stream or the lease that holds them from now on.
+        """
         parts: list[KeyedRows] = []
-        room = min(limit, self.ready_rows)
+        room = min(limit, self.available_rows)
         if len(self._returned) and room:
             parts.append(self._returned.take(slice(0, room)))
             self._returned = self._returned.take(slice(room, None))

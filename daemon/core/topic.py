@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -248,6 +248,11 @@ class Topic:
         if len(found):
             state.withdraw(bitmap_of(found.keys))
             state.in_flight.add(found, dispatcher)
+
+    def move_held(self, state: SubscriptionState, claims: HeldPositions, leases: Collection[int], lease: int) -> int:
+        """Claims that one of the leases holds with that time are held by another lease from now on; how many."""
+        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
+        return state.in_flight.move(keys, claims.deliver_at_ms, leases, lease)
 
     # ---- decisions are applied
 
