@@ -7,6 +7,7 @@ Does not own: any rule of the product; it stores nothing.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import queue
 import threading
@@ -188,8 +189,8 @@ def take(requests: Requests, kind: str) -> Any:
             return request
 
 
-def receive(subscription: tarry.Subscription) -> tarry.Batch:
-    received = subscription.receive(WAIT_S)
+async def receive(subscription: tarry.aio.Subscription) -> tarry.Batch:
+    received = await subscription.receive(WAIT_S)
     assert received is not None
     return received
 
@@ -241,3 +242,7 @@ class Gate:
 
     def wait(self) -> Any:
         return self._passed.get(timeout=WAIT_S)
+
+    async def passed(self) -> Any:
+        """`wait`, for a coroutine."""
+        return await asyncio.to_thread(self.wait)

@@ -1,10 +1,12 @@
 """Client of Tarry, the scheduling daemon for delayed positions.
 
-Owns: the generated wire types (`tarry.v1`), the client library over them, and the `tarry` command (extra `cli`).
+Owns: the generated wire types (`tarry.v1`), the client library over them, for threads and for an event loop
+(`tarry.aio`), and the `tarry` command (extra `cli`).
 
 Does not own: anything of the daemon; this package lives in other people's environments.
 """
 
+from tarry import aio
 from tarry.add_stream import AddStream
 from tarry.batch import Batch, Leased
 from tarry.client import DEFAULT_TARGET, Client
@@ -96,5 +98,6 @@ __all__ = [
     "TopicSummary",
     "Unauthenticated",
     "Unavailable",
+    "aio",
     "key_hash",
 ]

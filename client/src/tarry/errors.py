@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import grpc
+import grpc.aio
 from google.protobuf import message as protobuf_message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -183,7 +184,7 @@ def is_retryable(error: TarryError) -> bool:
 
 def from_rpc(error: grpc.RpcError) -> TarryError:
     """The failure of a call."""
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return Internal(f"gRPC failed without a status: {error!r}")
     hints = {str(key): _text(value) for key, value in error.trailing_metadata() or ()}
     return _from_code(error.code() or grpc.StatusCode.UNKNOWN, error.details() or "no message", hints)

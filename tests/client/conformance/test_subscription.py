@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +11,9 @@ import pytest
 from google.rpc import code_pb2
 
 import tarry
+import tarry.aio
 from tarry.v1 import dispatch_pb2
 from tests.client.fake_daemon import (
-    WAIT_S,
     FakeDaemon,
     Gate,
     Requests,
@@ -33,7 +33,7 @@ from tests.client.fake_daemon import (
 METHOD = "Subscribe"
 
 
-def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened(4)
@@ -46,8 +46,8 @@ def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, cl
         hold(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=100) as subscription:
-        received = receive(subscription)
+    async with client.subscribe("topic", "sub", permits=100) as subscription:
+        received = await receive(subscription)
         assert received.ledger_id.tolist() == [7, 7]
         assert received.entry_id.tolist() == [1, 2]
         assert received.deliver_at_ms.tolist() == [10, 11]
@@ -56,7 +56,7 @@ def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, cl
         assert received.epoch == subscription.epoch == 4
         assert received.lateness_ms.tolist() == [received.received_at_ms - 10, received.received_at_ms - 11]
         assert subscription.held == 2
-        assert subscription.ack(received).result(WAIT_S) == 1
+        assert await subscription.ack(received) == 1
         assert subscription.held == 0
     (requests,) = daemon.requests(METHOD)
     opening = requests.taken[0].open
@@ -71,36 +71,40 @@ def test_what_is_due_comes_as_columns_and_is_acknowledged(daemon: FakeDaemon, cl
     assert list(acknowledged.deliver_at_ms) == [10, 11]
 
 
-def test_a_column_that_is_empty_on_the_wire_is_none(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_column_that_is_empty_on_the_wire_is_none(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(METHOD, one_batch(range(3)))
-    with client.subscribe("topic", "sub") as subscription:
-        received = receive(subscription)
+    async with client.subscribe("topic", "sub") as subscription:
+        received = await receive(subscription)
         assert received.key_hash is None
-        subscription.ack(received)
+        _ = subscription.ack(received)
 
 
-def test_a_subscription_that_does_not_exist_is_told_when_it_is_opened(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_subscription_that_does_not_exist_is_told_when_it_is_opened(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     daemon.script(METHOD, refuse(grpc.StatusCode.NOT_FOUND, "no subscription 'sub'"))
     with pytest.raises(tarry.NotFound, match="no subscription 'sub'"):
-        client.subscribe("topic", "sub")
+        await client.subscribe("topic", "sub")
 
 
-def test_it_is_created_when_asked(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_it_is_created_when_asked(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("CreateSubscription", answer(dispatch_pb2.CreateSubscriptionResponse(subscription_id=1)))
     daemon.script(METHOD, one_batch(range(1)))
-    with client.subscribe("topic", "sub", create=True) as subscription:
-        subscription.ack(receive(subscription))
+    async with client.subscribe("topic", "sub", create=True) as subscription:
+        _ = subscription.ack(await receive(subscription))
     assert [name for name, _ in daemon.calls] == ["CreateSubscription", METHOD]
 
 
-def test_opening_is_tried_until_the_deadline(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_opening_is_tried_until_the_deadline(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(METHOD, refuse(grpc.StatusCode.UNAVAILABLE, "standing by"))
     with pytest.raises(tarry.DeadlineExceeded, match="standing by"):
-        client.subscribe("topic", "sub", timeout_s=0.1)
+        await client.subscribe("topic", "sub", timeout_s=0.1)
     assert daemon.count(METHOD) > 1
 
 
-def test_permits_come_back_when_a_batch_is_acknowledged_or_released(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_permits_come_back_when_a_batch_is_acknowledged_or_released(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     """permits 8: 8 are granted, 8 received; 4 acknowledged and 4 released give 4 and 4 back."""
     granted = Gate()
 
@@ -117,18 +121,18 @@ def test_permits_come_back_when_a_batch_is_acknowledged_or_released(daemon: Fake
                 yield done(request)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=8) as subscription:
-        assert granted.wait() == 8
-        first, second = receive(subscription), receive(subscription)
-        subscription.ack(first)
-        assert granted.wait() == 4
+    async with client.subscribe("topic", "sub", permits=8) as subscription:
+        assert await granted.passed() == 8
+        first, second = await receive(subscription), await receive(subscription)
+        _ = subscription.ack(first)
+        assert await granted.passed() == 4
         subscription.release(second)
-        assert granted.wait() == 4
+        assert await granted.passed() == 4
         subscription.release(second)
         assert subscription.held == 0
 
 
-def test_permits_are_granted_again_in_portions(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_permits_are_granted_again_in_portions(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     """permits 100, 50 received one by one: a grant of fewer than 25 waits, as long as the daemon has some left."""
     granted = Gate()
 
@@ -145,13 +149,15 @@ def test_permits_are_granted_again_in_portions(daemon: FakeDaemon, client: tarry
                 yield done(request)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=100) as subscription:
+    async with client.subscribe("topic", "sub", permits=100) as subscription:
         for _ in range(50):
-            subscription.ack(receive(subscription))
-        assert [granted.wait(), granted.wait(), granted.wait()] == [100, 25, 25]
+            _ = subscription.ack(await receive(subscription))
+        assert [await granted.passed(), await granted.passed(), await granted.passed()] == [100, 25, 25]
 
 
-def test_no_permits_are_granted_while_too_much_waits_to_be_durable(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_no_permits_are_granted_while_too_much_waits_to_be_durable(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     """permits 2: after 16 unconfirmed positions no grant, until some are durable."""
     confirm = Gate()
 
@@ -171,17 +177,19 @@ def test_no_permits_are_granted_while_too_much_waits_to_be_durable(daemon: FakeD
         yield from confirm_all(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=2) as subscription:
+    async with client.subscribe("topic", "sub", permits=2) as subscription:
         for _ in range(8):
-            subscription.ack(receive(subscription))
-        assert subscription.receive(0.05) is None
+            _ = subscription.ack(await receive(subscription))
+        assert await subscription.receive(0.05) is None
         confirm.open()
-        last = receive(subscription)
+        last = await receive(subscription)
         assert last.entry_id.tolist() == [100]
-        subscription.ack(last)
+        _ = subscription.ack(last)
 
 
-def test_an_acknowledgement_without_answer_is_sent_once_and_forgotten(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_an_acknowledgement_without_answer_is_sent_once_and_forgotten(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     arrived = Gate()
 
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -193,25 +201,27 @@ def test_an_acknowledgement_without_answer_is_sent_once_and_forgotten(daemon: Fa
         hold(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub") as subscription:
-        subscription.ack_unconfirmed(receive(subscription))
-        request = arrived.wait()
+    async with client.subscribe("topic", "sub") as subscription:
+        subscription.ack_unconfirmed(await receive(subscription))
+        request = await arrived.passed()
         assert request.acknowledge.request_id == 0
         assert list(request.acknowledge.entry_id) == [0, 1]
         assert subscription.held == 0
 
 
-def test_columns_can_be_acknowledged_without_their_batch(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_columns_can_be_acknowledged_without_their_batch(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(METHOD, one_batch(range(4)))
-    with client.subscribe("topic", "sub") as subscription:
-        receive(subscription)
-        assert subscription.ack((7, [1, 2], [1001, 1002])).result(WAIT_S) == 0
+    async with client.subscribe("topic", "sub") as subscription:
+        await receive(subscription)
+        assert await subscription.ack((7, [1, 2], [1001, 1002])) == 0
         assert subscription.held == 2
-        assert subscription.ack(([7, 7], [0, 3], [1000, 1003])).result(WAIT_S) == 0
+        assert await subscription.ack(([7, 7], [0, 3], [1000, 1003])) == 0
         assert subscription.held == 0
 
 
-def test_a_passing_refusal_of_an_acknowledgement_is_sent_again(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_passing_refusal_of_an_acknowledgement_is_sent_again(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened()
@@ -224,13 +234,13 @@ def test_a_passing_refusal_of_an_acknowledgement_is_sent_again(daemon: FakeDaemo
         yield from confirm_all(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub") as subscription:
-        assert subscription.ack(receive(subscription)).result(WAIT_S) == 0
+    async with client.subscribe("topic", "sub") as subscription:
+        assert await subscription.ack(await receive(subscription)) == 0
     assert daemon.count(METHOD) == 1
 
 
-def test_a_lasting_refusal_of_an_acknowledgement_is_told_and_the_stream_goes_on(
-    daemon: FakeDaemon, client: tarry.Client
+async def test_a_lasting_refusal_of_an_acknowledgement_is_told_and_the_stream_goes_on(
+    daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
@@ -246,13 +256,15 @@ def test_a_lasting_refusal_of_an_acknowledgement_is_told_and_the_stream_goes_on(
         yield from confirm_all(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub") as subscription:
+    async with client.subscribe("topic", "sub") as subscription:
         with pytest.raises(tarry.InvalidArgument, match="too many rows"):
-            subscription.ack(receive(subscription)).result(WAIT_S)
-        assert subscription.ack(receive(subscription)).result(WAIT_S) == 0
+            await subscription.ack(await receive(subscription))
+        assert await subscription.ack(await receive(subscription)) == 0
 
 
-def test_a_lasting_failure_ends_the_iteration_after_what_was_received(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_lasting_failure_ends_the_iteration_after_what_was_received(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     def deleted(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened()
@@ -261,17 +273,24 @@ def test_a_lasting_failure_ends_the_iteration_after_what_was_received(daemon: Fa
         context.abort(grpc.StatusCode.NOT_FOUND, "the subscription was deleted")
 
     daemon.script(METHOD, deleted)
-    subscription = client.subscribe("topic", "sub")
+    subscription = await client.subscribe("topic", "sub")
     seen: list[list[int]] = []
+
+    async def receive_all() -> None:
+        async for batch in subscription:
+            seen.append(batch.entry_id.tolist())
+
     with pytest.raises(tarry.NotFound, match="was deleted"):
-        seen.extend(batch.entry_id.tolist() for batch in subscription)
+        await receive_all()
     assert seen == [[0, 1]]
     with pytest.raises(tarry.NotFound):
-        subscription.ack((7, 0, 1000))
-    subscription.close()
+        _ = subscription.ack((7, 0, 1000))
+    await subscription.close()
 
 
-def test_closing_ends_the_iteration_and_fails_what_is_not_durable(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_closing_ends_the_iteration_and_fails_what_is_not_durable(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     def silent(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened()
@@ -280,33 +299,38 @@ def test_closing_ends_the_iteration_and_fails_what_is_not_durable(daemon: FakeDa
         hold(requests)
 
     daemon.script(METHOD, silent)
-    subscription = client.subscribe("topic", "sub")
-    confirmed = subscription.ack(receive(subscription))
-    ended = Gate()
-    threading.Thread(target=lambda: ended.open(list(subscription)), daemon=True).start()
-    subscription.close()
-    subscription.close()
-    assert ended.wait() == []
-    assert isinstance(confirmed.exception(WAIT_S), tarry.Closed)
+    subscription = await client.subscribe("topic", "sub")
+    confirmed = subscription.ack(await receive(subscription))
+
+    async def received_until_the_end() -> list[tarry.Batch]:
+        return [batch async for batch in subscription]
+
+    ended = asyncio.create_task(received_until_the_end())
+    await asyncio.sleep(0)
+    await subscription.close()
+    await subscription.close()
+    assert await ended == []
     with pytest.raises(tarry.Closed):
-        subscription.ack((7, 0, 1000))
+        await confirmed
+    with pytest.raises(tarry.Closed):
+        _ = subscription.ack((7, 0, 1000))
 
 
-def test_a_flush_that_takes_too_long_is_told(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_flush_that_takes_too_long_is_told(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     def silent(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened()
         hold(requests)
 
     daemon.script(METHOD, silent)
-    subscription = client.subscribe("topic", "sub")
-    subscription.ack((7, [1], [1001]))
+    subscription = await client.subscribe("topic", "sub")
+    _ = subscription.ack((7, [1], [1001]))
     with pytest.raises(tarry.DeadlineExceeded, match="1 acknowledgements are not durable"):
-        subscription.flush(0.05)
-    subscription.close()
+        await subscription.flush(0.05)
+    await subscription.close()
 
 
 @pytest.mark.parametrize("permits", [0, 2**32])
-def test_permits_that_cannot_be_granted_are_refused(client: tarry.Client, permits: int) -> None:
+async def test_permits_that_cannot_be_granted_are_refused(client: tarry.aio.Client, permits: int) -> None:
     with pytest.raises(tarry.InvalidArgument, match=f"permits is {permits}; it must be from 1 to 4294967295"):
-        client.subscribe("topic", "sub", permits=permits)
+        await client.subscribe("topic", "sub", permits=permits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import grpc
@@ -9,14 +10,18 @@ import numpy as np
 import pytest
 
 import tarry
+import tarry.aio
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.client import conftest, fake_daemon
+from tests.client.conformance.conftest import Connect
 from tests.client.fake_daemon import FakeDaemon, accept, answer, refuse
 
 CODE = grpc.StatusCode
 
 
-def test_an_add_sends_its_columns_and_tells_what_became_of_them(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_an_add_sends_its_columns_and_tells_what_became_of_them(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     daemon.script(
         "AddMessages",
         answer(
@@ -30,7 +35,7 @@ def test_an_add_sends_its_columns_and_tells_what_became_of_them(daemon: FakeDaem
             )
         ),
     )
-    result = client.add(
+    result = await client.add(
         "topic", 7, [1, 2, 3, 4], deliver_at_ms=50, key_hash=[1, 2, 3, 4], already_due=tarry.AlreadyDue.RETURN
     )
     (request,) = daemon.requests("AddMessages")
@@ -48,20 +53,21 @@ def test_an_add_sends_its_columns_and_tells_what_became_of_them(daemon: FakeDaem
     assert result.raised_deliver_at_ms.tolist() == [99]
 
 
-def test_a_long_batch_is_several_requests_and_one_result(daemon: FakeDaemon) -> None:
+async def test_a_long_batch_is_several_requests_and_one_result(daemon: FakeDaemon, connect: Connect) -> None:
     returned = delayed_delivery_pb2.AddMessagesResponse(accepted=1, returned_index=[1])
     daemon.script("AddMessages", answer(returned))
-    with tarry.Client(daemon.address, rows_per_request=2) as client:
-        result = client.add("topic", 7, range(5), delay_ms=10)
+    result = await connect(daemon.address, rows_per_request=2).add("topic", 7, range(5), delay_ms=10)
     assert [list(request.entry_id) for request in daemon.requests("AddMessages")] == [[0, 1], [2, 3], [4]]
     assert result.accepted == 3
     assert result.returned_index.tolist() == [1, 3, 5]
 
 
 @pytest.mark.parametrize("code", [CODE.UNAVAILABLE, CODE.ABORTED, CODE.UNKNOWN, CODE.FAILED_PRECONDITION])
-def test_a_passing_failure_is_tried_again(daemon: FakeDaemon, client: tarry.Client, code: grpc.StatusCode) -> None:
+async def test_a_passing_failure_is_tried_again(
+    daemon: FakeDaemon, client: tarry.aio.Client, code: grpc.StatusCode
+) -> None:
     daemon.script("AddMessages", refuse(code), refuse(code), accept)
-    assert client.add("topic", 1, 1, delay_ms=1).accepted == 1
+    assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
     assert daemon.count("AddMessages") == 3
 
 
@@ -76,70 +82,76 @@ def test_a_passing_failure_is_tried_again(daemon: FakeDaemon, client: tarry.Clie
         (CODE.UNIMPLEMENTED, tarry.TarryError),
     ],
 )
-def test_a_lasting_failure_is_raised_at_once(
-    daemon: FakeDaemon, client: tarry.Client, code: grpc.StatusCode, kind: type[tarry.TarryError]
+async def test_a_lasting_failure_is_raised_at_once(
+    daemon: FakeDaemon, client: tarry.aio.Client, code: grpc.StatusCode, kind: type[tarry.TarryError]
 ) -> None:
     daemon.script("AddMessages", refuse(code, "delay_ms is 7; the limit is 6"))
     with pytest.raises(kind, match="delay_ms is 7; the limit is 6") as raised:
-        client.add("topic", 1, 1, delay_ms=7)
+        await client.add("topic", 1, 1, delay_ms=7)
     assert daemon.count("AddMessages") == raised.value.attempts == 1
 
 
-def test_a_quota_is_tried_again_when_the_daemon_says(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_quota_is_tried_again_when_the_daemon_says(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("AddMessages", refuse(CODE.RESOURCE_EXHAUSTED, retry_after_ms="1"), accept)
-    assert client.add("topic", 1, 1, delay_ms=1).accepted == 1
+    assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
 
 
-def test_a_quota_beyond_the_deadline_is_not_waited_for(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_quota_beyond_the_deadline_is_not_waited_for(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("AddMessages", refuse(CODE.RESOURCE_EXHAUSTED, "too many rows", retry_after_ms="3600000"))
     with pytest.raises(tarry.DeadlineExceeded, match="too many rows") as raised:
-        client.add("topic", 1, 1, delay_ms=1)
+        await client.add("topic", 1, 1, delay_ms=1)
     assert isinstance(raised.value.last, tarry.ResourceExhausted)
     assert daemon.count("AddMessages") == 1
 
 
-def test_the_deadline_ends_the_retries_with_the_last_failure(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_the_deadline_ends_the_retries_with_the_last_failure(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     daemon.script("AddMessages", refuse(CODE.UNAVAILABLE, "the store is gone"))
     with pytest.raises(tarry.DeadlineExceeded, match=r"within 0\.2 s.*the store is gone"):
-        client.add("topic", 1, 1, delay_ms=1, timeout_s=0.2)
+        await client.add("topic", 1, 1, delay_ms=1, timeout_s=0.2)
     assert daemon.count("AddMessages") > 1
 
 
-def test_an_answer_that_does_not_come_is_bounded_by_the_deadline(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_an_answer_that_does_not_come_is_bounded_by_the_deadline(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     release = threading.Event()
     daemon.script("AddMessages", lambda request, context: release.wait(fake_daemon.WAIT_S))
     with pytest.raises(tarry.DeadlineExceeded, match=r"no answer within 0\.1 s"):
-        client.add("topic", 1, 1, delay_ms=1, timeout_s=0.1)
+        await client.add("topic", 1, 1, delay_ms=1, timeout_s=0.1)
     release.set()
 
 
-def test_the_owner_that_a_daemon_names_is_asked_now_and_later(
-    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.Client
+async def test_the_owner_that_a_daemon_names_is_asked_now_and_later(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
     daemon.script("AddMessages", refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address))
     other_daemon.script("AddMessages", accept)
     for _ in range(2):
-        assert client.add("topic", 1, 1, delay_ms=1).accepted == 1
+        assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
     assert (daemon.count("AddMessages"), other_daemon.count("AddMessages")) == (1, 2)
 
 
-def test_an_owner_that_is_gone_is_forgotten(daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_an_owner_that_is_gone_is_forgotten(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     other_daemon.stop()
     daemon.script("AddMessages", refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address), accept)
-    assert client.add("topic", 1, 1, delay_ms=1).accepted == 1
+    assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
     assert daemon.count("AddMessages") == 2
 
 
-def test_a_closed_client_says_so(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_closed_client_says_so(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("AddMessages", accept)
-    client.close()
-    client.close()
+    await client.close()
+    await client.close()
     with pytest.raises(tarry.Closed):
-        client.add("topic", 1, 1, delay_ms=1)
+        await client.add("topic", 1, 1, delay_ms=1)
 
 
-def test_closing_ends_a_call_that_is_being_retried(daemon: FakeDaemon) -> None:
-    client = tarry.Client(daemon.address, retry_policy=tarry.RetryPolicy(uniform=lambda low, high: 3600.0))
+async def test_closing_ends_a_call_that_is_being_retried(daemon: FakeDaemon, connect: Connect) -> None:
+    client = connect(daemon.address, retry_policy=tarry.RetryPolicy(uniform=lambda low, high: 3600.0))
     refused = fake_daemon.Gate()
 
     def step(request: object, context: grpc.ServicerContext) -> None:
@@ -147,76 +159,69 @@ def test_closing_ends_a_call_that_is_being_retried(daemon: FakeDaemon) -> None:
         context.abort(CODE.UNAVAILABLE, "starting")
 
     daemon.script("AddMessages", step)
-    ended = fake_daemon.Gate()
-
-    def add() -> None:
-        try:
-            client.add("topic", 1, 1, delay_ms=1, timeout_s=10_000)
-        except tarry.TarryError as error:
-            ended.open(error)
-
-    threading.Thread(target=add, daemon=True).start()
-    refused.wait()
-    client.close()
-    assert isinstance(ended.wait(), tarry.Closed)
+    adding = asyncio.create_task(client.add("topic", 1, 1, delay_ms=1, timeout_s=10_000))
+    await refused.passed()
+    await client.close()
+    with pytest.raises(tarry.Closed):
+        await adding
 
 
-def test_a_subscription_is_created(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_subscription_is_created(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(
         "CreateSubscription",
         answer(dispatch_pb2.CreateSubscriptionResponse(subscription_id=3, since_ms=5, created=True)),
     )
-    assert client.create_subscription("topic", "sub") == tarry.SubscriptionCreated(3, 5, True)
+    assert await client.create_subscription("topic", "sub") == tarry.SubscriptionCreated(3, 5, True)
     assert daemon.requests("CreateSubscription") == [
         dispatch_pb2.CreateSubscriptionRequest(topic="topic", subscription="sub")
     ]
 
 
-def test_deleting_what_does_not_exist_is_told(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_deleting_what_does_not_exist_is_told(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("DeleteSubscription", refuse(CODE.NOT_FOUND))
     with pytest.raises(tarry.NotFound):
-        client.delete_subscription("topic", "sub")
+        await client.delete_subscription("topic", "sub")
 
 
-def test_a_delete_whose_answer_was_lost_is_done(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_delete_whose_answer_was_lost_is_done(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("DeleteSubscription", refuse(CODE.UNAVAILABLE), refuse(CODE.NOT_FOUND))
-    client.delete_subscription("topic", "sub")
+    await client.delete_subscription("topic", "sub")
     assert daemon.count("DeleteSubscription") == 2
 
 
-def test_topics_are_read_page_by_page(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_topics_are_read_page_by_page(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     first = inspect_pb2.TopicSummary(topic="a", shard=1, pending=2, buckets=3, subscriptions=4, next_due_ms=5)
     daemon.script(
         "ListTopics",
         answer(inspect_pb2.ListTopicsResponse(topics=[first], next_page_token="a")),
         answer(inspect_pb2.ListTopicsResponse(topics=[inspect_pb2.TopicSummary(topic="b")])),
     )
-    assert list(client.topics()) == [
+    assert [topic async for topic in client.topics()] == [
         tarry.TopicSummary("a", 1, 2, 3, 4, 5),
         tarry.TopicSummary("b", 0, 0, 0, 0, None),
     ]
     assert [request.page_token for request in daemon.requests("ListTopics")] == ["", "a"]
 
 
-def test_stats_mirror_the_message(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_stats_mirror_the_message(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     message = inspect_pb2.GetTopicStatsResponse(topic="t", topic_id="id", pending=9, next_due_ms=0, as_of_ms=8)
     message.subscriptions.add(subscription="sub", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6)
     daemon.script("GetTopicStats", answer(message))
-    stats = client.stats("t")
+    stats = await client.stats("t")
     assert (stats.topic, stats.topic_id, stats.pending, stats.next_due_ms, stats.as_of_ms) == ("t", "id", 9, None, 8)
     assert stats.subscriptions == (tarry.SubscriptionStats("sub", 1, 0, 4, 3, 2, 6),)
 
 
-def test_a_daemon_that_comes_back_is_found_again() -> None:
+async def test_a_daemon_that_comes_back_is_found_again(connect: Connect) -> None:
     serving = fake_daemon.FakeDaemon()
     serving.script("AddMessages", accept)
     address = serving.address
-    with tarry.Client(address, retry_policy=conftest.AT_ONCE, timeout_s=fake_daemon.WAIT_S) as client:
-        client.add("topic", 1, 1, delay_ms=1)
-        serving.stop()
-        with pytest.raises(tarry.DeadlineExceeded):
-            client.add("topic", 1, 2, delay_ms=1, timeout_s=0.05)
-        again = fake_daemon.FakeDaemon(address)
-        again.script("AddMessages", accept)
-        assert client.add("topic", 1, np.array([2]), delay_ms=1).accepted == 1
-        again.stop()
+    client = connect(address, retry_policy=conftest.AT_ONCE, timeout_s=fake_daemon.WAIT_S)
+    await client.add("topic", 1, 1, delay_ms=1)
+    await asyncio.to_thread(serving.stop)
+    with pytest.raises(tarry.DeadlineExceeded):
+        await client.add("topic", 1, 2, delay_ms=1, timeout_s=0.05)
+    again = fake_daemon.FakeDaemon(address)
+    again.script("AddMessages", accept)
+    assert (await client.add("topic", 1, np.array([2]), delay_ms=1)).accepted == 1
+    again.stop()

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 import tarry
+import tarry.aio
 from tests.client.fake_daemon import (
-    WAIT_S,
     FakeDaemon,
     Gate,
     Requests,
@@ -30,8 +30,8 @@ from tests.client.fake_daemon import (
 METHOD = "Subscribe"
 
 
-def test_after_a_break_it_declares_what_it_holds_and_acknowledges_again(
-    daemon: FakeDaemon, client: tarry.Client
+async def test_after_a_break_it_declares_what_it_holds_and_acknowledges_again(
+    daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
     """6 received: 2 acknowledged durably, 1 released, 1 acknowledged without an answer; 2 and that 1 are declared."""
 
@@ -56,21 +56,21 @@ def test_after_a_break_it_declares_what_it_holds_and_acknowledges_again(
         yield from confirm_all(requests, epoch=2)
 
     daemon.script(METHOD, breaking, continuing)
-    with client.subscribe("topic", "sub", permits=10) as subscription:
-        received = receive(subscription)
-        assert subscription.ack(received.take([0, 1])).result(WAIT_S) == 0
+    async with client.subscribe("topic", "sub", permits=10) as subscription:
+        received = await receive(subscription)
+        assert await subscription.ack(received.take([0, 1])) == 0
         subscription.release(received.take([2]))
         unanswered = subscription.ack(received.take([3]))
-        opening, repeated, flow = again.wait(), again.wait(), again.wait()
+        opening, repeated, flow = await again.passed(), await again.passed(), await again.passed()
         assert held_of(opening) == [(7, 4, 1004), (7, 5, 1005), (7, 3, 1003)]
         assert list(repeated.acknowledge.entry_id) == [3]
         assert flow.flow.permits == 8
-        assert unanswered.result(WAIT_S) == 1
+        assert (await unanswered) == 1
         assert subscription.streams_opened == 2
-        assert subscription.ack(received.take([4, 5])).result(WAIT_S) == 0
+        assert await subscription.ack(received.take([4, 5])) == 0
 
 
-def test_batches_that_wait_to_be_taken_are_held_too(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_batches_that_wait_to_be_taken_are_held_too(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     sent, again = Gate(), Gate()
 
     def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -86,13 +86,15 @@ def test_batches_that_wait_to_be_taken_are_held_too(daemon: FakeDaemon, client: 
         yield from confirm_all(requests)
 
     daemon.script(METHOD, breaking, continuing)
-    with client.subscribe("topic", "sub") as subscription:
+    async with client.subscribe("topic", "sub") as subscription:
         sent.open()
-        assert held_of(again.wait()) == [(7, 0, 1000), (7, 1, 1001)]
-        assert subscription.ack(receive(subscription)).result(WAIT_S) == 0
+        assert held_of(await again.passed()) == [(7, 0, 1000), (7, 1, 1001)]
+        assert await subscription.ack(await receive(subscription)) == 0
 
 
-def test_acknowledging_while_no_stream_is_open_is_sent_on_the_next(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_acknowledging_while_no_stream_is_open_is_sent_on_the_next(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     broken, go_on = Gate(), Gate()
 
     def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -109,15 +111,15 @@ def test_acknowledging_while_no_stream_is_open_is_sent_on_the_next(daemon: FakeD
         yield from confirm_all(requests)
 
     daemon.script(METHOD, breaking, late)
-    with client.subscribe("topic", "sub") as subscription:
-        received = receive(subscription)
-        broken.wait()
+    async with client.subscribe("topic", "sub") as subscription:
+        received = await receive(subscription)
+        await broken.passed()
         confirmed = subscription.ack(received)
         go_on.open()
-        assert confirmed.result(WAIT_S) == 0
+        assert (await confirmed) == 0
 
 
-def test_a_former_owner_s_messages_and_answers_are_dropped(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_former_owner_s_messages_and_answers_are_dropped(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened(epoch=5)
@@ -131,13 +133,13 @@ def test_a_former_owner_s_messages_and_answers_are_dropped(daemon: FakeDaemon, c
         hold(requests)
 
     daemon.script(METHOD, step)
-    with client.subscribe("topic", "sub", permits=1) as subscription:
-        received = receive(subscription)
+    async with client.subscribe("topic", "sub", permits=1) as subscription:
+        received = await receive(subscription)
         assert received.entry_id.tolist() == [2]
-        assert subscription.ack(received).result(WAIT_S) == 0
+        assert await subscription.ack(received) == 0
 
 
-def test_a_former_owner_that_opens_is_left(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_former_owner_that_opens_is_left(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     def former(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield opened(epoch=2)
@@ -145,18 +147,18 @@ def test_a_former_owner_that_opens_is_left(daemon: FakeDaemon, client: tarry.Cli
 
     last = one_batch(range(1, 2), epoch=4)
     daemon.script(METHOD, one_batch(range(1), epoch=3, break_with=grpc.StatusCode.UNAVAILABLE), former, former, last)
-    with client.subscribe("topic", "sub") as subscription:
-        first = subscription.ack(receive(subscription))
-        second = receive(subscription)
+    async with client.subscribe("topic", "sub") as subscription:
+        first = subscription.ack(await receive(subscription))
+        second = await receive(subscription)
         assert (second.epoch, second.entry_id.tolist()) == (4, [1])
-        assert first.result(WAIT_S) == 0
+        assert (await first) == 0
         assert subscription.streams_opened == 2
-        subscription.ack(second)
+        _ = subscription.ack(second)
 
 
 @pytest.mark.parametrize("by_status", [False, True])
-def test_it_follows_the_topic_to_its_owner(
-    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.Client, by_status: bool
+async def test_it_follows_the_topic_to_its_owner(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client, by_status: bool
 ) -> None:
     def moving(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
@@ -171,36 +173,38 @@ def test_it_follows_the_topic_to_its_owner(
 
     daemon.script(METHOD, moving)
     other_daemon.script(METHOD, one_batch(range(2, 3), epoch=2))
-    with client.subscribe("topic", "sub") as subscription:
-        confirmed = subscription.ack(receive(subscription))
-        received = receive(subscription)
+    async with client.subscribe("topic", "sub") as subscription:
+        confirmed = subscription.ack(await receive(subscription))
+        received = await receive(subscription)
         assert (received.epoch, received.entry_id.tolist()) == (2, [2])
-        assert confirmed.result(WAIT_S) == 0
-        subscription.ack(received)
+        assert (await confirmed) == 0
+        _ = subscription.ack(received)
     assert (daemon.count(METHOD), other_daemon.count(METHOD)) == (1, 1)
     opening = other_daemon.requests(METHOD)[0].taken[0]
     assert held_of(opening) == [(7, 0, 1000), (7, 1, 1001)]
 
 
-def test_a_move_to_an_unknown_owner_is_asked_of_the_target_again(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_a_move_to_an_unknown_owner_is_asked_of_the_target_again(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
     def moving(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
         yield moved("")
 
     daemon.script(METHOD, moving, one_batch(range(1)))
-    with client.subscribe("topic", "sub") as subscription:
-        subscription.ack(receive(subscription))
+    async with client.subscribe("topic", "sub") as subscription:
+        _ = subscription.ack(await receive(subscription))
     assert daemon.count(METHOD) == 2
 
 
-def test_leaving_waits_until_acknowledgements_are_durable(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_leaving_waits_until_acknowledgements_are_durable(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(METHOD, one_batch(range(3), break_with=grpc.StatusCode.UNAVAILABLE), one_batch(range(3, 4)))
-    with client.subscribe("topic", "sub") as subscription:
-        confirmed = subscription.ack(receive(subscription))
-    assert confirmed.result(0) == 0
+    async with client.subscribe("topic", "sub") as subscription:
+        confirmed = subscription.ack(await receive(subscription))
+    assert (await confirmed) == 0
 
 
-def test_many_breaks_lose_nothing(daemon: FakeDaemon, client: tarry.Client) -> None:
+async def test_many_breaks_lose_nothing(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     """Each stream sends the next 3 entries and breaks at the first acknowledgement: all 30 are received once."""
     firsts = itertools.count(0, 3)
 
@@ -218,10 +222,10 @@ def test_many_breaks_lose_nothing(daemon: FakeDaemon, client: tarry.Client) -> N
     daemon.script(METHOD, step)
     seen: list[int] = []
     confirmed = []
-    with client.subscribe("topic", "sub") as subscription:
+    async with client.subscribe("topic", "sub") as subscription:
         while len(seen) < 30:
-            received = receive(subscription)
+            received = await receive(subscription)
             seen += received.entry_id.tolist()
             confirmed.append(subscription.ack(received))
     assert seen == list(range(30))
-    assert [future.result(0) for future in confirmed] == [0] * 10
+    assert [(await future) for future in confirmed] == [0] * 10

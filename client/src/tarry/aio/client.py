@@ -1,0 +1,324 @@
+"""The client of one Tarry daemon, or of the daemons behind one gRPC target, on the event loop.
+
+Owns: the calls, with the names, arguments, defaults and meaning of `tarry.Client`'s.
+Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams
+(`tarry.aio.add_stream`, `tarry.aio.subscription`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import TypeVar
+
+from tarry import batch, calls, client, columns, policies, results, retry
+from tarry.aio import add_stream, connections
+from tarry.aio.subscription import Opening, Subscription
+
+T = TypeVar("T")
+
+
+class Client:
+    """As `tarry.Client`: the same arguments; an asynchronous context manager. Nothing is sent before the first call.
+
+    Example: `async with tarry.aio.Client() as client: await client.add("flights", 1, range(1_000), delay_ms=5_000)`
+    """
+
+    def __init__(
+        self,
+        target: str = client.DEFAULT_TARGET,
+        *,
+        timeout_s: float = client.DEFAULT_TIMEOUT_S,
+        retry_policy: retry.RetryPolicy | None = None,
+        rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
+        request_bytes: int = columns.REQUEST_BYTES_MAX,
+    ) -> None:
+        self._connections = connections.Connections()
+        self._calls = calls.Calls(
+            target,
+            retry_policy or retry.RetryPolicy(),
+            timeout_s=timeout_s,
+            rows_max=rows_per_request,
+            bytes_max=request_bytes,
+        )
+        self._streams: weakref.WeakSet[add_stream.AddStream | Subscription] = weakref.WeakSet()
+
+    # The publish path.
+
+    async def add(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None = None,
+        delay_ms: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        timeout_s: float | None = None,
+    ) -> results.AddResult:
+        """As `tarry.Client.add`."""
+        return await self._connections.run(
+            self._calls.add(
+                topic,
+                ledger_id,
+                entry_id,
+                deliver_at_ms=deliver_at_ms,
+                delay_ms=delay_ms,
+                key_hash=key_hash,
+                already_due=already_due,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def add_stream(self, topic: str, *, in_flight: int = 16, timeout_s: float | None = None) -> add_stream.AddStream:
+        """As `tarry.Client.add_stream`.
+
+        Example: `async with client.add_stream("flights") as stream: await stream.add(1, range(1_000), delay_ms=5_000)`
+        """
+        stream = add_stream.AddStream(self._connections, self._calls, topic, in_flight=in_flight, timeout_s=timeout_s)
+        self._streams.add(stream)
+        return stream
+
+    async def contains(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        last_entry_id: columns.Column | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Contained:
+        """As `tarry.Client.contains`."""
+        return await self._connections.run(
+            self._calls.contains(
+                topic,
+                ledger_id,
+                entry_id,
+                last_entry_id=last_entry_id,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    async def trim(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        all_lower_ledgers: bool = False,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `tarry.Client.trim`."""
+        return await self._connections.run(
+            self._calls.trim(
+                topic,
+                ledger_id,
+                entry_id,
+                all_lower_ledgers=all_lower_ledgers,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    async def clear(self, topic: str, *, subscription: str | None = None, timeout_s: float | None = None) -> int:
+        """As `tarry.Client.clear`."""
+        return await self._connections.run(self._calls.clear(topic, subscription=subscription, timeout_s=timeout_s))
+
+    # Dispatchers.
+
+    def subscribe(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        permits: int = 10_000,
+        create: bool = False,
+        timeout_s: float | None = None,
+    ) -> Opening:
+        """As `tarry.Client.subscribe`: `await` it, or enter it with `async with`.
+
+        Example: `async with client.subscribe("flights", "departures") as due: await due.ack(await due.receive())`
+        """
+        return Opening(lambda: self._open(topic, subscription, permits=permits, create=create, timeout_s=timeout_s))
+
+    async def get(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        max_rows: int = 1_000,
+        lease_ms: int | None = None,
+        wait_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> batch.Leased:
+        """As `tarry.Client.get`."""
+        return await self._connections.run(
+            self._calls.get(
+                topic, subscription, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms, timeout_s=timeout_s
+            )
+        )
+
+    async def ack(
+        self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None
+    ) -> int:
+        """As `tarry.Client.ack`."""
+        return await self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
+
+    async def extend_lease(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        lease_ms: int,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `tarry.Client.extend_lease`."""
+        return await self._connections.run(
+            self._calls.extend_lease(topic, subscription, given, lease_ms, timeout_s=timeout_s)
+        )
+
+    async def create_subscription(
+        self,
+        topic: str,
+        subscription: str,
+        policy: policies.SubscriptionPolicy | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> results.SubscriptionCreated:
+        """As `tarry.Client.create_subscription`."""
+        return await self._connections.run(
+            self._calls.create_subscription(topic, subscription, policy, timeout_s=timeout_s)
+        )
+
+    async def update_subscription(
+        self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None = None
+    ) -> policies.SubscriptionPolicy:
+        """As `tarry.Client.update_subscription`."""
+        return await self._connections.run(
+            self._calls.update_subscription(topic, subscription, policy, timeout_s=timeout_s)
+        )
+
+    async def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None = None) -> None:
+        """As `tarry.Client.delete_subscription`."""
+        await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
+
+    # Inspection.
+
+    def topics(self, *, timeout_s: float | None = None) -> AsyncIterator[results.TopicSummary]:
+        """As `tarry.Client.topics`."""
+        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
+
+    async def topics_page(
+        self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.TopicPage:
+        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
+
+        Example: `client.topics_page().topics_loading`
+        """
+        return await self._connections.run(
+            self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    async def stats(self, topic: str, *, timeout_s: float | None = None) -> results.TopicStats:
+        """As `tarry.Client.stats`."""
+        return await self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
+
+    def buckets(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[results.BucketSummary]:
+        """As `tarry.Client.buckets`."""
+        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
+
+    async def buckets_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.BucketPage:
+        """One page of buckets, as `topics_page`. Raises NotFound.
+
+        Example: `client.buckets_page("flights").mutable_rows`
+        """
+        return await self._connections.run(
+            self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    def subscriptions(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[results.SubscriptionStats]:
+        """As `tarry.Client.subscriptions`."""
+        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
+
+    async def subscriptions_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> results.SubscriptionPage:
+        """One page of subscriptions, as `topics_page`. Raises NotFound.
+
+        Example: `client.subscriptions_page("flights", page_size=10).items`
+        """
+        return await self._connections.run(
+            self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    async def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
+        """As `tarry.Client.lookup`."""
+        return await self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
+
+    # Operators.
+
+    async def policy(self, topic: str, *, timeout_s: float | None = None) -> results.TopicPolicies:
+        """As `tarry.Client.policy`."""
+        return await self._connections.run(self._calls.policy_of(topic, timeout_s=timeout_s))
+
+    async def set_policy(
+        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None = None
+    ) -> policies.TopicPolicy:
+        """As `tarry.Client.set_policy`."""
+        return await self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
+
+    async def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
+        """As `tarry.Client.seal`."""
+        return await self._connections.run(self._calls.seal(topic, timeout_s=timeout_s))
+
+    async def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
+        """As `tarry.Client.delete_topic`."""
+        return await self._connections.run(self._calls.delete_topic(topic, timeout_s=timeout_s))
+
+    async def close(self) -> None:
+        """As `tarry.Client.close`."""
+        for stream in list(self._streams):
+            await stream.close()
+        await self._connections.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _open(
+        self, topic: str, subscription: str, *, permits: int, create: bool, timeout_s: float | None
+    ) -> Subscription:
+        deadline = self._calls.deadline(timeout_s)
+        if create:
+            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
+        self._streams.add(opened)
+        try:
+            await opened.wait_until_open(deadline)
+        except BaseException:
+            await opened.close()
+            raise
+        return opened
+
+
+async def _items(page_from: Callable[[str], Awaitable[results.Page[T]]]) -> AsyncIterator[T]:
+    token = ""
+    while True:
+        page = await page_from(token)
+        for item in page.items:
+            yield item
+        token = page.next_page_token
+        if not token:
+            return

@@ -1,0 +1,179 @@
+"""Receiving what is due and acknowledging it, through broken streams and changes of owner, on the event loop.
+
+Owns: waiting, and settling futures.
+Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.aio.session`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
+from types import TracebackType
+from typing import Any
+
+from tarry import batch, calls, errors, futures, receiving, results, retry, streams
+from tarry.aio import changes, connections, session
+from tarry.v1 import dispatch_pb2
+
+
+class Subscription:
+    """As `tarry.Subscription`; made by `Client.subscribe`.
+
+    Example: `async for batch in subscription: await subscription.ack(batch)`
+    """
+
+    def __init__(
+        self, shared: connections.Connections, known: calls.Calls, topic: str, subscription: str, *, permits: int
+    ) -> None:
+        self._timeout_s = known.timeout_s
+        self._changes = changes.Changes()
+        self._state: receiving.Receiving[asyncio.Future[int]] = receiving.Receiving(
+            topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
+        )
+        name = f"subscription {subscription!r} of topic {topic!r}"
+        self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
+        self._session = session.Session(shared, self._lifetime, receiving.METHOD, self)
+
+    @property
+    def epoch(self) -> int:
+        """As `tarry.Subscription.epoch`."""
+        return self._state.epoch
+
+    @property
+    def streams_opened(self) -> int:
+        """As `tarry.Subscription.streams_opened`."""
+        return self._state.streams_opened
+
+    @property
+    def rebuild_needed(self) -> tuple[results.RebuildNeeded, ...]:
+        """As `tarry.Subscription.rebuild_needed`."""
+        return self._state.rebuild_needed
+
+    @property
+    def held(self) -> int:
+        """As `tarry.Subscription.held`."""
+        return self._state.held
+
+    async def wait_until_open(self, deadline: retry.Deadline) -> None:
+        """As `tarry.Subscription.wait_until_open`."""
+        state = self._state
+        if not await self._changes.wait_for(
+            lambda: state.streams_opened or state.ended is not None, deadline.remaining_s()
+        ):
+            raise deadline.exceeded(state.last_error, attempts=self._lifetime.failures)
+        if not state.streams_opened:
+            state.raise_ended()
+
+    def __aiter__(self) -> AsyncIterator[batch.Batch]:
+        return self
+
+    async def __anext__(self) -> batch.Batch:
+        received = await self.receive()
+        if received is None:
+            raise StopAsyncIteration
+        return received
+
+    async def receive(self, timeout_s: float | None = None) -> batch.Batch | None:
+        """As `tarry.Subscription.receive`.
+
+        Example: `if (batch := await subscription.receive(1.0)) is not None: await subscription.ack(batch)`
+        """
+        await self._changes.wait_for(lambda: self._state.has_news, timeout_s)
+        return self._state.take()
+
+    def ack(self, given: batch.HandedOut) -> asyncio.Future[int]:
+        """As `tarry.Subscription.ack`: it is sent at once; await the future to know that it is durable.
+
+        Cancelling the future takes nothing back.
+
+        Example: `ignored = await subscription.ack(batch)`
+        """
+        loop = asyncio.get_running_loop()
+        parts = self._state.acknowledge(given, loop.create_future)
+        if len(parts) == 1:
+            return parts[0]
+        whole: asyncio.Future[int] = loop.create_future()
+        futures.join(parts, sum, whole)
+        return whole
+
+    def ack_unconfirmed(self, given: batch.HandedOut) -> None:
+        """As `tarry.Subscription.ack_unconfirmed`."""
+        self._state.acknowledge_unconfirmed(given)
+
+    def release(self, given: batch.Batch) -> None:
+        """As `tarry.Subscription.release`."""
+        self._state.release(given)
+
+    async def flush(self, timeout_s: float | None = None) -> None:
+        """As `tarry.Subscription.flush`."""
+        if not await self._changes.wait_for(lambda: self._state.is_confirmed, timeout_s):
+            raise self._state.unconfirmed(timeout_s)
+        self._state.raise_ended()
+
+    async def close(self) -> None:
+        """As `tarry.Subscription.close`."""
+        self._state.closed = True
+        self._changes.notify()
+        await self._session.close()
+
+    async def __aenter__(self) -> Subscription:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and not self._state.closed:
+                await self.flush(self._timeout_s)
+        finally:
+            await self.close()
+
+    # The session's handler.
+
+    async def wait_until_wanted(self) -> bool:
+        return not self._state.closed
+
+    def opened(self, sending: streams.Sending) -> None:
+        self._state.opened(sending)
+
+    def received(self, response: dispatch_pb2.SubscribeResponse) -> bool:
+        is_progress, settled = self._state.received(response)
+        if settled is None:
+            self._changes.notify()
+        else:
+            self._settle((settled,))
+        return is_progress
+
+    def interrupted(self, error: errors.TarryError) -> None:
+        self._state.interrupted(error)
+
+    def failed(self, error: errors.TarryError) -> None:
+        self._settle(self._state.failed(error))
+        self._changes.notify()
+
+    def _settle(self, settled: Iterable[receiving.Settled[asyncio.Future[int]]]) -> None:
+        for each in settled:
+            futures.settle(each)
+            self._state.remove(each.request_id)
+            self._changes.notify()
+
+
+class Opening:
+    """A subscription that is being opened: await it, or enter it with `async with`."""
+
+    def __init__(self, opening: Callable[[], Coroutine[Any, Any, Subscription]]) -> None:
+        self._opening = opening
+        self._opened: Subscription | None = None
+
+    def __await__(self) -> Generator[Any, None, Subscription]:
+        return self._opening().__await__()
+
+    async def __aenter__(self) -> Subscription:
+        self._opened = await self
+        return await self._opened.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._opened is not None:
+            await self._opened.__aexit__(kind, error, traceback)
