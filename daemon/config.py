@@ -68,6 +68,15 @@ class Daemon(Section, frozen=True):
             "neither TLS nor tokens exist yet: whoever reaches the port may add, receive and delete.",
         ),
     ] = False
+    drain_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="At shutdown, time to make durable what is staged, to seal, to write checkpoints and to give "
+            "the shards up; after it, or at a second signal, the daemon ends with status 3 and says what was left.",
+        ),
+    ] = 30.0
     shards: Annotated[
         int,
         Meta(
@@ -257,6 +266,9 @@ class Limits(Section, frozen=True):
     )
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
     streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
+    leases_per_subscription_max: Annotated[
+        int, Meta(ge=1, description="Leases of one subscription that hold positions.")
+    ] = 10_000
 
 
 class Ownership(Section, frozen=True):

@@ -25,6 +25,7 @@ BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
 LATENESS_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 SLOT_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 SLOT_BOUNDS_BYTES = tuple(float(1 << shift) for shift in range(8, 25, 2))
+LOOP_PAUSE_BOUNDS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 RECOVERY_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 ALL_TOPICS = "_all"
@@ -44,6 +45,9 @@ class TopicNumbers:
     bucket_bytes: int
     backlog: int
     in_flight: int
+    leased: int
+    # Lost with damaged buckets and not added again.
+    rebuild_needed: int
     # 0.0 when nothing is due that was not handed out.
     oldest_due_age_s: float
 
@@ -68,6 +72,10 @@ class Metrics:
         self._acknowledged = counter("tarry_acknowledge_rows", "Acknowledged rows by result.", "topic", "result")
         self._handed_out = counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic")
 
+        self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
+        self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
+        self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
+
         self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
         self._slot_seconds = histogram("tarry_journal_slot_seconds", "Time until a slot is durable.", SLOT_BOUNDS_S)
         self._commits = counter("tarry_commits", "Manifest commits.", "operation", "outcome")
@@ -82,8 +90,17 @@ class Metrics:
 
         self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
-        self._recovery_seconds = histogram("tarry_recovery_seconds", "Time to recover a shard.", RECOVERY_BOUNDS_S)
+        self._loop_pause = histogram(
+            "tarry_event_loop_pause_seconds", "How late the heartbeat of the event loop is.", LOOP_PAUSE_BOUNDS_S
+        )
+        self._recovery_seconds = histogram(
+            "tarry_recovery_seconds", "Time from serving to the last topic loaded.", RECOVERY_BOUNDS_S
+        )
         self._rows_replayed = counter("tarry_recovery_rows_replayed", "Rows of journal records that were replayed.")
+
+        self._topics = gauge("tarry_topics", "Topics by state: loaded, loading, damaged.", "state")
+        self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
+        self._damage = counter("tarry_damage_found", "Damage that was found; the log names it.", "kind")
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
         """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
@@ -107,6 +124,18 @@ class Metrics:
         """`rows` were handed out, each so late."""
         self._handed_out.labels(self._labels.label(topic)).inc(rows)
         self._lateness.observe(np.asarray(lateness_ms, dtype=np.float64) / 1000)
+
+    def trimmed(self, topic: str, *, rows: int, of_subscription: bool) -> None:
+        """Rows left the topic, or the backlog of one subscription, by a trim or a clear."""
+        self._trimmed.labels(self._labels.label(topic), "subscription" if of_subscription else "topic").inc(rows)
+
+    def lease_over(self, topic: str, *, rows: int) -> None:
+        """A lease ended by itself with as many rows that nobody had acknowledged."""
+        if rows:
+            self._leases_over.labels(self._labels.label(topic)).inc(rows)
+
+    def topic_deleted(self) -> None:
+        self._topics_deleted.inc()
 
     def slot_written(self, *, size_bytes: int, seconds: float) -> None:
         self._slot_bytes.observe(size_bytes)
@@ -135,10 +164,25 @@ class Metrics:
     def set_serving(self, serving: bool) -> None:
         self._serving.set(int(serving))
 
+    def event_loop_paused(self, seconds: float) -> None:
+        """The heartbeat of the event loop was as late."""
+        self._loop_pause.observe(seconds)
+
     def recovered(self, *, seconds: float, rows_replayed: int) -> None:
-        """A shard is served after a takeover or a start."""
+        """Every topic is loaded, or damaged, so long after serving began at a takeover or a start."""
         self._recovery_seconds.observe(seconds)
         self._rows_replayed.inc(rows_replayed)
+
+    def set_topics(self, *, loaded: int, loading: int, damaged: int) -> None:
+        for state, topics in (("loaded", loaded), ("loading", loading), ("damaged", damaged)):
+            self._topics.labels(state).set(topics)
+
+    def set_shards_damaged(self, shards: int) -> None:
+        self._shards_damaged.set(shards)
+
+    def damage_found(self, kind: Literal["shard", "checkpoint", "topic", "bucket"]) -> None:
+        """Something stored is damaged or missing, and was found so for the first time."""
+        self._damage.labels(kind).inc()
 
     def _counter(self, name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
         return prometheus_client.Counter(name, meaning, labels, registry=self.registry)
@@ -231,6 +275,8 @@ _TOPIC_GAUGES = {
     "mutable_rows": ("tarry_mutable_rows", "Of these, rows that are in no sealed bucket yet."),
     "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
     "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
+    "leased": ("tarry_leased_rows", "Of these, rows that are leased."),
+    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
     "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
 }
 

@@ -21,9 +21,11 @@ from daemon.core.positions import KeyedRows
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, sealing
+from daemon.engine.calls import Sealed
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
-from daemon.errors import InvariantViolated
+from daemon.engine.topic_settings import TopicSettings
+from daemon.errors import InvariantViolated, Unavailable
 from storage_backends import topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.object_store import StoreError
@@ -42,10 +44,14 @@ INLINE_PROGRESS_BYTES = 256 << 10
 class _Seal:
     cut: sealing.SealCut
     memory: MutableBucket
+    committed: asyncio.Future[Sealed]
 
 
 class BucketLife:
-    """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed."""
+    """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed.
+
+    `settings`: what is in force for the topic now.
+    """
 
     def __init__(
         self,
@@ -53,37 +59,43 @@ class BucketLife:
         commits: TopicCommits,
         environment: Environment,
         *,
+        settings: Callable[[], TopicSettings],
         lost: Callable[[BaseException], None],
         changed: Callable[[], None],
     ) -> None:
         self._topic = topic
+        self._settings = settings
         self._commits = commits
         self._environment = environment
         self._lost = lost
         self._changed = changed
         self._seals: collections.deque[_Seal] = collections.deque()
         self._work: asyncio.Task[None] | None = None
+        self._halted = False
 
     # ---- deciding
 
     def before_rows(self, highest_ledger_id: int, slot: int) -> None:
         """Rows up to that ledger are about to be applied; everything up to `slot` is applied (PIP-195's rule)."""
-        if self._topic.index.mutable.wants_seal_before(highest_ledger_id, self._environment.seal_limits):
+        if self._topic.index.mutable.wants_seal_before(highest_ledger_id, self._settings().seal_limits):
             self.seal(slot)
 
     def after_slot(self, slot: int) -> None:
         """Everything up to `slot` is applied."""
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
-        if self._topic.index.mutable.wants_seal(self._environment.seal_limits, elapsed_ms=elapsed_ms):
+        if self._topic.index.mutable.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
         elif self._topic.index.droppable():
             self._start()
 
-    def seal(self, slot: int) -> None:
-        """Cuts the mutable bucket now. Call between two slots; `slot` is the last one that is applied."""
+    def seal(self, slot: int) -> asyncio.Future[Sealed] | None:
+        """Cuts the mutable bucket now. Call between two slots; `slot` is the last one that is applied.
+
+        The future ends when the bucket is committed; None when there was nothing to seal. Never cancel it.
+        """
         index = self._topic.index
         if index.mutable.first_row_at_ms is None:
-            return
+            return None
         now_ms = self._environment.clock.now_ms()
         base = self._commits.number
         key = names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
@@ -91,8 +103,12 @@ class BucketLife:
         cut = sealing.SealCut(
             topic=self._topic.name, key=key, base=base, slot=slot, rows=taken.mutable, bits=taken.bits
         )
-        self._seals.append(_Seal(cut, index.begin_seal(key, now_ms=now_ms)))
+        committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
+        # Nobody may be waiting when it fails.
+        committed.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._seals.append(_Seal(cut, index.begin_seal(key, now_ms=now_ms), committed))
         self._start()
+        return committed
 
     def cut(self) -> checkpoint.TopicCut:
         """The topic as it is now, for a checkpoint."""
@@ -111,12 +127,27 @@ class BucketLife:
         while self._work is not None and not self._work.done():
             await asyncio.wait([self._work])
 
+    async def halt(self) -> None:
+        """No seal and no drop begins any more until `go_on`; returns when the one that is under way is over."""
+        self._halted = True
+        await self.settled()
+
+    def go_on(self) -> None:
+        self._halted = False
+        self._start()
+
     def close(self) -> None:
+        self._halted = True
         if self._work is not None:
             self._work.cancel()
+        for seal in self._seals:
+            if not seal.committed.done():
+                seal.committed.set_exception(
+                    Unavailable(f"topic {self._topic.name} is served by this daemon no longer; try again")
+                )
 
     def _start(self) -> None:
-        if self._work is None or self._work.done():
+        if not self._halted and (self._work is None or self._work.done()):
             self._work = asyncio.ensure_future(self._run())
             self._work.add_done_callback(self._ended)
 
@@ -125,21 +156,21 @@ class BucketLife:
             self._lost(error)
 
     async def _run(self) -> None:
-        while self._seals or self._topic.index.droppable():
+        while not self._halted and (self._seals or self._topic.index.droppable()):
             if self._seals:
                 await self._seal(self._seals[0])
             else:
                 await self._drop()
 
     async def _seal(self, seal: _Seal) -> None:
-        environment = self._environment
+        environment, settings = self._environment, self._settings()
         started_s = environment.clock.elapsed_s()
         written = await self._until_written(
             lambda: sealing.write_bucket(
                 environment.store,
                 seal.cut,
-                limits=environment.segment_limits,
-                compatible=environment.config.bucket.form == "compatible",
+                limits=settings.segment_limits,
+                compatible=settings.compatible_form,
             )
         )
         progress, progress_object = await self._progress(seal.cut)
@@ -155,6 +186,9 @@ class BucketLife:
             )
         )
         self._finish(seal, written)
+        if not seal.committed.done():
+            name = "" if written is None else written.live.object.name
+            seal.committed.set_result(Sealed(rows=0 if written is None else len(written.rows), bucket=name))
         seconds = environment.clock.elapsed_s() - started_s
         environment.metrics.bucket_operation("create", "succeed", seconds=seconds)
         rows = 0 if written is None else len(written.rows)

@@ -1,25 +1,43 @@
 """What callers of the engine pass in and get back, in columns.
 
 Owns: the shapes of the calls.
-Does not own: their meaning (`daemon.core.topic`) and the wire (`daemon.grpc_services`).
+Does not own: their meaning (`daemon.core`) and the wire (`daemon.grpc_services`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+from daemon.core.containment import Contained, EntryRanges
+from daemon.core.quarantine import RebuildNeeded
 from daemon.core.topic import AddBatch, AddOutcome, HeldPositions
+from daemon.core.trimming import LedgerRanges
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.rows import Rows
 
 __all__ = [
     "AddBatch",
     "AddOutcome",
+    "BucketPage",
+    "BucketSummary",
+    "Contained",
+    "EntryRanges",
     "HandedOut",
     "Health",
     "HeldPositions",
+    "Leased",
+    "LedgerRanges",
+    "RebuildNeeded",
+    "Sealed",
     "SubscriptionCreated",
+    "SubscriptionPage",
+    "SubscriptionPolicy",
     "SubscriptionStats",
+    "TopicDeleted",
+    "TopicLocation",
     "TopicPage",
+    "TopicPolicies",
+    "TopicPolicy",
     "TopicStats",
     "TopicSummary",
 ]
@@ -39,6 +57,50 @@ class HandedOut:
 
     epoch: int
     rows: Rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Leased:
+    """Rows of a lease that ends `lease_ms` from now; none when nothing came due in time."""
+
+    handed_out: HandedOut
+    lease_ms: int
+    rebuild_needed: tuple[RebuildNeeded, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicPolicies:
+    """`stored`: as it was set. `effective`: what is in force, every field filled."""
+
+    stored: TopicPolicy
+    effective: TopicPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sealed:
+    """A bucket that is committed; `bucket` is empty when there was nothing to seal."""
+
+    rows: int
+    bucket: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicDeleted:
+    """`rows`: what left with it, due or not. `incarnation`: the one that was deleted."""
+
+    rows: int
+    incarnation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicLocation:
+    """`owner_address` and `owner` are empty when nobody owns the shard."""
+
+    shard: int
+    owner_address: str
+    owner: str
+    epoch: int
+    served_here: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +126,16 @@ class TopicSummary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicPage:
-    """Topics in the order of their names. `next_after`: the name to go on after, None on the last page."""
+    """Topics in the order of their names. `next_after`: the name to go on after, None on the last page.
+
+    `topics_loading`, `topics_damaged`: how many are not listed since they are not loaded yet, or cannot be.
+    """
 
     topics: tuple[TopicSummary, ...]
     next_after: str | None
     as_of_ms: int
+    topics_loading: int
+    topics_damaged: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +149,50 @@ class SubscriptionStats:
     in_flight: int
     dispatchers: int
     permits: int
+    leased: int
+    policy: SubscriptionPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SubscriptionPage:
+    """Subscriptions in the order of their names. `next_after`: the name to go on after, None on the last page."""
+
+    subscriptions: tuple[SubscriptionStats, ...]
+    next_after: str | None
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketSummary:
+    """One sealed bucket; fields as in `tarry.v1.BucketSummary`."""
+
+    bucket: str
+    size_bytes: int
+    rows: int
+    pending: int
+    due: int
+    first_ledger_id: int
+    last_ledger_id: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+    segments: int
+    segments_loaded: int
+    level: int
+    compatible_form: bool
+    quarantined: bool
+    damage: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketPage:
+    """Buckets in the order of (first ledger, last ledger). `next_after`: the place to go on after, None on the last
+    page. `mutable_rows`: rows that are in no sealed bucket.
+    """
+
+    buckets: tuple[BucketSummary, ...]
+    next_after: str | None
+    as_of_ms: int
+    mutable_rows: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,3 +214,4 @@ class TopicStats:
     applied_slot: int
     subscriptions: tuple[SubscriptionStats, ...]
     as_of_ms: int
+    rebuild_needed: tuple[RebuildNeeded, ...]

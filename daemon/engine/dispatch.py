@@ -1,7 +1,8 @@
 """One dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in.
 
 Owns: the stream's permits, and waiting until there is something to hand out.
-Does not own: which rows (`daemon.core.subscription`), durability (`shard`) and the wire.
+Does not own: which rows (`daemon.core.subscription`), whose turn it is (`waiting_line`), durability (`shard`) and the
+wire.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import HeldPositions
 from daemon.engine.calls import HandedOut
@@ -36,6 +38,7 @@ class DispatchStream:
     def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
         self.epoch = epoch
         self.held = 0
+        self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
         self.permits = 0
         self.state = state
         self.dispatcher = dispatcher
@@ -65,20 +68,25 @@ class DispatchStream:
         )
 
     async def next_messages(self) -> HandedOut:
-        """Waits for rows and permits.
+        """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
 
-        Raises NotOwner or Unavailable when the shard is lost, StreamClosed after `close`.
+        Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
+        StreamClosed after `close`.
         """
-        while True:
-            if self._ended is not None:
-                raise self._ended
-            if self.permits and self.state.ready_rows and self._topic.may_hand_out:
-                rows = self._topic.hand_out(self, min(self.permits, MESSAGES_ROWS_MAX))
-                if len(rows):
-                    self.permits -= len(rows)
-                    return HandedOut(self.epoch, rows.rows)
-            self._changed.clear()
-            await self._changed.wait()
+        line = self._topic.line(self.state)
+        try:
+            while True:
+                if self._ended is not None:
+                    raise self._ended
+                if self.permits and line.is_turn_of(self):
+                    rows = self._topic.hand_out(self.state, self.dispatcher, min(self.permits, MESSAGES_ROWS_MAX))
+                    if len(rows):
+                        self.permits -= len(rows)
+                        return HandedOut(self.epoch, rows.rows)
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            line.leave(self)
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter
 from daemon.engine.environment import Environment
-from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.errors import NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from storage_backends.formats.journal import Record, SlotBuilder, size_max
 
 # What may wait for its slot before requests are refused; four full slots by default.
@@ -34,10 +34,15 @@ Applied = Callable[[int, Sequence[Record]], None]
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-    """A slot that is being filled or written. `certain` is set when it is durable and applied."""
+    """A slot that is being filled or written.
+
+    `certain` and `applied` are set when it is durable and applied. Whoever waits for `certain` is told when that takes
+    too long; `applied` ends with the slot itself.
+    """
 
     builder: SlotBuilder
     certain: asyncio.Future[int]
+    applied: asyncio.Future[int]
 
 
 class GroupCommit:
@@ -76,18 +81,33 @@ class GroupCommit:
 
     def stage(self, record: Record, *, awaited: bool = True) -> asyncio.Future[int]:
         """The future ends with the number of the decision's slot, once that is durable and applied. Never cancel it."""
-        if self._ended is not None:
-            raise self._ended
-        slot = self._slots[-1] if self._slots else None
-        if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_max(record) > self._slot_bytes_max):
-            slot = _Slot(SlotBuilder(), _future())
-            self._slots.append(slot)
-        slot.builder.append(record)
+        slot = self._append((record,))
         if awaited:
             self._staged.set()
         else:
             asyncio.get_running_loop().call_later(UNAWAITED_S, self._staged.set)
         return slot.certain
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        """Stages decisions that stand in one slot. Never cancel the future.
+
+        It ends as that of `stage`, but not because the slot takes long: until it ends the decisions are on their way.
+        """
+        slot = self._append(records)
+        self._staged.set()
+        return slot.applied
+
+    def _append(self, records: Sequence[Record]) -> _Slot:
+        if self._ended is not None:
+            raise self._ended
+        slot = self._slots[-1] if self._slots else None
+        size_bytes = sum(map(size_max, records))
+        if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
+            slot = _Slot(SlotBuilder(), _future(), _future())
+            self._slots.append(slot)
+        for record in records:
+            slot.builder.append(record)
+        return slot
 
     async def confirmed(self) -> None:
         """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
@@ -115,6 +135,20 @@ class GroupCommit:
         if slot is not None:
             await asyncio.shield(slot.certain)
 
+    async def settled(self) -> None:
+        """The same, however long that takes."""
+        self._staged.set()
+        slot = self._slots[-1] if self._slots else self._writing
+        if slot is not None:
+            await asyncio.shield(slot.applied)
+        if self._ended is not None:
+            raise self._ended
+
+    @property
+    def staged_rows(self) -> int:
+        """Rows of decisions that are not durable yet."""
+        return sum(slot.builder.rows for slot in (self._writing, *self._slots) if slot is not None)
+
     @property
     def stalled_s(self) -> float:
         """For how long the slot that is being written has been on its way; 0.0 when none is."""
@@ -141,6 +175,9 @@ class GroupCommit:
                     self._writing = None
                     if self._slots and self._environment.linger_s and len(self._slots) == 1:
                         await self._environment.sleep(self._environment.linger_s)
+        except NotOwner:
+            # Whoever waits is told whose the shard is, as soon as that is known: the shard ends this then.
+            raise
         except BaseException as error:
             self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
             raise
@@ -152,8 +189,9 @@ class GroupCommit:
             # The slot was sent long ago: a successor may have replayed it and gone on since.
             await self._confirmation.confirm_after(self._environment.clock.elapsed_s())
         self._applied(number, records)
-        if not slot.certain.done():
-            slot.certain.set_result(number)
+        for future in (slot.certain, slot.applied):
+            if not future.done():
+                future.set_result(number)
 
     def end(self, error: Exception) -> None:
         """Nothing more is written; whoever waits gets the error."""
@@ -161,8 +199,9 @@ class GroupCommit:
             return
         self._ended = error
         for slot in (self._writing, *self._slots):
-            if slot is not None and not slot.certain.done():
-                slot.certain.set_exception(error)
+            for future in () if slot is None else (slot.certain, slot.applied):
+                if not future.done():
+                    future.set_exception(error)
         self._slots.clear()
         self._writing = None
 

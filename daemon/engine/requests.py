@@ -1,38 +1,58 @@
 """Every call of the services, brought to its shard and topic.
 
-Owns: the checks that need nothing but the request and the limits, and finding the topic.
-Does not own: what a call does (`served_topic` and what it is made of), the wire, and whether the daemon serves
-(`engine`).
+Owns: the checks that need nothing but the request and the limits, finding the topic, and that an answer which says what
+is not there is true (R8).
+Does not own: what a call does (`served_topic`, `subscription_changes`, `topic_changes`, `leases`, `inspection`), the
+wire, and whether the daemon serves (`engine`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
-from collections.abc import Mapping, Sequence
+import contextlib
+import heapq
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from daemon.core import limits
+from daemon.engine import inspection, leases, topic_settings
 from daemon.engine.calls import (
     AddBatch,
     AddOutcome,
+    BucketPage,
+    Contained,
+    EntryRanges,
+    HandedOut,
     HeldPositions,
+    Leased,
+    LedgerRanges,
+    Sealed,
     SubscriptionCreated,
+    SubscriptionPage,
+    SubscriptionPolicy,
+    TopicDeleted,
+    TopicLocation,
     TopicPage,
+    TopicPolicies,
+    TopicPolicy,
     TopicStats,
 )
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
-from daemon.errors import InvalidArgument, NotFound
+from daemon.errors import AlreadyExists, InvalidArgument, NotFound
 from daemon.metrics import TopicNumbers
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard
 
-TOPICS_PAGE_MAX = 1000
+# Topics that are looked at before hand-outs and requests have their turn.
+TOPICS_A_TURN = 20
 # A scrape that takes longer than this, in seconds, fails.
 SNAPSHOT_S = 10.0
+NO_POLICY = SubscriptionPolicy()
 
 
 class Shards(Protocol):
@@ -44,67 +64,212 @@ class Shards(Protocol):
         ...
 
     def shard_of(self, topic: str) -> ServedShard:
-        """The shard of a topic. Raises what a caller is told while the shards are not served here."""
+        """The shard of a topic. Raises what a caller is told while the shard is not served here."""
         ...
 
+    @property
+    def topics_loading(self) -> int: ...
+
+    @property
+    def topics_damaged(self) -> int: ...
+
     def check_serving(self) -> None:
-        """Raises the same."""
+        """Raises what a caller is told while nothing is served here."""
+        ...
+
+    def location_of(self, topic: str) -> TopicLocation:
+        """Raises Unavailable while it is not known."""
         ...
 
 
 class Requests:
-    """The calls of one engine. Made on the event loop that runs it."""
+    """The calls of one engine. Made on the event loop that runs it.
+
+    Those on a topic raise NotOwner and Unavailable as `Shards.shard_of`, Corruption when the topic is damaged, and
+    OutcomeUnknown when it may or may not be durable.
+    """
 
     def __init__(self, engine: Shards, environment: Environment) -> None:
         self._engine = engine
         self._environment = environment
+        self._limits = environment.request_limits
         self._loop = asyncio.get_running_loop()
+
+    # ---- positions
 
     async def add(self, topic: str, batch: AddBatch) -> AddOutcome:
         """Adds positions to a topic; returns when they are durable. See `daemon.core.topic`."""
-        request_limits = self._environment.request_limits
-        limits.check_name("topic", topic, request_limits.topic_max_bytes)
-        limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_max)
+        self._check_topic(topic)
+        limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         served = await self._engine.shard_of(topic).topic_to_write(topic)
         return await served.add(batch)
 
-    async def create_subscription(self, topic: str, subscription: str) -> SubscriptionCreated:
-        self._check_names(topic, subscription)
-        return await self._engine.shard_of(topic).subscriptions.create(topic, subscription)
+    async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
+        """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
 
-    async def delete_subscription(self, topic: str, subscription: str) -> None:
+        Raises NotFound when the topic has no such subscription.
+        """
         self._check_names(topic, subscription)
-        self._topic(topic)
-        await self._engine.shard_of(topic).subscriptions.delete(topic, subscription)
+        limits.check_rows("entry_id", len(asked.ledger_id), self._limits.rows_max)
+        _check_ranges(asked)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic(topic)
+        if served is None:
+            await shard.commits.confirmed()
+            return _nothing()
+        async with self._truthful(shard):
+            return await served.contains(asked, subscription)
+
+    async def trim(self, topic: str, subscription: str | None, ranges: LedgerRanges) -> int:
+        """Drops rows of ledgers at or before an entry, of the topic or of one subscription; how many."""
+        self._check_names(topic, subscription)
+        limits.check_rows("ledger_id", len(ranges.ledger_id), self._limits.rows_max)
+        _check_ledgers(ranges)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.trim(served, subscription, ranges)
+
+    async def clear(self, topic: str, subscription: str | None) -> int:
+        """Drops every row of the topic or of one subscription; how many."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.trim(served, subscription, None)
+
+    # ---- dispatch
 
     async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
         """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""
         self._check_names(topic, subscription)
-        served = self._topic(topic)
-        return await served.open_subscription(
-            subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
-        )
+        async with self._served(topic) as (_, served):
+            return await served.open_subscription(
+                subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
+            )
+
+    async def get_scheduled(
+        self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
+    ) -> Leased:
+        """Due rows without a stream, leased for `lease_ms` (0: as the subscription's policy says).
+
+        Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded.
+        """
+        self._check_names(topic, subscription)
+        leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+        async with self._served(topic) as (shard, served):
+            state = served.subscription(subscription)
+            lease_ms = lease_ms or state.stored.policy.lease_ms or topic_settings.LEASE_DEFAULT_MS
+            rows = await served.get_scheduled(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+            return Leased(HandedOut(shard.epoch, rows.rows), lease_ms, served.core.rebuild_needed())
+
+    async def acknowledge(self, topic: str, subscription: str, claims: HeldPositions) -> int:
+        """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.acknowledge(served.subscription(subscription), claims, awaited=True)
+
+    async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> int:
+        """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""
+        self._check_names(topic, subscription)
+        leases.check_lease(lease_ms)
+        async with self._served(topic) as (_, served):
+            return await served.extend_lease(served.subscription(subscription), claims, lease_ms=lease_ms)
+
+    # ---- subscriptions
+
+    async def create_subscription(
+        self, topic: str, subscription: str, policy: SubscriptionPolicy = NO_POLICY
+    ) -> SubscriptionCreated:
+        """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
+        self._check_names(topic, subscription)
+        topic_settings.check_subscription_policy(policy)
+        shard = self._engine.shard_of(topic)
+        async with self._truthful(shard):
+            return await shard.subscriptions.create(topic, subscription, policy)
+
+    async def update_subscription(
+        self, topic: str, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionPolicy:
+        """Replaces a subscription's policy; it counts when this returns."""
+        self._check_names(topic, subscription)
+        topic_settings.check_subscription_policy(policy)
+        async with self._served(topic) as (shard, served):
+            return await shard.subscriptions.update(served, subscription, policy)
+
+    async def delete_subscription(self, topic: str, subscription: str) -> None:
+        """Deletes a subscription and waives its claims."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (shard, served):
+            await shard.subscriptions.delete(served, subscription)
+
+    # ---- topics
+
+    async def set_topic_policy(self, topic: str, policy: TopicPolicy) -> TopicPolicy:
+        """Replaces a topic's policy, and creates the topic if it is new; what is in force when this returns."""
+        self._check_topic(topic)
+        topic_settings.check_topic_policy(policy)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic_to_write(topic)
+        return await shard.changes.set_policy(served, policy)
+
+    async def topic_policy(self, topic: str) -> TopicPolicies:
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            settings = served.settings
+            await shard.commits.confirmed()
+            return TopicPolicies(stored=settings.policy, effective=settings.effective)
+
+    async def seal(self, topic: str) -> Sealed:
+        """Seals the mutable bucket now; returns when that is committed."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.seal(served)
+
+    async def delete_topic(self, topic: str) -> TopicDeleted:
+        """Deletes a topic with everything in it."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.delete(served)
+
+    async def lookup(self, topic: str) -> TopicLocation:
+        """The shard of a topic and who owns it, whether the topic exists or not."""
+        self._check_topic(topic)
+        return self._engine.location_of(topic)
+
+    # ---- inspection
 
     async def list_topics(self, page_size: int, after: str) -> TopicPage:
         """At most `page_size` topics whose names come after `after`."""
-        if not 0 <= page_size <= TOPICS_PAGE_MAX:
-            raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {TOPICS_PAGE_MAX}")
+        size = inspection.page_size_of(page_size)
         self._engine.check_serving()
-        served = {name: topic for shard in self._engine.shards.values() for name, topic in shard.topics.items()}
-        ordered = sorted(served)
-        first = bisect.bisect_right(ordered, after) if after else 0
-        page = ordered[first : first + (page_size or TOPICS_PAGE_MAX)]
-        more = first + len(page) < len(ordered)
+        found: dict[str, ServedTopic] = {}
+        for shard in list(self._engine.shards.values()):
+            beyond = (name for name in shard.topics if name > after)
+            found |= {name: shard.topics[name] for name in heapq.nsmallest(size + 1, beyond)}
+            await asyncio.sleep(0)
+        page, next_after = inspection.page_after(found, str, size, after)
         return TopicPage(
-            topics=tuple(served[name].summary() for name in page),
-            next_after=page[-1] if more else None,
+            topics=tuple(inspection.summary(found[name]) for name in page),
+            next_after=next_after,
             as_of_ms=self._environment.clock.now_ms(),
+            topics_loading=self._engine.topics_loading,
+            topics_damaged=self._engine.topics_damaged,
         )
 
     async def topic_stats(self, topic: str) -> TopicStats:
-        limits.check_name("topic", topic, self._environment.request_limits.topic_max_bytes)
-        served = self._topic(topic)
-        return served.stats(applied_slot=self._engine.shard_of(topic).topic_commits[topic].manifest.applied)
+        """Counts of one topic. Raises NotFound."""
+        shard, served = await self._shown(topic)
+        applied_slot = shard.topic_commits[topic].manifest.applied
+        return inspection.stats(served, applied_slot=applied_slot, now_ms=self._environment.clock.now_ms())
+
+    async def list_buckets(self, topic: str, page_size: int, after: str) -> BucketPage:
+        """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
+        size = inspection.page_size_of(page_size)
+        _, served = await self._shown(topic)
+        return inspection.buckets_page(served, size, after, now_ms=self._environment.clock.now_ms())
+
+    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> SubscriptionPage:
+        """Subscriptions of a topic whose names come after `after`."""
+        size = inspection.page_size_of(page_size)
+        _, served = await self._shown(topic)
+        return inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
 
     def metrics_snapshot(self) -> Sequence[TopicNumbers]:
         """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""
@@ -114,21 +279,76 @@ class Requests:
 
     async def _topic_numbers(self) -> list[TopicNumbers]:
         now_ms = self._environment.clock.now_ms()
+        topics = [topic for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
-        for shard in list(self._engine.shards.values()):
-            for topic in list(shard.topics.values()):
-                numbers.append(topic.numbers(now_ms))
-                # Hand-outs and requests have their turn between any two topics.
+        for count, topic in enumerate(topics, 1):
+            numbers.append(inspection.numbers(topic, now_ms))
+            if count % TOPICS_A_TURN == 0:
                 await asyncio.sleep(0)
         return numbers
 
-    def _check_names(self, topic: str, subscription: str) -> None:
-        request_limits = self._environment.request_limits
-        limits.check_name("topic", topic, request_limits.topic_max_bytes)
-        limits.check_name("subscription", subscription, request_limits.subscription_max_bytes)
+    # ---- finding
 
-    def _topic(self, topic: str) -> ServedTopic:
-        served = self._engine.shard_of(topic).topic(topic)
+    @contextlib.asynccontextmanager
+    async def _served(self, topic: str) -> AsyncIterator[tuple[ServedShard, ServedTopic]]:
+        """The topic of a call. Raises NotFound."""
+        shard = self._engine.shard_of(topic)
+        async with self._truthful(shard):
+            served = await shard.topic(topic)
+            if served is None:
+                raise _no_topic(topic)
+            yield shard, served
+
+    @contextlib.asynccontextmanager
+    async def _truthful(self, shard: ServedShard) -> AsyncIterator[None]:
+        """An answer that depends on what is or is not there waits until the shard is known to be ours still."""
+        try:
+            yield
+        except (NotFound, AlreadyExists):
+            await shard.commits.confirmed()
+            raise
+
+    async def _shown(self, topic: str) -> tuple[ServedShard, ServedTopic]:
+        self._check_topic(topic)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic(topic)
         if served is None:
-            raise NotFound(f"there is no topic {topic!r}")
-        return served
+            raise _no_topic(topic)
+        return shard, served
+
+    def _check_topic(self, topic: str) -> None:
+        limits.check_name("topic", topic, self._limits.topic_max_bytes)
+
+    def _check_names(self, topic: str, subscription: str | None) -> None:
+        self._check_topic(topic)
+        if subscription is not None:
+            limits.check_name("subscription", subscription, self._limits.subscription_max_bytes)
+
+
+def _nothing() -> Contained:
+    nothing = np.empty(0, np.uint64)
+    ranges = EntryRanges(nothing, nothing, nothing)
+    return Contained(pending=ranges, due=ranges, continuation=None)
+
+
+def _no_topic(topic: str) -> NotFound:
+    return NotFound(f"there is no topic {topic!r}")
+
+
+def _check_ranges(asked: EntryRanges) -> None:
+    backwards = np.flatnonzero(asked.last_entry_id < asked.first_entry_id)
+    if len(backwards):
+        row = int(backwards[0])
+        raise InvalidArgument(
+            f"last_entry_id[{row}] is {asked.last_entry_id[row]}, before entry_id[{row}], which is "
+            f"{asked.first_entry_id[row]}"
+        )
+
+
+def _check_ledgers(ranges: LedgerRanges) -> None:
+    ledgers = len(ranges.ledger_id)
+    if ranges.all_lower_ledgers and ledgers != 1:
+        raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")
+    known, count = np.unique(ranges.ledger_id, return_counts=True)
+    if len(known) < ledgers:
+        raise InvalidArgument(f"ledger_id names ledger {known[count > 1][0]} twice; once is enough")

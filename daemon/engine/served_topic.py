@@ -1,35 +1,40 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
-Owns: the order of one topic's requests against subscriptions that come and go, its streams, its wake-ups, loading its
-segments, and reading backlogs again for subscriptions that are behind.
-Does not own: decisions (`daemon.core.topic`), slots (`group_commit`), seals and drops (`bucket_life`).
+Owns: requests on rows, its streams and lines, its wake-ups, loading its segments, and reading backlogs again for
+subscriptions that are behind.
+Does not own: decisions (`daemon.core.topic`), slots (`group_commit`), seals and drops (`bucket_life`), changes of the
+topic as a whole (`subscription_changes`, `topic_changes`), leases (`leases`), and what is shown of it (`inspection`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
 
 from daemon.core import limits
+from daemon.core.containment import Contained, EntryRanges
 from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
-from daemon.engine.calls import SubscriptionStats, TopicStats, TopicSummary
+from daemon.engine import topic_settings
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import GroupCommit
+from daemon.engine.leases import Leases
 from daemon.engine.segment_loading import SegmentLoader
+from daemon.engine.topic_gate import TopicGate
+from daemon.engine.waiting_line import WaitingLine
 from daemon.errors import NotFound, QuotaExceeded
-from daemon.metrics import TopicNumbers
-from storage_backends.formats.journal import Record
+from storage_backends.formats.manifest import TopicPolicy
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,8 @@ READY_LOW_ROWS = 20_000
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
 STREAMS_RETRY_MS = 5_000
+# Ranges of one answer; what is more is asked for again.
+CONTAINED_RANGES_MAX = 100_000
 
 
 class Owned(Protocol):
@@ -58,12 +65,17 @@ class Owned(Protocol):
 
 
 class ServedTopic:
-    """One topic of an owned shard."""
+    """One topic of an owned shard, with the policy that was set for it."""
 
-    def __init__(self, topic: Topic, shard: Owned, due_loop: DueLoop, environment: Environment) -> None:
+    def __init__(
+        self, topic: Topic, shard: Owned, due_loop: DueLoop, environment: Environment, *, policy: TopicPolicy
+    ) -> None:
         self.core = topic
         self.shard = shard
+        self.settings = topic_settings.settings_of(environment, policy)
+        self.gate = TopicGate(topic.name, shard.commits)
         self.streams: dict[int, dict[int, DispatchStream]] = {}
+        self.leases = Leases(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -71,27 +83,24 @@ class ServedTopic:
         self._environment = environment
         self._loader = SegmentLoader(topic, environment, self._segments_loaded)
         self._behind: dict[int, asyncio.Task[None]] = {}
+        self._lines: dict[int, WaitingLine] = {}
         self._dispatchers = itertools.count(1)
         self._ended: Exception | None = None
-        # Set while requests may pass; cleared while a subscription comes or goes.
-        self._open = asyncio.Event()
-        self._open.set()
+        # Subscriptions that nothing is handed out to for now.
+        self._withheld: frozenset[int] = frozenset()
+        self._resting = False
 
     # ---- requests
 
     async def add(self, batch: AddBatch) -> AddOutcome:
-        while not self._open.is_set():
-            await self._open.wait()
+        await self.gate.passed()
         commits = self.shard.commits
         commits.check_accepting()
         if len(self.core.index.sealing) >= SEALING_MAX:
-            raise QuotaExceeded(
-                f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
-                retry_after_ms=SEALING_RETRY_MS,
-            )
+            raise self.too_many_seals()
         environment = self._environment
         record, outcome = self.core.stage_add(
-            batch, now_ms=environment.clock.now_ms(), request_limits=environment.request_limits
+            batch, now_ms=environment.clock.now_ms(), request_limits=self.settings.request_limits
         )
         if record is None:
             await commits.confirmed()
@@ -106,14 +115,32 @@ class ServedTopic:
         )
         return outcome
 
+    def too_many_seals(self) -> QuotaExceeded:
+        return QuotaExceeded(
+            f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
+            retry_after_ms=SEALING_RETRY_MS,
+        )
+
+    async def contains(self, asked: EntryRanges, subscription: str | None) -> Contained:
+        """What of the ranges is in the index: a read of what is applied. Raises NotFound."""
+        if self._ended is not None:
+            raise self._ended
+        state = None if subscription is None else self.subscription(subscription)
+        found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
+        await self.shard.commits.confirmed()
+        return found
+
     async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> int:
+        """Acknowledges positions; how many were not in the backlog with that time. Raises NotFound."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        while not self._open.is_set():
-            await self._open.wait()
+        await self.gate.passed()
+        self._check_there(state)
         commits = self.shard.commits
         commits.check_accepting()
         record, rest = self.core.stage_acknowledge(state, claims)
         slot = None if record is None else commits.stage(record, awaited=awaited)
+        # There may be room IN_FLIGHT again.
+        self.notify(state)
         ignored = len(rest)
         if len(rest):
             found = await self._find_in_backlog(state, rest)
@@ -130,12 +157,38 @@ class ServedTopic:
         self._environment.metrics.acknowledged(self.core.name, acknowledged=len(claims) - ignored, ignored=ignored)
         return ignored
 
+    async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
+        """Due rows, leased. Empty when none came in time."""
+        await self.gate.passed()
+        self._check_there(state)
+        self.shard.commits.check_accepting()
+        rows = await self.leases.get(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+        if not len(rows):
+            await self.shard.commits.confirmed()
+        return rows
+
+    async def extend_lease(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
+        """Moves the end of leases; how many of the positions were not leased with that time."""
+        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
+        await self.gate.passed()
+        self._check_there(state)
+        self.shard.commits.check_accepting()
+        ignored = self.leases.extend(state, claims, lease_ms=lease_ms)
+        # Under another owner the positions are due again.
+        await self.shard.commits.confirmed()
+        return ignored
+
     async def _find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
-        """Claimed rows that are due and not in any hand: READY, or held over from an earlier stream."""
+        """Claimed rows that are due and not in any hand: READY, or held over from an earlier stream.
+
+        Requests pass when this returns.
+        """
         if not len(self.core.in_backlog(state, claims)):
             return KeyedRows.empty()
         seen: SeenRows = {}
         while True:
+            await self.gate.passed()
+            self._check_there(state)
             found, missing = self.core.find_in_backlog(state, claims, seen)
             if not missing:
                 return found
@@ -148,24 +201,39 @@ class ServedTopic:
 
     # ---- subscriptions
 
-    async def pause(self) -> None:
-        """No request passes until `resume`; what is staged is durable and applied when this returns."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._open.clear()
+    def subscription(self, name: str) -> SubscriptionState:
+        """Raises NotFound."""
+        states = self.core.subscriptions.values()
+        state = next((state for state in states if state.stored.name == name), None)
+        if state is None:
+            raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
+        return state
+
+    def _check_there(self, state: SubscriptionState) -> None:
+        if self._ended is not None:
+            raise self._ended
+        if self.core.subscriptions.get(state.subscription_id) is not state:
+            raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
+
+    @contextlib.contextmanager
+    def withholding(self, subscription_ids: Iterable[int]) -> Iterator[None]:
+        """Nothing is handed out to these subscriptions: what they might get is about to leave."""
+        self._withheld = frozenset(subscription_ids)
         try:
-            await self.shard.commits.flush()
-        except BaseException:
-            self._open.set()
-            raise
+            yield
+        finally:
+            self._withheld = frozenset()
+            self.notify_all()
 
-    def resume(self) -> None:
-        self._open.set()
-
-    async def commit_records(self, records: Iterable[Record]) -> None:
-        """Makes decisions durable while the topic is paused."""
-        for record in records:
-            await asyncio.shield(self.shard.commits.stage(record))
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """No row is passed: nothing is decided on the topic but by its requests."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._resting = False
+            self.changed()
 
     async def settle_due(self) -> None:
         """Returns when every row that is due now has been passed."""
@@ -180,16 +248,28 @@ class ServedTopic:
                 return
             await self._load(wanted)
 
+    async def settle_ready(self, state: SubscriptionState) -> None:
+        """Returns when the subscription has READY rows, or nothing that is due now is left to be READY."""
+        now_ms = self._environment.clock.now_ms()
+        while self._ended is None and not state.ready_rows:
+            behind = self._behind.get(state.subscription_id)
+            if behind is not None:
+                await asyncio.wait([behind])
+            elif state.reader is not None:
+                self._read_on(state)
+            elif self._pass_due(now_ms):
+                await asyncio.sleep(0)
+            elif wanted := self.core.index.wanted_segments(now_ms):
+                await self._load(wanted)
+            else:
+                return
+
     # ---- streams
 
     async def open_subscription(self, subscription: str, held: HeldPositions, *, streams_max: int) -> DispatchStream:
         """Opens a stream on a subscription by its name. Raises NotFound."""
-        while not self._open.is_set():
-            await self._open.wait()
-        states = self.core.subscriptions.values()
-        state = next((state for state in states if state.stored.name == subscription), None)
-        if state is None:
-            raise NotFound(f"topic {self.core.name} has no subscription {subscription!r}; create it first")
+        await self.gate.passed()
+        state = self.subscription(subscription)
         streams = len(self.streams.get(state.subscription_id, {}))
         if streams >= streams_max:
             raise QuotaExceeded(
@@ -200,64 +280,82 @@ class ServedTopic:
 
     async def open_stream(self, state: SubscriptionState, held: HeldPositions) -> DispatchStream:
         """A dispatcher listens; the held positions that are in the backlog stay IN_FLIGHT at it."""
-        stream = DispatchStream(self, state, next(self._dispatchers), epoch=self.shard.epoch)
+        stream = DispatchStream(self, state, self.next_dispatcher(), epoch=self.shard.epoch)
         found = KeyedRows.empty()
         if len(held):
             # The rows that it holds have been passed before it asks for them.
             await self.settle_due()
             found = await self._find_in_backlog(state, held)
-        if self._ended is not None:
-            raise self._ended
-        if state.subscription_id not in self.core.subscriptions:
-            raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
+        self._check_there(state)
         self.core.open(state, stream.dispatcher)
         self.core.hold(state, stream.dispatcher, found)
         stream.held = len(found)
+        stream.rebuild_needed = self.core.rebuild_needed()
         self.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
         self._read_on(state)
         return stream
+
+    def next_dispatcher(self) -> int:
+        """A number for a stream or a lease, never used again."""
+        return next(self._dispatchers)
+
+    def listen(self, state: SubscriptionState, dispatcher: int) -> None:
+        """READY is kept for a dispatcher that holds nothing itself."""
+        self.core.open(state, dispatcher)
+        self._read_on(state)
 
     def close_stream(self, stream: DispatchStream) -> None:
         of_subscription = self.streams.get(stream.state.subscription_id, {})
         if of_subscription.pop(stream.dispatcher, None) is None:
             return
         stream.state.close(stream.dispatcher)
-        for other in of_subscription.values():
-            other.notify()
+        self.notify(stream.state)
 
     def end_streams(self, error: Exception, *, subscription_id: int | None = None) -> None:
-        """The streams of one subscription, or all of them, end with the error."""
+        """The streams and leases of one subscription, or all of them, end with the error."""
         for number, of_subscription in self.streams.items():
             if subscription_id in (None, number):
                 for stream in list(of_subscription.values()):
                     self.close_stream(stream)
                     stream.end(error)
+        self.leases.end(error, subscription_id=subscription_id)
         if subscription_id is not None:
             self.streams.pop(subscription_id, None)
+            self._lines.pop(subscription_id, None)
 
-    @property
-    def may_hand_out(self) -> bool:
-        return self.shard.may_hand_out
+    def line(self, state: SubscriptionState) -> WaitingLine:
+        """Those who wait for rows of a subscription."""
+        return self._lines.setdefault(state.subscription_id, WaitingLine())
 
-    def hand_out(self, stream: DispatchStream, limit: int) -> KeyedRows:
-        rows = stream.state.hand_out(stream.dispatcher, limit)
+    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
+        if not state.ready_rows or state.subscription_id in self._withheld or not self.shard.may_hand_out:
+            return KeyedRows.empty()
+        rows = state.hand_out(dispatcher, limit)
         if len(rows):
             now_ms = self._environment.clock.now_ms()
             lateness_ms = now_ms - rows.rows.deliver_at_ms.astype(np.int64)
             self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=lateness_ms)
-        self._read_on(stream.state)
+        self._read_on(state)
         return rows
 
     def notify(self, state: SubscriptionState) -> None:
-        for stream in self.streams.get(state.subscription_id, {}).values():
-            stream.notify()
+        """There may be something to hand out."""
+        line = self._lines.get(state.subscription_id)
+        if line is not None and state.ready_rows:
+            line.notify()
 
     def notify_all(self) -> None:
-        for of_subscription in self.streams.values():
-            for stream in of_subscription.values():
-                stream.notify()
+        for state in self.core.subscriptions.values():
+            self.notify(state)
 
     # ---- due rows
+
+    def look_after(self) -> None:
+        """Once a second: what depends on time alone."""
+        if self._ended is None:
+            self.leases.look_after()
+            self.notify_all()
 
     def rows_added(self) -> None:
         """The next wake-up may be sooner, by rows of the buckets in memory."""
@@ -271,7 +369,7 @@ class ServedTopic:
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:
-        if self._ended is not None:
+        if self._ended is not None or self._resting:
             return None
         self._pass_due(now_ms)
         ahead_ms = self._environment.config.delivery.lookahead_ms
@@ -279,12 +377,13 @@ class ServedTopic:
         return self._next_wake_ms()
 
     def _pass_due(self, now_ms: int) -> int:
-        passed = self.core.pass_due(now_ms, PASS_ROWS)
+        passed = 0 if self._resting else self.core.pass_due(now_ms, PASS_ROWS)
         if passed:
             for state in self.core.subscriptions.values():
-                if state.ready_rows:
-                    self.notify(state)
+                self.notify(state)
                 self._read_on(state)
+            for record in self.core.take_not_owed():
+                _ = self.shard.commits.stage(record, awaited=False)
         return passed
 
     def _next_wake_ms(self) -> int | None:
@@ -313,82 +412,17 @@ class ServedTopic:
         if needed:
             task = self._behind[number] = asyncio.ensure_future(self._load(needed))
             task.add_done_callback(lambda _: self._read_on_after(state))
-        elif state.ready_rows:
+        else:
             self.notify(state)
 
     def _read_on_after(self, state: SubscriptionState) -> None:
         self._behind.pop(state.subscription_id, None)
         self._read_on(state)
 
-    # ---- stats
-
-    def summary(self) -> TopicSummary:
-        index = self.core.index
-        return TopicSummary(
-            topic=self.core.name,
-            shard=self.shard.number,
-            pending=index.pending_rows,
-            buckets=len(index.sealed),
-            subscriptions=len(self.core.subscriptions),
-            next_due_ms=index.next_due_ms() or 0,
-        )
-
-    def oldest_due_ms(self) -> int:
-        """The time of the oldest row that is READY and in memory; 0 when there is none."""
-        times = [state.oldest_ready_ms() for state in self.core.subscriptions.values()]
-        return min((time for time in times if time is not None), default=0)
-
-    def stats(self, *, applied_slot: int) -> TopicStats:
-        index = self.core.index
-        return TopicStats(
-            topic=self.core.name,
-            topic_id=self.core.topic_id,
-            shard=self.shard.number,
-            epoch=self.shard.epoch,
-            incarnation=self.core.incarnation,
-            pending=index.pending_rows,
-            mutable_rows=sum(bucket.waiting_rows for bucket in index.memory_buckets),
-            buckets=len(index.sealed),
-            bucket_bytes=sum(bucket.live.object.size_bytes for bucket in index.sealed.values()),
-            loaded_rows=index.loaded_rows,
-            next_due_ms=index.next_due_ms() or 0,
-            oldest_due_ms=self.oldest_due_ms(),
-            applied_slot=applied_slot,
-            subscriptions=tuple(self._subscription_stats(state) for state in self.core.subscriptions.values()),
-            as_of_ms=self._environment.clock.now_ms(),
-        )
-
-    def numbers(self, now_ms: int) -> TopicNumbers:
-        """The topic at a scrape."""
-        index = self.core.index
-        oldest_due_ms = self.oldest_due_ms()
-        return TopicNumbers(
-            topic=self.core.name,
-            pending=index.pending_rows,
-            mutable_rows=sum(bucket.waiting_rows for bucket in index.memory_buckets),
-            loaded_rows=index.loaded_rows,
-            buckets=len(index.sealed) + len(index.memory_buckets),
-            bucket_bytes=sum(bucket.live.object.size_bytes for bucket in index.sealed.values()),
-            backlog=sum(state.backlog for state in self.core.subscriptions.values()),
-            in_flight=sum(len(state.in_flight) for state in self.core.subscriptions.values()),
-            oldest_due_age_s=max(0, now_ms - oldest_due_ms) / 1000 if oldest_due_ms else 0.0,
-        )
-
-    def _subscription_stats(self, state: SubscriptionState) -> SubscriptionStats:
-        streams = self.streams.get(state.subscription_id, {})
-        return SubscriptionStats(
-            subscription=state.stored.name,
-            subscription_id=state.subscription_id,
-            since_ms=state.stored.since_ms,
-            backlog=state.backlog,
-            in_flight=len(state.in_flight),
-            dispatchers=len(streams),
-            permits=sum(stream.permits for stream in streams.values()),
-        )
-
     def close(self, error: Exception) -> None:
         """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""
         self._ended = error
+        self.gate.end(error)
         self.end_streams(error)
         self._loader.close()
         for task in self._behind.values():

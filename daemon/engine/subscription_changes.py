@@ -1,21 +1,24 @@
-"""Subscriptions that come and go.
+"""Subscriptions that come, change and go.
 
 Owns: the order of such a change against the topic's requests: nothing passes between its decision and its commit.
-Does not own: who is owed what (`daemon.core.topic`) and the manifest's operation (`storage_backends.topic_manifest`).
+Does not own: who is owed what (`daemon.core.topic`), the manifest's operation (`storage_backends.topic_manifest`) and
+the limits of a policy (`topic_settings`).
 
-A change pauses the topic, so that every slot is either before it or after it; the manifest says at which slot.
+A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from daemon.engine.calls import SubscriptionCreated
 from daemon.engine.environment import Environment
-from daemon.errors import NotFound, QuotaExceeded
+from daemon.engine.served_topic import ServedTopic
+from daemon.errors import AlreadyExists, NotFound, QuotaExceeded
 from storage_backends import commit
-from storage_backends.formats.manifest import Subscription, TopicManifest
+from storage_backends.formats.manifest import Subscription, SubscriptionPolicy, TopicManifest
 from storage_backends.topic_manifest import SetSubscriptions
 
 if TYPE_CHECKING:
@@ -31,55 +34,81 @@ class SubscriptionChanges:
         self._shard = shard
         self._environment = environment
 
-    async def create(self, name: str, subscription: str) -> SubscriptionCreated:
-        """Creates the subscription, and the topic if it is new; repeated it answers with what is there."""
-        topic = await self._shard.topic_to_write(name)
-        await topic.pause()
-        try:
-            for state in topic.core.subscriptions.values():
-                if state.stored.name == subscription:
-                    await self._shard.commits.confirmed()
-                    return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
-            count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
-            if count >= count_max:
-                raise QuotaExceeded(
-                    f"topic {name} has {count} subscriptions, the limit is {count_max}",
-                    retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
-                )
-            stored = Subscription(
-                subscription_id=self._shard.topic_commits[name].manifest.last_subscription_id + 1,
-                name=subscription,
-                since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
-                created_slot=self._shard.applied_slot,
-            )
-            topic.core.begin_subscription(stored)
-            await self._commit(
-                name,
-                lambda tip: SetSubscriptions(
-                    subscriptions=(*tip.subscriptions, stored),
-                    last_subscription_id=stored.subscription_id,
-                    epoch=self._shard.epoch,
-                ),
-            )
-            topic.core.add_subscription()
-            return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
-        finally:
-            topic.resume()
+    async def create(self, name: str, subscription: str, policy: SubscriptionPolicy) -> SubscriptionCreated:
+        """Creates the subscription, and the topic if it is new; repeated it answers with what is there.
 
-    async def delete(self, name: str, subscription: str) -> None:
+        Raises AlreadyExists when it is there with another policy.
+        """
+        topic = await self._shard.topic_to_write(name)
+        created = await topic.gate.change(lambda: self._create(topic, subscription, policy))
+        if not created.created:
+            await self._shard.commits.confirmed()
+        return created
+
+    async def _create(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> SubscriptionCreated:
+        name = topic.core.name
+        for state in topic.core.subscriptions.values():
+            if state.stored.name == subscription:
+                if state.stored.policy != policy:
+                    raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
+                return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
+        count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
+        if count >= count_max:
+            raise QuotaExceeded(
+                f"topic {name} has {count} subscriptions, the limit is {count_max}",
+                retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
+            )
+        stored = Subscription(
+            subscription_id=self._shard.topic_commits[name].manifest.last_subscription_id + 1,
+            name=subscription,
+            since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
+            created_slot=self._shard.applied_slot,
+            policy=policy,
+        )
+        topic.core.begin_subscription(stored)
+        await self._commit(
+            name,
+            lambda tip: SetSubscriptions(
+                subscriptions=(*tip.subscriptions, stored),
+                last_subscription_id=stored.subscription_id,
+                epoch=self._shard.epoch,
+            ),
+        )
+        topic.core.add_subscription()
+        return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
+
+    async def update(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> SubscriptionPolicy:
+        """Replaces the policy; it counts when this returns. Raises NotFound."""
+        await topic.gate.change(lambda: self._update(topic, subscription, policy), closed=False)
+        return policy
+
+    async def _update(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> None:
+        state = topic.subscription(subscription)
+        stored = dataclasses.replace(state.stored, policy=policy)
+        await self._commit(
+            topic.core.name,
+            lambda tip: SetSubscriptions(
+                subscriptions=tuple(
+                    stored if each.subscription_id == stored.subscription_id else each for each in tip.subscriptions
+                ),
+                last_subscription_id=tip.last_subscription_id,
+                epoch=self._shard.epoch,
+            ),
+        )
+        topic.core.set_subscription_policy(state.subscription_id, policy)
+        topic.notify(state)
+
+    async def delete(self, topic: ServedTopic, subscription: str) -> None:
         """Deletes the subscription; what only it was owed is gone. Raises NotFound."""
-        topic = self._shard.topics[name]
-        await topic.pause()
-        try:
-            states = topic.core.subscriptions.values()
-            state = next((state for state in states if state.stored.name == subscription), None)
-            if state is None:
-                raise NotFound(f"topic {name} has no subscription {subscription!r}")
-            deleted = state.subscription_id
-            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
-            topic.end_streams(gone, subscription_id=deleted)
+        await topic.gate.change(lambda: self._delete(topic, subscription))
+
+    async def _delete(self, topic: ServedTopic, subscription: str) -> None:
+        name = topic.core.name
+        deleted = topic.subscription(subscription).subscription_id
+        with topic.withholding((deleted,)):
             await topic.settle_due()
-            await topic.commit_records(topic.core.gone_with_subscription(deleted))
+            for record in topic.core.gone_with_subscription(deleted):
+                await self._shard.commits.stage_together((record,))
             await self._commit(
                 name,
                 lambda tip: SetSubscriptions(
@@ -89,12 +118,12 @@ class SubscriptionChanges:
                 ),
             )
             topic.core.remove_subscription(deleted)
-            self._shard.lives[name].after_slot(self._shard.applied_slot)
-        finally:
-            topic.resume()
+            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
+            topic.end_streams(gone, subscription_id=deleted)
+        self._shard.lives[name].after_slot(self._shard.applied_slot)
 
     async def _commit(self, name: str, operation: Callable[[TopicManifest], SetSubscriptions]) -> None:
         try:
             await self._shard.topic_commits[name].commit(operation)
         except commit.Refused as refused:
-            raise self._shard.superseded(refused) from refused
+            raise await self._shard.superseded(refused) from refused

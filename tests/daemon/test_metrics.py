@@ -28,6 +28,8 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> m
         bucket_bytes=5,
         backlog=6,
         in_flight=7,
+        leased=8,
+        rebuild_needed=9,
         oldest_due_age_s=oldest_due_age_s,
     )
 
@@ -39,12 +41,16 @@ def used() -> metrics.Metrics:
     everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3)
     everything.acknowledged("t", acknowledged=4, ignored=1)
     everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
+    everything.trimmed("t", rows=2, of_subscription=True)
+    everything.lease_over("t", rows=3)
+    everything.topic_deleted()
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)
     everything.store_error("put", "StoreUnavailable")
     everything.bucket_operation("create", "succeed", seconds=0.05)
     everything.set_epoch(3, 7)
     everything.set_serving(True)
+    everything.event_loop_paused(0.004)
     everything.recovered(seconds=0.2, rows_replayed=100)
     return everything
 
@@ -63,6 +69,8 @@ def test_events_are_counted() -> None:
     assert sample("tarry_epoch", {"shard": "3"}) == 7
     assert sample("tarry_serving") == 1
     assert sample("tarry_recovery_rows_replayed_total") == 100
+    assert sample("tarry_event_loop_pause_seconds_bucket", {"le": "0.003"}) == 0
+    assert sample("tarry_event_loop_pause_seconds_bucket", {"le": "0.005"}) == 1
     assert sample("tarry_journal_slot_bytes_count") == 1
 
 

@@ -1,0 +1,185 @@
+"""What is shown of topics: to people, dashboards and Prometheus.
+
+Owns: the pages and counts of `tarry.v1.Inspect`, taken from what is in memory.
+Does not own: the counts themselves (`daemon.core`), and finding a topic (`requests`).
+
+Everything here may be a little stale, and says as of when. Nothing waits for the store.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from daemon.core.quarantine import QuarantinedBucket
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.subscription import SubscriptionState
+from daemon.core.topic import Topic
+from daemon.engine.calls import (
+    BucketPage,
+    BucketSummary,
+    SubscriptionPage,
+    SubscriptionStats,
+    TopicStats,
+    TopicSummary,
+)
+from daemon.engine.served_topic import ServedTopic
+from daemon.errors import InvalidArgument
+from daemon.metrics import TopicNumbers
+
+PAGE_MAX = 1000
+
+T = TypeVar("T")
+
+
+def page_size_of(page_size: int) -> int:
+    """How many a page has; 0 asks for the most. Raises InvalidArgument."""
+    if not 0 <= page_size <= PAGE_MAX:
+        raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_MAX}")
+    return page_size or PAGE_MAX
+
+
+def page_after(
+    items: Iterable[T], place: Callable[[T], str], page_size: int, after: str
+) -> tuple[Sequence[T], str | None]:
+    """At most `page_size` of the items, by their places, after one of them; the last place, None on the last page."""
+    ordered = sorted(items, key=place)
+    first = bisect.bisect_right(ordered, after, key=place) if after else 0
+    page = ordered[first : first + page_size]
+    return page, place(page[-1]) if first + len(page) < len(ordered) else None
+
+
+def summary(topic: ServedTopic) -> TopicSummary:
+    index = topic.core.index
+    return TopicSummary(
+        topic=topic.core.name,
+        shard=topic.shard.number,
+        pending=index.pending_rows,
+        buckets=len(index.sealed),
+        subscriptions=len(topic.core.subscriptions),
+        next_due_ms=index.next_due_ms() or 0,
+    )
+
+
+def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
+    core, index = topic.core, topic.core.index
+    return TopicStats(
+        topic=core.name,
+        topic_id=core.topic_id,
+        shard=topic.shard.number,
+        epoch=topic.shard.epoch,
+        incarnation=core.incarnation,
+        pending=index.pending_rows,
+        mutable_rows=_mutable_rows(core),
+        buckets=len(index.sealed),
+        bucket_bytes=_bucket_bytes(core),
+        loaded_rows=index.loaded_rows,
+        next_due_ms=index.next_due_ms() or 0,
+        oldest_due_ms=oldest_due_ms(core),
+        applied_slot=applied_slot,
+        subscriptions=tuple(subscription_stats(topic, state) for state in core.subscriptions.values()),
+        as_of_ms=now_ms,
+        rebuild_needed=core.rebuild_needed(),
+    )
+
+
+def oldest_due_ms(core: Topic) -> int:
+    """The time of the oldest row that is due and in nobody's hand; 0 when there is none."""
+    times = [state.oldest_ready_ms() for state in core.subscriptions.values()]
+    return min((time for time in times if time is not None), default=0)
+
+
+def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:
+    streams = topic.streams.get(state.subscription_id, {})
+    return SubscriptionStats(
+        subscription=state.stored.name,
+        subscription_id=state.subscription_id,
+        since_ms=state.stored.since_ms,
+        backlog=state.backlog,
+        in_flight=len(state.in_flight),
+        dispatchers=len(streams),
+        permits=sum(stream.permits for stream in streams.values()),
+        leased=state.leased_rows,
+        policy=state.stored.policy,
+    )
+
+
+def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> SubscriptionPage:
+    """Subscriptions in the order of their names, after one of them."""
+    states, next_after = page_after(
+        topic.core.subscriptions.values(), lambda state: state.stored.name, page_size, after
+    )
+    return SubscriptionPage(
+        subscriptions=tuple(subscription_stats(topic, state) for state in states),
+        next_after=next_after,
+        as_of_ms=now_ms,
+    )
+
+
+def buckets_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> BucketPage:
+    """Sealed buckets in the order of (first ledger, last ledger), after the place `after`."""
+    core = topic.core
+    buckets: list[SealedBucket | QuarantinedBucket] = [*core.index.sealed.values(), *core.index.quarantined.values()]
+    page, next_after = page_after(buckets, _place_of, page_size, after)
+    return BucketPage(
+        buckets=tuple(_bucket_summary(core, bucket) for bucket in page),
+        next_after=next_after,
+        as_of_ms=now_ms,
+        mutable_rows=_mutable_rows(core),
+    )
+
+
+def _place_of(bucket: SealedBucket | QuarantinedBucket) -> str:
+    live = bucket.live
+    return f"{live.first_ledger_id:020d}-{live.last_ledger_id:020d}-{live.object.name}"
+
+
+def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> BucketSummary:
+    live = bucket.live
+    quarantined = isinstance(bucket, QuarantinedBucket)
+    return BucketSummary(
+        bucket=live.object.name,
+        size_bytes=live.object.size_bytes,
+        rows=live.rows,
+        pending=0 if quarantined else bucket.waiting_rows,
+        due=0 if quarantined else bucket.passed_rows,
+        first_ledger_id=live.first_ledger_id,
+        last_ledger_id=live.last_ledger_id,
+        min_deliver_at_ms=live.min_deliver_at_ms,
+        max_deliver_at_ms=live.max_deliver_at_ms,
+        segments=live.segments,
+        segments_loaded=core.index.cache.segments_of(live.object.name),
+        level=live.level,
+        compatible_form=live.compatible_form,
+        quarantined=quarantined,
+        damage=live.damage,
+    )
+
+
+def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
+    """The topic at a scrape."""
+    core, index = topic.core, topic.core.index
+    states = core.subscriptions.values()
+    oldest_ms = oldest_due_ms(core)
+    return TopicNumbers(
+        topic=core.name,
+        pending=index.pending_rows,
+        mutable_rows=_mutable_rows(core),
+        loaded_rows=index.loaded_rows,
+        buckets=len(index.sealed) + len(index.memory_buckets),
+        bucket_bytes=_bucket_bytes(core),
+        backlog=sum(state.backlog for state in states),
+        in_flight=sum(len(state.in_flight) for state in states),
+        leased=sum(state.leased_rows for state in states),
+        rebuild_needed=sum(needed.rows for needed in core.rebuild_needed()),
+        oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
+    )
+
+
+def _mutable_rows(core: Topic) -> int:
+    return sum(bucket.waiting_rows for bucket in core.index.memory_buckets)
+
+
+def _bucket_bytes(core: Topic) -> int:
+    return sum(bucket.live.object.size_bytes for bucket in core.index.sealed.values())

@@ -1,0 +1,128 @@
+"""What is done to a topic as a whole: trimmed, cleared, sealed, given a policy, deleted.
+
+Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
+Does not own: what leaves (`daemon.core.topic`), the manifest's operations (`storage_backends.topic_manifest`) and the
+limits of a policy (`topic_settings`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from daemon.core.trimming import LedgerRanges
+from daemon.engine import topic_settings
+from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS
+from daemon.engine.calls import Sealed, TopicDeleted
+from daemon.engine.environment import Environment
+from daemon.engine.manifests import Operation
+from daemon.engine.served_topic import SEALING_MAX, ServedTopic
+from daemon.errors import NotFound, OutcomeUnknown, Unavailable
+from storage_backends import commit
+from storage_backends.formats.manifest import TopicManifest, TopicPolicy
+from storage_backends.topic_manifest import DeleteTopic, SetPolicy
+
+if TYPE_CHECKING:
+    from daemon.engine.shard import ServedShard
+
+# A seal may wait for those before it, and each writes an object.
+SEAL_ANSWER_S = 60.0
+
+
+class TopicChanges:
+    """The changes of one shard's topics."""
+
+    def __init__(self, shard: ServedShard, environment: Environment) -> None:
+        self._shard = shard
+        self._environment = environment
+
+    async def trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
+        """Drops rows of the topic or of one subscription, None: all of them; how many. Raises NotFound."""
+        rows = await topic.gate.change(lambda: self._trim(topic, subscription, ranges))
+        if rows:
+            self._environment.metrics.trimmed(topic.core.name, rows=rows, of_subscription=subscription is not None)
+        else:
+            await self._shard.commits.confirmed()
+        return rows
+
+    async def _trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
+        commits = self._shard.commits
+        state = None if subscription is None else topic.subscription(subscription)
+        subscription_id = None if state is None else state.subscription_id
+        withheld = topic.core.subscriptions if subscription_id is None else (subscription_id,)
+        with topic.withholding(withheld):
+            commits.check_accepting()
+            departure = topic.core.trim(ranges, subscription_id)
+            for records in departure.slots():
+                await commits.stage_together(records)
+        return departure.rows
+
+    async def seal(self, topic: ServedTopic) -> Sealed:
+        """Seals the mutable bucket; returns when that is committed."""
+        await topic.gate.passed()
+        if len(topic.core.index.sealing) >= SEALING_MAX:
+            raise topic.too_many_seals()
+        sealing = self._shard.lives[topic.core.name].seal(self._shard.applied_slot)
+        if sealing is None:
+            await self._shard.commits.confirmed()
+            return Sealed(rows=0, bucket="")
+        try:
+            return await asyncio.wait_for(asyncio.shield(sealing), SEAL_ANSWER_S)
+        except TimeoutError:
+            raise OutcomeUnknown(
+                f"topic {topic.core.name}: the bucket is not sealed after {SEAL_ANSWER_S:.0f} s; a retry is safe"
+            ) from None
+
+    async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
+        """Replaces the policy; what is in force when this returns."""
+        await topic.gate.change(lambda: self._set_policy(topic, policy), closed=False)
+        return topic.settings.effective
+
+    async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
+        await self._commit(topic.core.name, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
+        topic.settings = topic_settings.settings_of(self._environment, policy)
+        self._shard.lives[topic.core.name].after_slot(self._shard.applied_slot)
+
+    async def delete(self, topic: ServedTopic) -> TopicDeleted:
+        """Deletes the topic with everything in it; its streams end with NotFound, and who waits may bear it again."""
+        return await topic.gate.change(lambda: self._delete(topic))
+
+    async def _delete(self, topic: ServedTopic) -> TopicDeleted:
+        core, shard = topic.core, self._shard
+        with topic.withholding(core.subscriptions), topic.resting():
+            # Nothing may be decided on the topic after the slot that its deletion names, and no seal may follow it.
+            await shard.commits.settled()
+            life = shard.lives[core.name]
+            await life.halt()
+            try:
+                rows = sum(bucket.present_rows for bucket in core.index.buckets)
+                delete_after_ms = self._environment.clock.now_ms() + TOMBSTONE_GRACE_MS
+                await self._commit(
+                    core.name,
+                    lambda tip: DeleteTopic(
+                        slot=shard.applied_slot, epoch=shard.epoch, delete_after_ms=delete_after_ms
+                    ),
+                )
+            except BaseException:
+                life.go_on()
+                raise
+            self._forget(topic)
+        self._environment.metrics.topic_deleted()
+        return TopicDeleted(rows=rows, incarnation=core.incarnation)
+
+    def _forget(self, topic: ServedTopic) -> None:
+        name = topic.core.name
+        again = Unavailable(f"topic {name} was deleted; try again")
+        self._shard.topic_commits[name].end(again)
+        topic.end_streams(NotFound(f"topic {name} was deleted"))
+        topic.close(again)
+        self._shard.forget_topic(name)
+        for bucket in topic.core.index.sealed:
+            topic.core.index.cache.discard_bucket(bucket)
+
+    async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
+        try:
+            await self._shard.topic_commits[name].commit(operation)
+        except commit.Refused as refused:
+            raise await self._shard.superseded(refused) from refused

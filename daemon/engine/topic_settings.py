@@ -1,0 +1,137 @@
+"""What holds for one topic and its subscriptions: the daemon's configuration, and what was set for them.
+
+Owns: the limits of a policy, and which of policy and configuration counts.
+Does not own: storing a policy (`topic_changes`, `subscription_changes`) and what the settings do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from daemon.core.limits import RequestLimits
+from daemon.core.mutable_bucket import SealLimits
+from daemon.engine.environment import Environment
+from daemon.errors import InvalidArgument
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
+from storage_backends.formats.segment import SegmentLimits
+
+TIME_MAX_MS = 1 << 53
+ROWS_MAX = (1 << 32) - 1
+SIZE_MAX_BYTES = 1 << 53
+LEASE_MAX_MS = 12 * 3_600_000
+LEASE_DEFAULT_MS = 30_000
+PROPERTIES_MAX = 64
+PROPERTY_NAME_MAX_BYTES = 128
+PROPERTY_VALUE_MAX_BYTES = 1024
+
+# The least and the most of each number of a topic's policy.
+_TOPIC_LIMITS = {
+    "delay_max_ms": (1, TIME_MAX_MS),
+    "min_index_count_per_bucket": (1, ROWS_MAX),
+    "bucket_rows_max": (1, ROWS_MAX),
+    "bucket_bytes_max": (1, SIZE_MAX_BYTES),
+    "bucket_age_max_ms": (1, TIME_MAX_MS),
+    "max_time_step_per_bucket_snapshot_segment_seconds": (1, ROWS_MAX),
+    "max_indexes_per_bucket_snapshot_segment": (-1, (1 << 31) - 1),
+    "min_indexes_per_bucket_snapshot_segment": (0, ROWS_MAX),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicSettings:
+    """In force for one topic. `policy`: as it was set; `effective`: every field filled."""
+
+    policy: TopicPolicy
+    effective: TopicPolicy
+    seal_limits: SealLimits
+    segment_limits: SegmentLimits
+    request_limits: RequestLimits
+    compatible_form: bool
+
+
+def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
+    """The settings of a topic with this policy."""
+    bucket = environment.config.bucket
+    set_here = {name: value for name, value in _fields(policy).items() if value is not None}
+    effective: dict[str, Any] = {
+        "delay_max_ms": environment.config.limits.delay_max_ms,
+        "min_index_count_per_bucket": bucket.min_index_count_per_bucket,
+        "bucket_rows_max": bucket.rows_max,
+        "bucket_bytes_max": bucket.bytes_max,
+        "bucket_age_max_ms": int(bucket.age_max_s * 1000),
+        "max_time_step_per_bucket_snapshot_segment_seconds": bucket.max_time_step_per_bucket_snapshot_segment_seconds,
+        "max_indexes_per_bucket_snapshot_segment": bucket.max_indexes_per_bucket_snapshot_segment,
+        "min_indexes_per_bucket_snapshot_segment": bucket.min_indexes_per_bucket_snapshot_segment,
+        "compatible_form": bucket.form == "compatible",
+    } | set_here
+    # A default gives way to what was set: a small bucket has no more rows than it may have.
+    rows_min, rows_max = effective["min_index_count_per_bucket"], effective["bucket_rows_max"]
+    effective["min_index_count_per_bucket"] = min(rows_min, rows_max)
+    segment_rows_max = effective["max_indexes_per_bucket_snapshot_segment"]
+    if segment_rows_max > 0:
+        least = effective["min_indexes_per_bucket_snapshot_segment"]
+        effective["min_indexes_per_bucket_snapshot_segment"] = min(least, segment_rows_max)
+    return TopicSettings(
+        policy=policy,
+        effective=TopicPolicy(**effective),
+        seal_limits=SealLimits(
+            rows_min=effective["min_index_count_per_bucket"],
+            rows_max=rows_max,
+            size_max_bytes=effective["bucket_bytes_max"],
+            age_max_ms=effective["bucket_age_max_ms"],
+        ),
+        segment_limits=SegmentLimits(
+            time_step_ms=effective["max_time_step_per_bucket_snapshot_segment_seconds"] * 1000,
+            rows_max=segment_rows_max,
+            rows_min=effective["min_indexes_per_bucket_snapshot_segment"],
+        ),
+        request_limits=dataclasses.replace(environment.request_limits, delay_max_ms=effective["delay_max_ms"]),
+        compatible_form=effective["compatible_form"],
+    )
+
+
+def check_topic_policy(policy: TopicPolicy) -> None:
+    """Raises InvalidArgument for a value outside its limits, and for values that contradict each other."""
+    values = _fields(policy)
+    for name, (least, most) in _TOPIC_LIMITS.items():
+        _check_number(name, values[name], least, most)
+    if policy.max_indexes_per_bucket_snapshot_segment == 0:
+        raise InvalidArgument(
+            "max_indexes_per_bucket_snapshot_segment is 0: a segment has at least one row; -1 is no limit"
+        )
+    _check_not_above(values, "min_index_count_per_bucket", "bucket_rows_max")
+    if (policy.max_indexes_per_bucket_snapshot_segment or 0) > 0:
+        _check_not_above(values, "min_indexes_per_bucket_snapshot_segment", "max_indexes_per_bucket_snapshot_segment")
+
+
+def check_subscription_policy(policy: SubscriptionPolicy) -> None:
+    """Raises InvalidArgument for a value outside its limits."""
+    _check_number("in_flight_rows_max", policy.in_flight_rows_max, 1, ROWS_MAX)
+    _check_number("lease_ms", policy.lease_ms, 1, LEASE_MAX_MS)
+    if len(policy.properties) > PROPERTIES_MAX:
+        raise InvalidArgument(f"properties has {len(policy.properties)} entries; it may have {PROPERTIES_MAX}")
+    for name, value in policy.properties:
+        _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
+        _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
+
+
+def _fields(policy: TopicPolicy) -> dict[str, Any]:
+    return {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+
+
+def _check_number(name: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise InvalidArgument(f"{name} is {value}; it must be {least} to {most}")
+
+
+def _check_not_above(values: dict[str, Any], name: str, limit_name: str) -> None:
+    value, limit = values[name], values[limit_name]
+    if value is not None and limit is not None and value > limit:
+        raise InvalidArgument(f"{name} is {value}, above {limit_name}, which is {limit}")
+
+
+def _check_text(what: str, text: str, least: int, most: int) -> None:
+    size_bytes = len(text.encode())
+    if not least <= size_bytes <= most:
+        raise InvalidArgument(f"properties: {what} has {size_bytes} bytes in UTF-8; it must have {least} to {most}")

@@ -1,0 +1,90 @@
+"""The calls of a daemon with their columns, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from daemon.core.topic import HeldPositions
+from daemon.core.trimming import LedgerRanges
+from daemon.engine import calls
+from tests.support.engine_fixture import Daemon
+
+NO_POLICY = calls.SubscriptionPolicy()
+Row = tuple[int, int, int]
+"""ledger, entry, deliver_at_ms"""
+
+
+def held(rows: Sequence[Row]) -> HeldPositions:
+    return HeldPositions(*(np.array([row[index] for row in rows], np.uint64) for index in range(3)))
+
+
+def rows_of(leased: calls.Leased) -> list[Row]:
+    rows = leased.handed_out.rows
+    return list(zip(rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), strict=True))
+
+
+def entries_of(leased: calls.Leased) -> list[int]:
+    return [row[1] for row in rows_of(leased)]
+
+
+def up_to(last_entry_id: int, *ledger_ids: int, all_lower_ledgers: bool = False) -> LedgerRanges:
+    return LedgerRanges(
+        np.array(ledger_ids, np.uint64),
+        np.full(len(ledger_ids), last_entry_id, np.uint64),
+        all_lower_ledgers,
+    )
+
+
+def trim(
+    daemon: Daemon, ranges: LedgerRanges, *, topic: str = "t", subscription: str | None = None
+) -> asyncio.Task[int]:
+    return daemon.call(daemon.engine.requests.trim(topic, subscription, ranges))
+
+
+def clear(daemon: Daemon, *, topic: str = "t", subscription: str | None = None) -> asyncio.Task[int]:
+    return daemon.call(daemon.engine.requests.clear(topic, subscription))
+
+
+def get(
+    daemon: Daemon,
+    max_rows: int = 1000,
+    *,
+    topic: str = "t",
+    subscription: str = "s",
+    lease_ms: int = 0,
+    wait_ms: int = 0,
+) -> asyncio.Task[calls.Leased]:
+    return daemon.call(
+        daemon.engine.requests.get_scheduled(topic, subscription, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+    )
+
+
+def acknowledge(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t", subscription: str = "s") -> asyncio.Task[int]:
+    return daemon.call(daemon.engine.requests.acknowledge(topic, subscription, held(rows)))
+
+
+def extend(
+    daemon: Daemon, rows: Sequence[Row], lease_ms: int, *, topic: str = "t", subscription: str = "s"
+) -> asyncio.Task[int]:
+    return daemon.call(daemon.engine.requests.extend_lease(topic, subscription, held(rows), lease_ms))
+
+
+def create(
+    daemon: Daemon,
+    subscription: str = "s",
+    *,
+    topic: str = "t",
+    policy: calls.SubscriptionPolicy = NO_POLICY,
+) -> asyncio.Task[calls.SubscriptionCreated]:
+    return daemon.call(daemon.engine.requests.create_subscription(topic, subscription, policy))
+
+
+def delete_topic(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicDeleted]:
+    return daemon.call(daemon.engine.requests.delete_topic(topic))
+
+
+def stats(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicStats]:
+    return daemon.call(daemon.engine.requests.topic_stats(topic))
