@@ -3,13 +3,16 @@
 Owns: which ranges are read, and that what is read is whole.
 Does not own: the format (`storage_backends.formats.bucket`), writing (`sealing`), and what is kept in memory.
 
-Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
+Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset:
+when two reads, one after the other, have found it. What follows from it cannot be undone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from daemon.errors import Corruption
 from storage_backends import object_store
@@ -17,9 +20,30 @@ from storage_backends.formats import bucket, errors
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
 
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads."""
+    return _twice_damaged(lambda: _open(store, live))
+
+
+def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+    """The rows of consecutive segments, with one ranged read."""
+    return _twice_damaged(lambda: _read(store, key, segments))
+
+
+def _twice_damaged(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except Corruption as error:
+        log.warning("reading again: %s", error)
+        return read()
+
+
+def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     key = live.object.name
     with _naming(key):
         offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
@@ -28,8 +52,7 @@ def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[buck
         return table, bucket.decode_metadata(entry, table.metadata)
 
 
-def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
-    """The rows of consecutive segments, with one ranged read."""
+def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     with _naming(key):
         start = segments[0].offset
         data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))

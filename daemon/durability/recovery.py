@@ -1,44 +1,107 @@
 """Recovery of one topic: from its manifest, its part of the shard checkpoint and the journal's tail.
 
-Owns: which of them counts for what, and the topic in memory that results.
+Owns: which of them counts for what, the topic in memory that results, and what a checkpoint carries over of a topic
+that is not in memory.
 Does not own: taking the shard over (`takeover`), claiming the topic's manifest (the caller, before this reads it), and
 serving.
 
-    state as of max(applied, c)  =  manifest, and where `applied` < c and the checkpoint has a part for the topic,
+    state as of max(applied, p)  =  manifest, and where `applied` < p and the checkpoint has a part for the topic,
                                     that part in place of the manifest's progress
-    state now                    =  that, and the decisions of the slots above
+    state now                    =  that, and the decisions of the slots above: those that the part carries, then those
+                                    of the journal above the checkpoint's slot
 
-`c` is the checkpoint's slot. A bucket whose seal was cut before the checkpoint and is not in the manifest by then is
-in the part with its rows: if `applied` has reached the cut's slot, its rows come from the bucket and only its bits
-count, else they are rows of the mutable bucket.
+`p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
+for; 0 where there is none. A bucket whose seal was cut before `p` and is not in the manifest by then is in the part
+with its rows: if `applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they
+are rows of the mutable bucket.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from pyroaring import BitMap64
 
 from daemon.core.bucket import GoneSet
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
-from daemon.durability import bucket_objects, progress
-from daemon.errors import Corruption
+from daemon.durability import bucket_objects, journal_tail, progress
+from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
 from storage_backends.formats import bucket, checkpoint, errors, journal, manifest
+from storage_backends.formats.checkpoint import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class TopicObjects:
-    """What was read for a topic: its live buckets and its progress."""
+class TopicTail:
+    """What checkpoint and journal hold of a topic beside its manifest.
 
-    buckets: tuple[tuple[manifest.LiveBucket, bucket.BucketTable, bucket.BucketMetadata], ...]
+    `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
+    above it, ascending.
+    """
+
+    part: checkpoint.TopicPart | None = None
+    slots: tuple[CarriedSlot, ...] = ()
+
+    @property
+    def part_slot(self) -> int:
+        return 0 if self.part is None or self.part.slot is None else self.part.slot
+
+
+NOTHING = TopicTail()
+
+
+def tails_of(loaded: checkpoint.Checkpoint | None, slots: Iterable[journal_tail.Slot]) -> dict[str, TopicTail]:
+    """By topic, all topics that the checkpoint or the slots name."""
+    parts: dict[str, checkpoint.TopicPart] = {}
+    above: dict[str, list[CarriedSlot]] = {}
+    covered = 0 if loaded is None else loaded.slot
+    for part in () if loaded is None else loaded.topics:
+        above[part.topic_id] = list(part.carried)
+        slot = covered if part.slot is None else part.slot
+        parts[part.topic_id] = dataclasses.replace(part, slot=slot, carried=())
+    for header, records in slots:
+        if header.slot <= covered:
+            continue
+        named: dict[str, list[journal.Record]] = {}
+        for record in records:
+            named.setdefault(record.topic_id, []).append(record)
+        for topic_id, own in named.items():
+            above.setdefault(topic_id, []).append(CarriedSlot(header.slot, tuple(own)))
+    return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
+
+
+def carried_part(topic_id: str, tail: TopicTail) -> checkpoint.TopicPart:
+    """What a checkpoint says of a topic that is not in memory; its slot is not below any of the tail's."""
+    part = tail.part
+    if part is None:
+        # Its name and incarnation are in its manifest, which was not read.
+        part = checkpoint.TopicPart(topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0)
+    return dataclasses.replace(part, carried=tail.slots)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OpenedBucket:
+    """What was read of a live bucket. `head`: its table and entry 0, None when they are damaged or missing: then
+    `damage` says how.
+    """
+
+    head: tuple[bucket.BucketTable, bucket.BucketMetadata] | None
+    damage: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TopicObjects:
+    """What was read for a topic: its live buckets, by name, and its progress."""
+
+    buckets: Mapping[str, OpenedBucket]
     progress: manifest.Progress
 
 
@@ -48,9 +111,20 @@ def read_objects(
     part: checkpoint.TopicPart | None,
     executor: concurrent.futures.Executor,
 ) -> TopicObjects:
-    """Reads what the manifest names, in parallel. `executor` must not be the one that runs this."""
-    opened = executor.map(lambda live: (live, *bucket_objects.open_bucket(store, live)), tip.live)
-    return TopicObjects(tuple(opened), _progress(store, tip, part))
+    """Reads what the manifest names, in parallel. `executor` must not be the one that runs this.
+
+    Raises Corruption when the progress is damaged, and the store's errors.
+    """
+    opened = executor.map(lambda live: _opened(store, live), tip.live)
+    buckets = {live.object.name: each for live, each in zip(tip.live, opened, strict=True)}
+    return TopicObjects(buckets, _progress(store, tip, part))
+
+
+def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
+    try:
+        return OpenedBucket(bucket_objects.open_bucket(store, live))
+    except Corruption as error:
+        return OpenedBucket(None, str(error))
 
 
 def _progress(
@@ -69,12 +143,12 @@ def _progress(
         raise Corruption(f"progress {error}") from error
 
 
-def counting_part(tip: manifest.TopicManifest, loaded: checkpoint.Checkpoint | None) -> checkpoint.TopicPart | None:
+def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint.TopicPart | None:
     """The topic's part of the checkpoint, if it is newer than the manifest."""
-    if loaded is None or tip.applied >= loaded.slot:
+    part = tail.part
+    if part is None or tip.applied >= tail.part_slot or part.incarnation != tip.incarnation:
         return None
-    parts = (part for part in loaded.topics if part.topic_id == tip.topic_id and part.incarnation == tip.incarnation)
-    return next(parts, None)
+    return part
 
 
 def restore(
@@ -85,11 +159,18 @@ def restore(
     *,
     elapsed_ms: int,
 ) -> None:
-    """Puts the state as of max(`applied`, c) into a new topic."""
+    """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined."""
     pages = topic.index.pages
     by_bucket = {each.bucket: each for each in objects.progress.buckets}
-    for live, table, metadata in objects.buckets:
-        topic.index.add_sealed(_sealed_bucket(pages, live, table, metadata, by_bucket.get(live.object.name)))
+    for live in tip.live:
+        head = objects.buckets[live.object.name].head
+        bits = by_bucket.get(live.object.name)
+        if live.quarantined:
+            topic.index.add_quarantined(_quarantined_bucket(pages, live, None if head is None else head[1], bits))
+        elif head is None:
+            raise InvariantViolated(f"bucket {live.object.name} is damaged and not quarantined")
+        else:
+            topic.index.add_sealed(_sealed_bucket(pages, live, *head, bits))
     if part is not None:
         _restore_mutable(topic.index.mutable, pages, part.mutable_rows, by_bucket.get(""), elapsed_ms)
         for sealing in part.sealing:
@@ -116,6 +197,27 @@ def _sealed_bucket(
     return restored
 
 
+def _quarantined_bucket(
+    pages: PageTable,
+    live: manifest.LiveBucket,
+    metadata: bucket.BucketMetadata | None,
+    bits: BucketProgress | None,
+) -> QuarantinedBucket:
+    rows = None if metadata is None else pages.from_stored(metadata.positions)
+    gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
+    acknowledged = progress.acknowledged_from_stored(pages, bits.acknowledged) if bits is not None else {}
+    named = pages_of(gone).union(*map(pages_of, acknowledged.values()), () if rows is None else pages_of(rows))
+    restored = QuarantinedBucket(
+        live,
+        present=None if rows is None else rows - gone,
+        gone=GoneSet(gone),
+        acknowledged=acknowledged,
+        pages=pages,
+    )
+    pages.forget_unheld(named)
+    return restored
+
+
 def _restore_mutable(
     mutable: MutableBucket, pages: PageTable, rows: Rows, bits: BucketProgress | None, elapsed_ms: int
 ) -> None:
@@ -131,20 +233,14 @@ def _restore_mutable(
     pages.forget_unheld(named)
 
 
-def replay(
-    topic: Topic,
-    slots: Iterable[tuple[journal.SlotHeader, tuple[journal.Record, ...]]],
-    *,
-    state_slot: int,
-    elapsed_ms: int,
-) -> int:
-    """Applies the topic's decisions of the slots above `state_slot`, in order; how many rows they name."""
+def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
+    """Applies the decisions above the state that `restore` has put in, in order; how many rows they name."""
+    state_slot = max(tip.applied, tail.part_slot)
     rows = 0
-    for header, records in slots:
-        if header.slot <= state_slot:
+    for slot, records in ((each.slot, each.records) for each in tail.slots):
+        if slot <= state_slot:
             continue
         for record in records:
-            if record.topic_id == topic.topic_id:
-                topic.apply(record, header.slot, elapsed_ms=elapsed_ms)
-                rows += len(record.ledger_id if isinstance(record, journal.GoneRecord) else record.rows)
+            topic.apply(record, slot, elapsed_ms=elapsed_ms)
+            rows += record.row_count
     return rows

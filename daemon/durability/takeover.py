@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # How long the claim and the fence may be tried before the store counts as unreachable.
 DEADLINE_S = 30.0
+# The store may take so long to note that a shard is given up; nobody's data depends on it.
+GIVE_UP_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,11 +85,57 @@ def take_over(
     """Takes over `shard` whoever owns it. Synchronous; may be repeated after any error, with a higher epoch.
 
     Raises Superseded when another claimant was later, Corruption when the shard cannot be served (damaged slot,
-    manifest or both checkpoints), and the store's error when it cannot be reached.
+    manifest or both checkpoints), and the store's error when it cannot be reached. A shard that turns out to be damaged
+    is given up again: nobody is to wait for this daemon.
     """
-    tip = _claim(shard_log, shard, claimant)
-    crash_point("takeover.after_claim")
-    return _Takeover(store, shard_log, tip, claimant).finish()
+    try:
+        tip = _claim(shard_log, shard, claimant)
+        crash_point("takeover.after_claim")
+        return _finish(_Takeover(store, shard_log, tip, claimant))
+    except object_store.Damaged as error:
+        raise Corruption(f"shard manifest {error}") from error
+
+
+def check_readable(
+    store: object_store.ObjectStore, shard_log: commit.ManifestLog[ShardManifest], *, shard: int, claimant: Claimant
+) -> None:
+    """Reads what `take_over` reads, and changes nothing. Raises Corruption, and the store's errors."""
+    try:
+        tip = shard_log.read_tip()
+    except object_store.Damaged as error:
+        raise Corruption(f"shard manifest {error}") from error
+    if tip is not None:
+        _Takeover(store, shard_log, tip, claimant).check_readable()
+
+
+def give_up(
+    shard_log: commit.ManifestLog[ShardManifest],
+    epoch: int,
+    *,
+    writer: str,
+    created_ms: int,
+    warm: commit.Tip[ShardManifest] | None = None,
+) -> None:
+    """The shard belongs to nobody: the next owner need not wait for this one.
+
+    Raises commit.Refused when it belongs to another already, CommitOutcomeUnknown and the store's errors.
+    """
+    commit.commit(
+        shard_log,
+        shard_manifest.Release(epoch=epoch),
+        writer=writer,
+        created_ms=created_ms,
+        warm=warm,
+        deadline_s=GIVE_UP_S,
+    )
+
+
+def _finish(takeover: _Takeover) -> ShardClaim:
+    try:
+        return takeover.finish()
+    except Corruption:
+        takeover.give_up()
+        raise
 
 
 def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: Claimant) -> commit.Tip[ShardManifest]:
@@ -151,6 +199,27 @@ class _Takeover:
             replay_from=loaded.replay_from,
             slots=(*kept, *slots),
         )
+
+    def give_up(self) -> None:
+        """What keeps it from being given up is logged: the reason to give it up is the caller's."""
+        claimant = self._claimant
+        try:
+            give_up(
+                self._shard_log,
+                self._epoch,
+                writer=claimant.daemon_id,
+                created_ms=claimant.wall_clock_ms(),
+                warm=self._tip,
+            )
+        except (commit.Refused, commit.CommitOutcomeUnknown, object_store.StoreError) as error:
+            log.warning("shard %d could not be given up: %s", self._shard, error)
+
+    def check_readable(self) -> None:
+        """Raises Corruption where `finish` would."""
+        manifest = self._tip.manifest
+        journal_tail.read_tail(self._store, self._shard, manifest.replay_from + 1, executor=self._claimant.executor)
+        loaded = checkpoint_store.read_newest(self._store, manifest, damaged=self._claimant.checkpoint_damaged)
+        self._kept_slots(loaded.replay_from + 1)
 
     def _still_owner(self) -> None:
         """Reads the shard manifest. Raises Superseded when a later claim is there."""

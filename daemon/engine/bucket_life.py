@@ -1,7 +1,9 @@
-"""The life of a topic's buckets: cut, sealed, committed, dropped when every row is gone.
+"""The life of a topic's buckets: cut, sealed, committed, quarantined when damaged, dropped when every row is gone.
 
-Owns: when a bucket is cut, the seals of one topic one after the other, and dropping empty buckets from the manifest.
-Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`).
+Owns: when a bucket is cut, the seals of one topic one after the other, marking damaged buckets in the manifest, and
+dropping empty ones from it.
+Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`), finding
+damage (`segment_loading`, `topic_loading`).
 
 A cut is made between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a thread. Cuts are committed
 in their order: the manifest's `applied` moves from one cut's slot to the next.
@@ -21,6 +23,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, sealing
+from daemon.engine import manifests
 from daemon.engine.calls import Sealed
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
@@ -50,7 +53,7 @@ class _Seal:
 class BucketLife:
     """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed.
 
-    `settings`: what is in force for the topic now.
+    `settings`: what is in force for the topic now. `slot`: no later one has named the topic so far.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class BucketLife:
         commits: TopicCommits,
         environment: Environment,
         *,
+        slot: int,
         settings: Callable[[], TopicSettings],
         lost: Callable[[BaseException], None],
         changed: Callable[[], None],
@@ -70,6 +74,9 @@ class BucketLife:
         self._lost = lost
         self._changed = changed
         self._seals: collections.deque[_Seal] = collections.deque()
+        # What was found in buckets that are to be quarantined, by name.
+        self._damaged: dict[str, str] = {}
+        self._slot = slot
         self._work: asyncio.Task[None] | None = None
         self._halted = False
 
@@ -82,6 +89,7 @@ class BucketLife:
 
     def after_slot(self, slot: int) -> None:
         """Everything up to `slot` is applied."""
+        self._slot = slot
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
         if self._topic.index.mutable.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
@@ -109,6 +117,17 @@ class BucketLife:
         self._seals.append(_Seal(cut, index.begin_seal(key, now_ms=now_ms), committed))
         self._start()
         return committed
+
+    def quarantine(self, bucket: str, damage: str) -> None:
+        """The object of a sealed bucket is damaged. It is read no more, and when that is in the manifest, what it held
+        may be added again.
+        """
+        if bucket in self._topic.index.sealed and bucket not in self._damaged:
+            log.error("topic %s: a bucket is quarantined, the others are served: %s", self._topic.name, damage)
+            self._environment.metrics.damage_found("bucket")
+            self._topic.index.leave_out(bucket)
+            self._damaged[bucket] = damage
+            self._start()
 
     def cut(self) -> checkpoint.TopicCut:
         """The topic as it is now, for a checkpoint."""
@@ -156,8 +175,10 @@ class BucketLife:
             self._lost(error)
 
     async def _run(self) -> None:
-        while not self._halted and (self._seals or self._topic.index.droppable()):
-            if self._seals:
+        while not self._halted and (self._damaged or self._seals or self._topic.index.droppable()):
+            if self._damaged:
+                await self._quarantine(next(iter(self._damaged)))
+            elif self._seals:
                 await self._seal(self._seals[0])
             else:
                 await self._drop()
@@ -219,6 +240,18 @@ class BucketLife:
         key = names.progress_key(self._commits.shard, self._topic.topic_id, cut.base, self._environment.new_id())
         await self._until_written(lambda: self._environment.store.put(key, encoded))
         return None, topic_manifest.reference_to(key, cut.base, encoded)
+
+    async def _quarantine(self, bucket: str) -> None:
+        if bucket in self._topic.index.sealed:
+            slot, damage = self._slot, self._damaged[bucket][: manifests.DAMAGE_CHARACTERS_MAX]
+            committed = await self._commits.commit(
+                lambda tip: topic_manifest.Quarantine(
+                    bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
+                )
+            )
+            self._topic.quarantine(next(live for live in committed.live if live.object.name == bucket))
+        del self._damaged[bucket]
+        self._changed()
 
     async def _drop(self) -> None:
         empty = [bucket.name for bucket in self._topic.index.droppable()]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
-from daemon.engine.calls import Health
+from daemon.durability.takeover import ShardClaim
+from daemon.engine.calls import Health, TopicLocation
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.ownership import Candidate, Claimed
@@ -23,24 +24,23 @@ from daemon.errors import (
     Corruption,
     InvariantViolated,
     NotOwner,
+    OutcomeUnknown,
     TarryError,
     Unavailable,
 )
-from storage_backends import root_format, topic_manifest
-from storage_backends.commit import ManifestLog
+from storage_backends import commit, root_format
 from storage_backends.formats import names
-from storage_backends.formats.manifest import RootFormat, TopicManifest
+from storage_backends.formats.manifest import RootFormat
 from storage_backends.object_store import Damaged, StoreError
 
 log = logging.getLogger(__name__)
 
 LOOK_AFTER_S = 1.0
-# A shard that cannot be given up in order within this time is left as it is: the journal has everything.
-RELEASE_S = 20.0
 # Whether a damaged shard was mended is looked at this often.
 DAMAGED_LOOK_S = 30.0
 # A slot that is uncertain for longer makes health say NOT_SERVING.
 STALLED_S = 2.0
+STOPPED = Unavailable("the daemon is stopping; try again")
 
 
 class Engine:
@@ -51,12 +51,18 @@ class Engine:
         self._shards_total = 0
         self._due_loop = DueLoop(environment.clock, tick_ms=environment.config.delivery.tick_ms)
         self._shards: dict[int, ServedShard] = {}
+        self._damaged: dict[int, Corruption] = {}
+        # Of the shards as they were claimed, so that they can be given up when they are lost.
+        self._epochs: dict[int, int] = {}
+        self._acknowledgements_from_s = 0.0
         self._candidate = Candidate(environment, waiting=self._wait_for)
         self._health = Health(serving=False, reason="starting")
         self._health_callbacks: list[Callable[[Health], None]] = []
         self._lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        # Those of them that end when it drains.
+        self._serving_tasks: list[asyncio.Task[None]] = []
+        self._draining = False
         self._loop = asyncio.get_running_loop()
         self._store_away = False
         self.requests = Requests(self, environment)
@@ -87,6 +93,7 @@ class Engine:
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
+        self._serving_tasks = self._tasks[:2]
 
     async def _root_format(self) -> RootFormat:
         environment = self._environment
@@ -107,93 +114,149 @@ class Engine:
                 await environment.sleep(delay_s)
         raise InvariantViolated("the delays ended")
 
-    async def stop(self) -> None:
-        """Makes durable what is staged, seals, writes checkpoints and gives the shards up."""
-        self._stopping = True
+    def begin_drain(self) -> None:
+        """From now on nothing new is accepted or handed out."""
+        self._draining = True
+        self._set_health(Health(serving=False, reason="stopping"))
+        for shard in self._shards.values():
+            shard.begin_drain()
+
+    async def drain(self) -> None:
+        """Makes durable what is staged, ends the streams, seals, writes checkpoints and gives the shards up.
+
+        It takes as long as the store lets it; `left` tells what there is still to do. Then `close`.
+        """
+        self.begin_drain()
+        for task in self._serving_tasks:
+            task.cancel()
+        await asyncio.gather(*(self._release(shard) for shard in list(self._shards.values())))
+
+    async def _release(self, shard: ServedShard) -> None:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                await shard.release()
+            except (StoreError, commit.CommitOutcomeUnknown, OutcomeUnknown) as error:
+                log.warning("shard %d cannot be given up, trying again: %s", shard.number, error)
+                await self._environment.sleep(delay_s)
+                continue
+            except (NotOwner, commit.Refused, Unavailable) as error:
+                log.warning("shard %d was lost while it was given up: %s", shard.number, error)
+            if self._shards.pop(shard.number, None) is not None:
+                self._environment.metrics.set_epoch(shard.number, 0)
+                shard.close(STOPPED)
+            return
+
+    def left(self) -> list[str]:
+        """What was not finished, for people."""
+        return [
+            f"shard {shard.number} is not given up, {shard.commits.staged_rows} of its rows are staged"
+            for shard in self._shards.values()
+        ]
+
+    async def close(self) -> None:
+        """Ends everything at once; what is durable stays."""
+        self._draining = True
         self._set_health(Health(serving=False, reason="stopping"))
         for task in self._tasks:
             task.cancel()
-        shards = list(self._shards.values())
-        releases = (asyncio.wait_for(shard.release(), RELEASE_S) for shard in shards)
-        results = await asyncio.gather(*releases, return_exceptions=True)
-        stopped = Unavailable("the daemon is stopping; try again")
-        for shard, result in zip(shards, results, strict=True):
-            if isinstance(result, BaseException):
-                why = f"it took longer than {RELEASE_S:.0f} s" if isinstance(result, TimeoutError) else result
-                log.error("shard %d could not be given up in order, what is durable stays: %s", shard.number, why)
-            shard.close(stopped)
-        self._shards = {}
+        shards, self._shards = self._shards, {}
+        for shard in shards.values():
+            shard.close(STOPPED)
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop(self) -> list[str]:
+        """The orderly end, within `daemon.drain_s`; what was left then."""
+        try:
+            await asyncio.wait_for(self.drain(), self._environment.config.daemon.drain_s)
+        except TimeoutError:
+            log.error("the orderly end took longer than %g s", self._environment.config.daemon.drain_s)
+        left = self.left()
+        await self.close()
+        return left
 
     async def _serve_for_ever(self) -> None:
         while True:
             try:
                 claimed = await self._candidate.become_owner()
             except Corruption as error:
-                log.error("the shards cannot be served: %s", error)
-                self._wait_for(f"a shard cannot be served: {error}")
+                self._damaged = dict.fromkeys(range(self._shards_total), error)
+                self._wait_for(f"no shard can be served: {error}")
                 await self._environment.sleep(DAMAGED_LOOK_S)
                 continue
-            await self._serve(claimed)
-            await self._lost.wait()
-            await self._candidate.give_up({claim.shard: claim.epoch for claim in claimed.claims})
+            shards = self._serve(claimed)
+            beside = [asyncio.ensure_future(work) for work in (self._note_loaded(shards), self._mend())]
+            for task in beside:
+                task.add_done_callback(self._task_ended)
+            try:
+                await self._lost.wait()
+            finally:
+                for task in beside:
+                    task.cancel()
+            await self._candidate.give_up(self._epochs)
             await self._environment.sleep(1.0)
 
-    async def _serve(self, claimed: Claimed) -> None:
+    def _serve(self, claimed: Claimed) -> list[ServedShard]:
         self._lost.clear()
-        self._wait_for("recovering the topics")
         # Keys of segments that an earlier ownership loaded mean nothing now.
-        cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
-        clock = self._environment.clock
-        started_s = clock.elapsed_s()
-        shards = [
-            ServedShard(
-                claim,
-                self._candidate.shard_logs[claim.shard],
-                self._topic_log,
-                self._due_loop,
-                cache,
-                self._environment,
-                acknowledgements_from_s=claimed.acknowledgements_from_s,
-                lost=self._shard_lost,
-            )
-            for claim in claimed.claims
-        ]
-        self._shards = {shard.number: shard for shard in shards}
-        recovered = await asyncio.gather(*(shard.recover() for shard in shards), return_exceptions=True)
-        for result in recovered:
-            if isinstance(result, BaseException):
-                self._drop_all(result)
-                return
-        if self._shards.get(0) is not shards[0]:
-            # Lost while it was being recovered.
-            return
-        rows = sum(result for result in recovered if isinstance(result, int))
-        seconds = clock.elapsed_s() - started_s
-        self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
-        for shard in shards:
-            self._environment.metrics.set_epoch(shard.number, shard.epoch)
-            shard.serve()
-        topics = sum(len(shard.topics) for shard in shards)
-        log.info("serving shards=%d topics=%d rows_replayed=%d seconds=%.3f", len(shards), topics, rows, seconds)
+        self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
+        self._acknowledgements_from_s = claimed.acknowledgements_from_s
+        self._damaged = dict(claimed.damaged)
+        self._epochs = {}
+        shards = [self._serve_shard(claim) for claim in claimed.claims]
+        log.info("serving shards=%d damaged=%d", len(shards), len(self._damaged))
         self._store_away = False
-        self._set_health(Health(serving=True, reason="serving"))
+        self._set_serving()
+        return shards
 
-    def _topic_log(self, shard: int, topic_id: str) -> ManifestLog[TopicManifest]:
-        environment = self._environment
-        return topic_manifest.topic_log(
-            environment.store,
-            shard,
-            topic_id,
-            monotonic=environment.clock.elapsed_s,
-            sleep=environment.blocking_sleep,
-            jitter=environment.jitter,
-            new_id=environment.new_id,
-            observer=environment.commit_observer,
+    async def _note_loaded(self, shards: Sequence[ServedShard]) -> None:
+        started_s = self._environment.clock.elapsed_s()
+        for shard in shards:
+            await shard.loading.ended.wait()
+        rows = sum(shard.loading.rows_replayed for shard in shards)
+        seconds = self._environment.clock.elapsed_s() - started_s
+        self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
+        topics = sum(len(shard.topics) for shard in shards)
+        damaged = sum(len(shard.loading.damaged) for shard in shards)
+        log.info(
+            "the topics are loaded topics=%d damaged=%d rows_replayed=%d seconds=%.3f", topics, damaged, rows, seconds
         )
 
+    def _serve_shard(self, claim: ShardClaim) -> ServedShard:
+        shard = ServedShard(
+            claim,
+            self._candidate.shard_logs[claim.shard],
+            self._due_loop,
+            self._cache,
+            self._environment,
+            acknowledgements_from_s=self._acknowledgements_from_s,
+            lost=self._shard_lost,
+        )
+        self._shards[shard.number] = shard
+        self._epochs[shard.number] = shard.epoch
+        self._environment.metrics.set_epoch(shard.number, shard.epoch)
+        shard.serve()
+        return shard
+
+    async def _mend(self) -> None:
+        """Looks again and again whether a damaged shard can be read; the others are served meanwhile."""
+        while True:
+            await self._environment.sleep(DAMAGED_LOOK_S)
+            for number in list(self._damaged):
+                try:
+                    claim = await self._candidate.claim_mended(number)
+                except Corruption as error:
+                    self._damaged[number] = error
+                    continue
+                except (StoreError, commit.CommitOutcomeUnknown, NotOwner) as error:
+                    log.warning("shard %d, which was damaged, cannot be taken over: %s", number, error)
+                    continue
+                del self._damaged[number]
+                log.info("shard %d can be served again", number)
+                self._serve_shard(claim)
+                self._set_serving()
+
     def _shard_lost(self, number: int, error: BaseException) -> None:
-        if not self._stopping and number in self._shards:
+        if number in self._shards:
             log.error("shard %d is lost: %s", number, error)
             self._drop_all(error)
 
@@ -217,8 +280,9 @@ class Engine:
     async def _look_after(self) -> None:
         while True:
             await self._environment.sleep(LOOK_AFTER_S)
-            for shard in self._shards.values():
+            for shard in list(self._shards.values()):
                 shard.look_after()
+            self._tell_progress()
             if self._health.serving or self._store_away:
                 self._look_after_health()
 
@@ -231,7 +295,16 @@ class Engine:
             self._wait_for(f"the store cannot be reached: shard {shard.number} waits for it")
         elif self._shards:
             self._store_away = False
-            self._set_health(Health(serving=True, reason="serving"))
+            self._set_serving()
+
+    def _tell_progress(self) -> None:
+        shards = self._shards.values()
+        self._environment.metrics.set_topics(
+            loaded=sum(len(shard.topics) for shard in shards),
+            loading=self.topics_loading,
+            damaged=self.topics_damaged,
+        )
+        self._environment.metrics.set_shards_damaged(len(self._damaged))
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -254,8 +327,12 @@ class Engine:
     def _wait_for(self, reason: str) -> None:
         self._set_health(Health(serving=False, reason=reason))
 
+    def _set_serving(self) -> None:
+        damaged = "".join(f"; shard {number} is damaged" for number in sorted(self._damaged))
+        self._set_health(Health(serving=True, reason=f"serving{damaged}"))
+
     def _set_health(self, health: Health) -> None:
-        if health == self._health or (self._stopping and health.serving):
+        if health == self._health or (self._draining and health.reason != "stopping"):
             return
         # What follows the bracket changes from second to second.
         if health.reason.split(" (")[0] != self._health.reason.split(" (")[0]:
@@ -271,8 +348,24 @@ class Engine:
     def shards(self) -> Mapping[int, ServedShard]:
         return self._shards
 
+    @property
+    def topics_loading(self) -> int:
+        """Topics that are known and not loaded yet; not those that are damaged."""
+        return sum(shard.loading.left for shard in self._shards.values())
+
+    @property
+    def topics_damaged(self) -> int:
+        return sum(len(shard.loading.damaged) for shard in self._shards.values())
+
+    @property
+    def loaded(self) -> bool:
+        """Whether every topic of the shards that are served is loaded or damaged."""
+        return all(shard.loading.ended.is_set() for shard in self._shards.values())
+
     def check_serving(self) -> None:
         """Raises what a caller is told while the shards are not served here."""
+        if self._draining:
+            raise STOPPED
         if self._shards and (self._health.serving or self._store_away):
             return
         if self._candidate.owner_address and not self._shards:
@@ -280,6 +373,22 @@ class Engine:
         raise Unavailable(f"this daemon does not serve yet: {self._health.reason}")
 
     def shard_of(self, topic: str) -> ServedShard:
-        """The shard of a topic. Raises as `check_serving` does."""
+        """The shard of a topic. Raises as `check_serving` does, and Corruption when the shard is damaged."""
         self.check_serving()
-        return self._shards[names.shard_of(topic, self._shards_total)]
+        number = names.shard_of(topic, self._shards_total)
+        damage = self._damaged.get(number)
+        if damage is not None:
+            raise Corruption(f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}")
+        return self._shards[number]
+
+    def location_of(self, topic: str) -> TopicLocation:
+        """Who owns the topic's shard. Raises Unavailable while it is not known."""
+        number = names.shard_of(topic, self._shards_total) if self._shards_total else 0
+        shard = self._shards.get(number)
+        if shard is not None:
+            config = self._environment.config
+            return TopicLocation(number, config.daemon.address or "", config.daemon_id, shard.epoch, served_here=True)
+        recorded = self._candidate.recorded(number)
+        if recorded is None or recorded.owner == self._environment.config.daemon_id:
+            raise Unavailable(f"the owner of shard {number} is not known yet: {self._health.reason}")
+        return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)

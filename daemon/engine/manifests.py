@@ -1,7 +1,9 @@
-"""Commits of one topic's manifest, one after the other.
+"""The manifests of shards and topics as the engine uses them.
 
-Owns: the newest manifest that this owner knows, the order of its own commits, and trying until the outcome is certain.
-Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`).
+Owns: making their logs, the newest manifest of a topic that this owner knows, the order of its own commits, trying
+until the outcome is certain, and giving a shard up.
+Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`,
+`daemon.durability.shard_manifest`).
 """
 
 from __future__ import annotations
@@ -10,19 +12,70 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.durability import backoff
+from daemon.durability import backoff, shard_manifest, takeover
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption, InvariantViolated
-from storage_backends import commit
-from storage_backends.formats.manifest import TopicManifest
+from storage_backends import commit, topic_manifest
+from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import Damaged, StoreError
 
 log = logging.getLogger(__name__)
 
 # One attempt to find out what became of a commit; an uncertain one is tried again with the same operation.
 DEADLINE_S = 30.0
+# So much of what was found damaged stands in a manifest.
+DAMAGE_CHARACTERS_MAX = 500
 
 Operation = commit.Operation[TopicManifest]
+
+
+def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardManifest]:
+    """The manifests of a shard."""
+    return shard_manifest.shard_log(
+        environment.store,
+        shard,
+        monotonic=environment.clock.elapsed_s,
+        sleep=environment.blocking_sleep,
+        jitter=environment.jitter,
+        new_id=environment.new_id,
+        observer=environment.commit_observer,
+    )
+
+
+def topic_log(environment: Environment, shard: int, topic_id: str) -> commit.ManifestLog[TopicManifest]:
+    """The manifests of a topic."""
+    return topic_manifest.topic_log(
+        environment.store,
+        shard,
+        topic_id,
+        monotonic=environment.clock.elapsed_s,
+        sleep=environment.blocking_sleep,
+        jitter=environment.jitter,
+        new_id=environment.new_id,
+        observer=environment.commit_observer,
+    )
+
+
+async def give_up(
+    environment: Environment,
+    manifests: commit.ManifestLog[ShardManifest],
+    epoch: int,
+    *,
+    warm: commit.Tip[ShardManifest] | None = None,
+) -> None:
+    """The next owner need not wait for this one.
+
+    Raises commit.Refused when the shard belongs to another already, CommitOutcomeUnknown and the store's errors.
+    """
+    await environment.run(
+        lambda: takeover.give_up(
+            manifests,
+            epoch,
+            writer=environment.config.daemon_id,
+            created_ms=environment.clock.now_ms(),
+            warm=warm,
+        )
+    )
 
 
 class TopicCommits:
@@ -43,6 +96,7 @@ class TopicCommits:
         self._tip = tip
         self._environment = environment
         self._turn = asyncio.Lock()
+        self._ended: Exception | None = None
 
     @property
     def manifest(self) -> TopicManifest:
@@ -55,13 +109,19 @@ class TopicCommits:
     async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
         """Commits the operation made for the tip; returns when that is certain, however long the store is away.
 
-        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, and
-        Corruption when the tip is damaged.
+        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, Corruption
+        when the tip is damaged, and the error of `end` after it.
         """
         async with self._turn:
+            if self._ended is not None:
+                raise self._ended
             made = operation(self._tip.manifest)
             self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
             return self._tip.manifest
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is committed: the topic was deleted."""
+        self._ended = error
 
 
 async def commit_until_certain(

@@ -4,21 +4,22 @@ Owns: standing by, then claiming every shard, again and again until it succeeds;
 Does not own: looking and deciding (`daemon.durability.standby`), the claim of one shard (`daemon.durability.takeover`)
 and what is done with owned shards (`engine`).
 
-One daemon owns all shards of a root; another one on the same root stands by.
+One daemon owns all shards of a root; another one on the same root stands by. A shard that is damaged belongs to
+nobody: it is claimed again when it can be read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Mapping
 
-from daemon.durability import heartbeat, shard_manifest, standby, takeover
+from daemon.durability import heartbeat, standby, takeover
+from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.engine.shard import HAND_OUT_UNCONFIRMED_S
-from daemon.errors import NotOwner
+from daemon.errors import Corruption, NotOwner
 from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import StoreError
@@ -27,15 +28,16 @@ log = logging.getLogger(__name__)
 
 # How often a candidate looks again.
 LOOK_S = 1.0
-# The store may take so long to note that a shard is given up; nobody's data depends on it.
-GIVE_UP_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """All shards of the root. `acknowledgements_from_s`: see `ServedShard`."""
+    """All shards of the root. `damaged`: why those that are not among the claims cannot be served.
+    `acknowledgements_from_s`: see `ServedShard`.
+    """
 
     claims: tuple[takeover.ShardClaim, ...]
+    damaged: Mapping[int, Corruption]
     acknowledgements_from_s: float
 
 
@@ -46,22 +48,13 @@ class Candidate:
         self._environment = environment
         self._waiting = waiting
         self.shard_logs: tuple[commit.ManifestLog[ShardManifest], ...] = ()
+        # Shards that could not be read when they were claimed: they are claimed again only when they can be.
+        self._damaged: dict[int, str] = {}
 
     def look_at(self, shards: int) -> None:
         """The root has so many shards."""
         environment = self._environment
-        self.shard_logs = tuple(
-            shard_manifest.shard_log(
-                environment.store,
-                shard,
-                monotonic=environment.clock.elapsed_s,
-                sleep=environment.blocking_sleep,
-                jitter=environment.jitter,
-                new_id=environment.new_id,
-                observer=environment.commit_observer,
-            )
-            for shard in range(shards)
-        )
+        self.shard_logs = tuple(manifests.shard_log(environment, shard) for shard in range(shards))
         self._standby = standby.Standby(
             environment.store,
             self.shard_logs,
@@ -82,62 +75,75 @@ class Candidate:
         """host:port of the daemon that owns the shards, as far as was seen; empty when there is none."""
         return self._standby.owner_address if self.shard_logs else ""
 
+    def recorded(self, shard: int) -> ShardManifest | None:
+        """What the shard's manifest said at the last look; None when it was not seen."""
+        return self._standby.recorded(shard) if shard < len(self.shard_logs) else None
+
     def succeeded_by(self, address: str) -> None:
         """Another daemon owns the shards; it is at this address as far as that is known, until the next look."""
         self._standby.owner_address = address
 
     async def become_owner(self) -> Claimed:
-        """Returns with every shard claimed and fenced, however long that takes.
+        """Returns with every shard claimed and fenced that is not damaged, however long that takes.
 
-        Raises Corruption when a shard cannot be served; then nothing is claimed.
+        Raises Corruption when all of them are damaged; then nothing is claimed.
         """
         while True:
             try:
                 claimable = await self._standby.until_claimable(self._waiting)
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
-                claims = await self._claim_all()
+                claims, damaged = await self._claim_all()
             except (StoreError, commit.CommitOutcomeUnknown) as error:
                 self._waiting(f"the store cannot be reached: {error}")
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
             else:
                 wait_s = 0.0 if claimable.former_owner_gone else HAND_OUT_UNCONFIRMED_S
-                return Claimed(claims, self._environment.clock.elapsed_s() + wait_s)
+                return Claimed(claims, damaged, self._environment.clock.elapsed_s() + wait_s)
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
-    async def _claim_all(self) -> tuple[takeover.ShardClaim, ...]:
-        """Of several candidates the one that gets the first shard goes on with the others."""
-        first = await self._claim(0)
-        others = map(self._claim, range(1, len(self.shard_logs)))
-        results = [first, *await asyncio.gather(*others, return_exceptions=True)]
-        claims = tuple(result for result in results if isinstance(result, takeover.ShardClaim))
-        errors = [result for result in results if isinstance(result, BaseException)]
+    async def _claim_all(self) -> tuple[tuple[takeover.ShardClaim, ...], dict[int, Corruption]]:
+        """Of several candidates the one that gets the first shard that can be read goes on with the others."""
+        claims: list[takeover.ShardClaim] = []
+        damaged: dict[int, Corruption] = {}
+        shards = list(range(len(self.shard_logs)))
+        while shards and not claims:
+            shard = shards.pop(0)
+            try:
+                claims.append(await self._claim(shard))
+            except Corruption as error:
+                damaged[shard] = error
+        results = await asyncio.gather(*map(self._claim, shards), return_exceptions=True)
+        errors: list[BaseException] = []
+        for shard, result in zip(shards, results, strict=True):
+            if isinstance(result, Corruption):
+                damaged[shard] = result
+            elif isinstance(result, BaseException):
+                errors.append(result)
+            else:
+                claims.append(result)
         if errors:
             await self.give_up({claim.shard: claim.epoch for claim in claims})
             raise errors[0]
-        return claims
+        if not claims:
+            raise damaged[min(damaged)]
+        return tuple(claims), damaged
 
     async def give_up(self, epochs: Mapping[int, int]) -> None:
         """Gives up shards that are still owned under these epochs, so that nobody waits for this daemon."""
-
-        def release(shard: int, epoch: int) -> None:
-            commit.commit(
-                self.shard_logs[shard],
-                shard_manifest.Release(epoch=epoch),
-                writer=self._environment.config.daemon_id,
-                created_ms=self._environment.clock.now_ms(),
-                deadline_s=GIVE_UP_S,
-            )
-
         for shard, epoch in epochs.items():
             try:
-                await self._environment.run(functools.partial(release, shard, epoch))
+                await manifests.give_up(self._environment, self.shard_logs[shard], epoch)
             except commit.Refused:
                 log.info("shard %d belongs to another daemon", shard)
             except (StoreError, commit.CommitOutcomeUnknown) as error:
                 log.warning("shard %d could not be given up: %s", shard, error)
+
+    async def claim_mended(self, shard: int) -> takeover.ShardClaim:
+        """Claims a shard that was damaged, if it can be read now; else raises Corruption, and claims nothing."""
+        return await self._claim(shard)
 
     async def _claim(self, shard: int) -> takeover.ShardClaim:
         environment = self._environment
@@ -150,8 +156,21 @@ class Candidate:
             jitter=environment.jitter,
             wall_clock_ms=environment.clock.now_ms,
             new_id=environment.new_id,
-            checkpoint_damaged=lambda key: environment.metrics.store_error("get", "CheckpointDamaged"),
+            checkpoint_damaged=lambda key: environment.metrics.damage_found("checkpoint"),
         )
-        return await environment.run(
-            lambda: takeover.take_over(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)
-        )
+
+        def claim() -> takeover.ShardClaim:
+            if shard in self._damaged:
+                takeover.check_readable(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)
+            return takeover.take_over(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)
+
+        try:
+            claimed = await environment.run(claim)
+        except Corruption as error:
+            if self._damaged.get(shard) != str(error):
+                log.error("shard %d cannot be served: %s", shard, error)
+                environment.metrics.damage_found("shard")
+            self._damaged[shard] = str(error)
+            raise
+        self._damaged.pop(shard, None)
+        return claimed

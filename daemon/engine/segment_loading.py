@@ -26,12 +26,21 @@ READS_MAX = 8
 
 
 class SegmentLoader:
-    """`loaded` is called on the loop each time segments have come into memory."""
+    """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
+    found when its object is damaged or missing.
+    """
 
-    def __init__(self, topic: Topic, environment: Environment, loaded: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        topic: Topic,
+        environment: Environment,
+        loaded: Callable[[], None],
+        damaged: Callable[[str, str], None],
+    ) -> None:
         self._topic = topic
         self._environment = environment
         self._loaded = loaded
+        self._damaged = damaged
         self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(READS_MAX)
         self._closed = False
@@ -68,8 +77,7 @@ class SegmentLoader:
             async with self._slots:
                 rows = await self._read_until_there(segments)
         except Corruption as error:
-            log.error("bucket %s is left out from here on, the others are served: %s", segments.bucket, error)
-            self._topic.index.leave_out(segments.bucket)
+            self._damaged(segments.bucket, str(error))
         else:
             for offset, each in enumerate(rows):
                 self._topic.index.load(segments.bucket, segments.first + offset, each)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -47,6 +46,8 @@ READY_LOW_ROWS = 20_000
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
 STREAMS_RETRY_MS = 5_000
+# Numbers of dispatchers are 32 bits wide where they stand with a row.
+DISPATCHER_MAX = (1 << 32) - 1
 # Ranges of one answer; what is more is asked for again.
 CONTAINED_RANGES_MAX = 100_000
 
@@ -62,6 +63,8 @@ class Owned(Protocol):
     def may_hand_out(self) -> bool: ...
 
     async def acknowledgements_open(self) -> None: ...
+
+    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None: ...
 
 
 class ServedTopic:
@@ -81,10 +84,10 @@ class ServedTopic:
         self.last_changed_slot = 0
         self._due_loop = due_loop
         self._environment = environment
-        self._loader = SegmentLoader(topic, environment, self._segments_loaded)
+        self._loader = SegmentLoader(topic, environment, self._segments_loaded, self._bucket_damaged)
         self._behind: dict[int, asyncio.Task[None]] = {}
         self._lines: dict[int, WaitingLine] = {}
-        self._dispatchers = itertools.count(1)
+        self._last_dispatcher = 0
         self._ended: Exception | None = None
         # Subscriptions that nothing is handed out to for now.
         self._withheld: frozenset[int] = frozenset()
@@ -280,7 +283,7 @@ class ServedTopic:
 
     async def open_stream(self, state: SubscriptionState, held: HeldPositions) -> DispatchStream:
         """A dispatcher listens; the held positions that are in the backlog stay IN_FLIGHT at it."""
-        stream = DispatchStream(self, state, self.next_dispatcher(), epoch=self.shard.epoch)
+        stream = DispatchStream(self, state, self.next_dispatcher(state), epoch=self.shard.epoch)
         found = KeyedRows.empty()
         if len(held):
             # The rows that it holds have been passed before it asks for them.
@@ -295,9 +298,13 @@ class ServedTopic:
         self._read_on(state)
         return stream
 
-    def next_dispatcher(self) -> int:
-        """A number for a stream or a lease, never used again."""
-        return next(self._dispatchers)
+    def next_dispatcher(self, state: SubscriptionState) -> int:
+        """A number for a stream or a lease of a subscription, that no other one of it has."""
+        streams = self.streams.get(state.subscription_id, {})
+        while True:
+            number = self._last_dispatcher = self._last_dispatcher % DISPATCHER_MAX + 1
+            if number not in streams and not state.held_rows(number) and not self.leases.has(state, number):
+                return number
 
     def listen(self, state: SubscriptionState, dispatcher: int) -> None:
         """READY is kept for a dispatcher that holds nothing itself."""
@@ -392,6 +399,9 @@ class ServedTopic:
         times = [index.next_due_in_memory_ms()]
         times.append(index.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads))
         return min((time for time in times if time is not None), default=None)
+
+    def _bucket_damaged(self, bucket: str, damage: str) -> None:
+        self.shard.bucket_damaged(self.core.name, bucket, damage)
 
     def _segments_loaded(self) -> None:
         self.changed()

@@ -1,24 +1,26 @@
 """One shard that this daemon owns: its journal, its topics, its checkpoints.
 
-Owns: applying slots to topics, the birth of topics, checkpoints and truncation.
-Does not own: taking the shard over (`ownership`), writing slots (`group_commit`), a topic's requests (`served_topic`),
-its buckets (`bucket_life`) and its subscriptions' coming and going (`subscription_changes`).
+Owns: finding a topic, the birth of topics, applying slots to them, checkpoints and truncation, and saying whose the
+shard is when it is lost.
+Does not own: taking the shard over (`ownership`), loading topics (`topic_loading`), writing slots (`group_commit`), a
+topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going
+(`subscription_changes`), and changes of a topic as a whole (`topic_changes`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint, checkpoint_store, journal_tail, recovery, shard_manifest
+from daemon.durability import checkpoint, checkpoint_store, epoch_confirmation, recovery, shard_manifest
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
+from daemon.engine import manifests
 from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS, BucketLife
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
@@ -26,22 +28,21 @@ from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
+from daemon.engine.topic_changes import TopicChanges
+from daemon.engine.topic_loading import LoadedTopic, TopicLoading
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest, names
-from storage_backends.formats.journal import AddRecord, Record, SlotHeader
+from storage_backends.formats.journal import AddRecord, Record
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
 
 # Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
 HAND_OUT_UNCONFIRMED_S = 15.0
-# Topics that are recovered at the same time.
-TOPICS_AT_ONCE = 8
-
-
-TailSlot = tuple[SlotHeader, tuple[Record, ...]]
+# So long the store is asked who owns a shard that was lost, before that is answered without the owner's name.
+SUCCESSOR_LOOK_S = 2.0
 
 
 class ServedShard:
@@ -55,7 +56,6 @@ class ServedShard:
         self,
         claim: ShardClaim,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
-        topic_logs: Callable[[int, str], commit.ManifestLog[manifest.TopicManifest]],
         due_loop: DueLoop,
         cache: SegmentCache,
         environment: Environment,
@@ -69,19 +69,16 @@ class ServedShard:
         self.lives: dict[str, BucketLife] = {}
         self.topic_commits: dict[str, TopicCommits] = {}
         self.applied_slot = claim.fence_slot
-        self._claim = claim
+        self._fence_slot = claim.fence_slot
         self._shard_log = shard_log
-        self._topic_logs = topic_logs
         self._due_loop = due_loop
         self._cache = cache
         self._environment = environment
         self._acknowledgements_from_s = acknowledgements_from_s
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
-        # Topics that are damaged. Their slots are kept: no checkpoint moves on while there are any.
-        self._refused: dict[str, Corruption] = {}
-        self._recovered = False
         self._releasing = False
+        self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
         self._bytes_since_checkpoint = 0
         self._slots_since_checkpoint = 0
@@ -109,7 +106,19 @@ class ServedShard:
             new_id=environment.new_id,
             written=self._written,
         )
+        self.loading = TopicLoading(
+            shard=claim.shard,
+            epoch=claim.epoch,
+            fence_slot=claim.fence_slot,
+            tails=recovery.tails_of(claim.checkpoint, claim.slots),
+            environment=environment,
+            new_topic=self._core_topic,
+            loaded=self._loaded,
+            is_served=self._by_id.__contains__,
+            lost=self.lose,
+        )
         self.subscriptions = SubscriptionChanges(self, environment)
+        self.changes = TopicChanges(self, environment)
         self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
         self._truncation = JournalTruncation(
             environment.store,
@@ -122,35 +131,13 @@ class ServedShard:
 
     # ---- start and end
 
-    async def recover(self) -> int:
-        """Claims and restores every topic of the shard; how many rows were replayed. Then it may be served."""
-        topic_ids = await self._environment.run(self._topic_ids)
-        tails = _by_topic(self._claim.slots)
-        turns = asyncio.Semaphore(TOPICS_AT_ONCE)
-
-        async def recover(topic_id: str) -> int:
-            async with turns:
-                try:
-                    return await self._recover_topic(topic_id, tails.get(topic_id, ()))
-                except Corruption as error:
-                    log.error("shard %d: topic %s cannot be served: %s", self.number, topic_id, error)
-                    self._refused[topic_id] = error
-                    return 0
-
-        rows = sum(await asyncio.gather(*map(recover, topic_ids)))
-        # Nothing reads the tail and the checkpoint again.
-        self._claim = dataclasses.replace(self._claim, checkpoint=None, slots=())
-        self._recovered = True
-        return rows
-
     def serve(self) -> None:
-        """Starts writing slots and confirming the epoch."""
+        """Starts writing slots, confirming the epoch, and loading the topics."""
         for work in (self.commits.run(), self.confirmation.watch()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
-        for topic in self.topics.values():
-            topic.changed()
+        self.loading.start()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -158,45 +145,63 @@ class ServedShard:
 
     def lose(self, error: BaseException) -> None:
         """The shard is not ours any more, or cannot be served."""
-        self._lost(self.number, error)
+        if self._losing is None:
+            self._losing = asyncio.ensure_future(self._lose(error))
 
-    def superseded(self, refused: commit.Refused) -> NotOwner:
+    async def superseded(self, refused: commit.Refused) -> NotOwner:
         """An operation of ours was refused: the shard is lost. What to answer the caller."""
         self.lose(refused)
-        return NotOwner(f"shard {self.number} has another owner: {refused.reason}")
+        error = refused if self._losing is None else await asyncio.shield(self._losing)
+        return error if isinstance(error, NotOwner) else NotOwner(f"shard {self.number} has another owner: {error}")
+
+    async def _lose(self, error: BaseException) -> BaseException:
+        if isinstance(error, commit.Refused) or (isinstance(error, NotOwner) and not error.owner_address):
+            error = await self._successor() or error
+        self._lost(self.number, error)
+        return error
+
+    async def _successor(self) -> NotOwner | None:
+        """Whose the shard is now, as far as the store tells at once."""
+        look = self._environment.run(
+            lambda: epoch_confirmation.existing_tip(self._shard_log, self.number, self.confirmation.tip)
+        )
+        try:
+            tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
+        except (StoreError, Corruption, TimeoutError) as error:
+            log.warning("shard %d: who owns it now cannot be told: %s", self.number, error)
+            return None
+        return None if tip.manifest.epoch == self.epoch else epoch_confirmation.superseded_by(tip, epoch=self.epoch)
+
+    def begin_drain(self) -> None:
+        """Nothing is handed out or loaded any more."""
+        self._releasing = True
+        self.loading.close()
 
     async def release(self) -> None:
-        """Orderly end: what is staged becomes durable, the state goes into a checkpoint, the shard is given up."""
-        self._releasing = True
-        if self._recovered:
-            await self._keep()
+        """Orderly end: what is staged becomes durable and is answered, streams end, the state goes into buckets and a
+        checkpoint, and the shard is given up. May be repeated after an error of the store.
+        """
+        self.begin_drain()
+        await self.commits.flush()
         for topic in self.topics.values():
             topic.end_streams(Unavailable("the daemon is stopping; try again"))
-        await self._environment.run(
-            lambda: commit.commit(
-                self._shard_log,
-                shard_manifest.Release(epoch=self.epoch),
-                writer=self._environment.config.daemon_id,
-                created_ms=self._environment.clock.now_ms(),
-                warm=self.confirmation.tip,
-                deadline_s=10.0,
-            )
-        )
+        await self._keep()
+        await manifests.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
 
     async def _keep(self) -> None:
         """Everything that is in memory is in buckets and a checkpoint when this returns."""
         await self.commits.flush()
         for life in self.lives.values():
             life.seal(self.applied_slot)
-        for life in self.lives.values():
+        for life in list(self.lives.values()):
             await life.settled()
         if self._checkpointing is not None:
             await asyncio.wait([self._checkpointing])
-        if not self._refused:
-            await self._checkpoint()
+        await self._checkpoint()
 
     def close(self, error: Exception) -> None:
         """Drops all state; whoever waits gets the error."""
+        self.loading.close()
         self.commits.end(error)
         self.journal.close()
         self.confirmation.close()
@@ -214,6 +219,10 @@ class ServedShard:
     def may_hand_out(self) -> bool:
         return not self._releasing and self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
+    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
+        """What was read of a topic's bucket is damaged."""
+        self.lives[topic].quarantine(bucket, damage)
+
     async def acknowledgements_open(self) -> None:
         wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
         if wait_s > 0:
@@ -230,6 +239,8 @@ class ServedShard:
     def _apply(self, slot: int, records: Sequence[Record]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
+        # A topic that was deleted since a record was staged drops it, as replay does.
+        records = [record for record in records if record.topic_id in self._by_id]
         for record in records:
             if isinstance(record, AddRecord):
                 life = self.lives[self._by_id[record.topic_id].core.name]
@@ -247,44 +258,15 @@ class ServedShard:
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
-        if not self._recovered or self._releasing:
+        if self._releasing:
             return
         self.commits.answer_stalled()
         for life in self.lives.values():
             life.after_slot(self.applied_slot)
-        if self.may_hand_out:
-            for topic in self.topics.values():
-                topic.notify_all()
+        for topic in self.topics.values():
+            topic.look_after()
 
     # ---- topics
-
-    def _topic_ids(self) -> list[str]:
-        prefix = names.topics_prefix(self.number)
-        keys = (entry.key for entry in self._environment.store.list(prefix))
-        return sorted({key[len(prefix) :].split("/", 1)[0] for key in keys})
-
-    async def _recover_topic(self, topic_id: str, tail: Sequence[TailSlot]) -> int:
-        environment = self._environment
-        topic_log = self._topic_logs(self.number, topic_id)
-        tip = await commit_until_certain(environment, topic_log, topic_manifest.Claim(epoch=self.epoch), warm=None)
-        part = recovery.counting_part(tip.manifest, self._claim.checkpoint)
-        objects = await environment.run(
-            lambda: recovery.read_objects(environment.store, tip.manifest, part, environment.parts)
-        )
-        topic = self._core_topic(tip.manifest)
-        elapsed_ms = int(environment.clock.elapsed_s() * 1000)
-        checkpoint_slot = 0 if self._claim.checkpoint is None else self._claim.checkpoint.slot
-        state_slot = max(tip.manifest.applied, checkpoint_slot)
-
-        def restore() -> int:
-            recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
-            return recovery.replay(topic, tail, state_slot=state_slot, elapsed_ms=elapsed_ms)
-
-        rows = await environment.run(restore)
-        served = self._serve_topic(topic, topic_log, tip)
-        if rows or part is not None:
-            served.last_changed_slot = self._claim.fence_slot
-        return rows
 
     def _core_topic(self, stored: manifest.TopicManifest) -> Topic:
         return Topic(
@@ -297,23 +279,48 @@ class ServedShard:
             ready_rows_max=self._environment.config.delivery.ready_rows_max,
         )
 
+    def _loaded(self, loaded: LoadedTopic) -> None:
+        served = self._serve_topic(loaded.core, loaded.manifests, loaded.tip)
+        if loaded.changed:
+            served.last_changed_slot = self._fence_slot
+        served.changed()
+
     def _serve_topic(
         self,
         topic: Topic,
         topic_log: commit.ManifestLog[manifest.TopicManifest],
         tip: commit.Tip[manifest.TopicManifest],
     ) -> ServedTopic:
-        served = ServedTopic(topic, self, self._due_loop, self._environment)
+        served = ServedTopic(topic, self, self._due_loop, self._environment, policy=tip.manifest.policy)
         commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
         self.topic_commits[topic.name] = commits
-        self.lives[topic.name] = BucketLife(topic, commits, self._environment, lost=self.lose, changed=served.changed)
+        self.lives[topic.name] = BucketLife(
+            topic,
+            commits,
+            self._environment,
+            slot=self.applied_slot,
+            settings=lambda: served.settings,
+            lost=self.lose,
+            changed=served.changed,
+        )
         self._by_id[topic.topic_id] = served
         self.topics[topic.name] = served
         return served
 
+    async def topic(self, name: str) -> ServedTopic | None:
+        """The topic, loaded if need be; None when there is none.
+
+        Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
+        """
+        topic = self.topics.get(name)
+        if topic is None:
+            await self.loading.settled(names.topic_id(name), name)
+            topic = self.topics.get(name)
+        return topic
+
     async def topic_to_write(self, name: str) -> ServedTopic:
         """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
-        topic = self.topic(name)
+        topic = await self.topic(name)
         if topic is not None:
             return topic
         self.commits.check_accepting()
@@ -324,7 +331,7 @@ class ServedShard:
         try:
             return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
         except commit.Refused as refused:
-            raise self.superseded(refused) from refused
+            raise await self.superseded(refused) from refused
         except TimeoutError:
             raise OutcomeUnknown(f"topic {name} is new, and the store has not answered; a retry is safe") from None
         except asyncio.CancelledError:
@@ -332,24 +339,25 @@ class ServedShard:
                 raise Unavailable("the shard is served by this daemon no longer; try again") from None
             raise
 
-    def topic(self, name: str) -> ServedTopic | None:
-        """The topic; None when there is none. Raises Corruption when it cannot be served."""
-        topic = self.topics.get(name)
-        if topic is None and self._refused and (refused := self._refused.get(names.topic_id(name))) is not None:
-            raise Corruption(f"topic {name}: {refused}")
-        return topic
+    def forget_topic(self, name: str) -> None:
+        """The topic was deleted and closed."""
+        topic = self.topics.pop(name)
+        del self._by_id[topic.core.topic_id]
+        del self.topic_commits[name]
+        self.lives.pop(name).close()
 
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
-        topic_log = self._topic_logs(self.number, topic_id)
-        create = topic_manifest.Create(
-            topic=name, topic_id=topic_id, incarnation=1, epoch=self.epoch, applied=self.applied_slot
-        )
+        topic_log = manifests.topic_log(self._environment, self.number, topic_id)
+        create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)
         try:
             tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
         except commit.Refused:
             # The former owner's last act, which landed after this owner had listed the topics.
-            await self._recover_topic(topic_id, ())
+            await self.loading.found(topic_id)
+            return self.topics[name]
+        if name in self.topics:
+            # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
 
@@ -361,7 +369,7 @@ class ServedShard:
             self._bytes_since_checkpoint >= limits.checkpoint_bytes
             or self._slots_since_checkpoint >= limits.checkpoint_slots
         )
-        if wanted and not self._refused and (self._checkpointing is None or self._checkpointing.done()):
+        if wanted and (self._checkpointing is None or self._checkpointing.done()):
             self._checkpointing = asyncio.ensure_future(self._try_checkpoint())
             self._checkpointing.add_done_callback(self._task_done)
 
@@ -382,10 +390,11 @@ class ServedShard:
             for name, life in self.lives.items()
             if self.topics[name].last_changed_slot > self.topic_commits[name].manifest.applied
         ]
+        carried = self.loading.carried()
         tip = self.confirmation.tip
 
         def write() -> commit.Tip[manifest.ShardManifest]:
-            parts = tuple(checkpoint.part_of(cut) for cut in cuts)
+            parts = (*map(checkpoint.part_of, cuts), *carried)
             body = checkpoint_format.Checkpoint(shard=self.number, epoch=self.epoch, slot=slot, topics=parts)
             written = checkpoint_store.write_checkpoint(
                 environment.store, body, base=tip.number, unique=environment.new_id()
@@ -410,13 +419,3 @@ class ServedShard:
         self._slots_since_checkpoint -= slots
         while await environment.run(lambda: self._truncation.truncate(committed.manifest)):
             pass
-
-
-def _by_topic(slots: Iterable[journal_tail.Slot]) -> dict[str, list[TailSlot]]:
-    """The tail's records by topic: each topic is replayed without looking at the others' records."""
-    tails: dict[str, list[TailSlot]] = {}
-    for slot in slots:
-        for topic_id in {record.topic_id for record in slot.records}:
-            own = tuple(record for record in slot.records if record.topic_id == topic_id)
-            tails.setdefault(topic_id, []).append((slot.header, own))
-    return tails

@@ -47,6 +47,9 @@ def used() -> metrics.Metrics:
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)
     everything.store_error("put", "StoreUnavailable")
+    everything.damage_found("bucket")
+    everything.set_topics(loaded=3, loading=2, damaged=1)
+    everything.set_shards_damaged(1)
     everything.bucket_operation("create", "succeed", seconds=0.05)
     everything.set_epoch(3, 7)
     everything.set_serving(True)
@@ -66,6 +69,9 @@ def test_events_are_counted() -> None:
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
+    assert sample("tarry_damage_found_total", {"kind": "bucket"}) == 1
+    assert sample("tarry_topics", {"state": "loading"}) == 2
+    assert sample("tarry_shards_damaged", {}) == 1
     assert sample("tarry_epoch", {"shard": "3"}) == 7
     assert sample("tarry_serving") == 1
     assert sample("tarry_recovery_rows_replayed_total") == 100

@@ -92,7 +92,8 @@ class Daemon(Process):
         return self
 
     async def serving(self) -> Daemon:
-        return await self.until(lambda: self.engine.health.serving)
+        """Returns when it serves and has loaded what it serves."""
+        return await self.until(lambda: self.engine.health.serving and self.engine.loaded)
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float = TIMEOUT_S) -> Daemon:
         """Returns when the condition holds; looked at whenever health changes, and 20 times a second."""

@@ -1,0 +1,321 @@
+"""Loading the topics of one shard that was taken over, while the shard is served already.
+
+Owns: which topic is loaded next (one that is asked for, then those that checkpoint and journal name, then what a
+listing shows), how many at once, trying again, which topics are damaged, and what is carried over of topics that are
+not loaded.
+Does not own: what a topic's state is (`daemon.durability.recovery`) and serving it (`shard`).
+
+A topic is loaded once. Until it is, no slot of this owner names it: what checkpoint and journal hold of it stays as it
+was found, and every checkpoint carries it over. A topic that is damaged, or whose objects the store does not give, is
+tried again later; the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from daemon.core.topic import Topic
+from daemon.durability import backoff, recovery
+from daemon.engine import manifests
+from daemon.engine.environment import Environment
+from daemon.errors import Corruption, InvariantViolated, Unavailable
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import names
+from storage_backends.formats.checkpoint import TopicPart
+from storage_backends.formats.manifest import TopicManifest
+from storage_backends.object_store import Damaged, StoreError
+
+log = logging.getLogger(__name__)
+
+# Topics of one shard that are read at the same time.
+TOPICS_AT_ONCE = 8
+# So long a call waits for its topic, and after that time it may come again.
+LOADING_WAIT_S = 2.0
+LOADING_RETRY_MS = 500
+# Whether a damaged topic was mended is looked at this often; one that the store does not give, sooner.
+DAMAGED_LOOK_S = 30.0
+RETRY_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LoadedTopic:
+    """A topic as it is now. `changed`: it is not all in the manifest `tip`."""
+
+    core: Topic
+    manifests: commit.ManifestLog[TopicManifest]
+    tip: commit.Tip[TopicManifest]
+    rows_replayed: int
+    changed: bool
+
+
+class TopicLoading:
+    """The topics of one shard that are not loaded yet. Used on one event loop.
+
+    `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
+    `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
+    error that ends the shard.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: int,
+        epoch: int,
+        fence_slot: int,
+        tails: Mapping[str, recovery.TopicTail],
+        environment: Environment,
+        new_topic: Callable[[TopicManifest], Topic],
+        loaded: Callable[[LoadedTopic], None],
+        is_served: Callable[[str], bool],
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        self.damaged: dict[str, Corruption] = {}
+        self.rows_replayed = 0
+        # Set when every topic is loaded or damaged.
+        self.ended = asyncio.Event()
+        self._shard = shard
+        self._epoch = epoch
+        self._fence_slot = fence_slot
+        self._tails = dict(tails)
+        self._environment = environment
+        self._new_topic = new_topic
+        self._take_over = loaded
+        self._is_served = is_served
+        self._lost = lost
+        self._listed = False
+        # Topic ids, in the order in which they are to be loaded; those asked for go first.
+        self._asked: dict[str, None] = {}
+        self._waiting: dict[str, None] = dict.fromkeys(tails)
+        self._under_way: set[str] = set()
+        # Those that wait until they are tried again.
+        self._put_off: set[str] = set()
+        self._outcomes: dict[str, asyncio.Future[None]] = {}
+        self._some = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        for _ in range(TOPICS_AT_ONCE):
+            self._spawn(self._work())
+        self._spawn(self._list())
+
+    def close(self) -> None:
+        """Nothing more is loaded; whoever waits gets Unavailable."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for outcome in self._outcomes.values():
+            if not outcome.done():
+                outcome.set_exception(Unavailable(f"shard {self._shard} is served by this daemon no longer; try again"))
+        self._outcomes.clear()
+
+    # ---- what is asked of it
+
+    @property
+    def left(self) -> int:
+        """Topics that are known and are neither loaded nor damaged."""
+        return len({*self._asked, *self._waiting, *self._under_way, *self._put_off} - self.damaged.keys())
+
+    def carried(self) -> tuple[TopicPart, ...]:
+        """What a checkpoint of now says of the topics that are not loaded."""
+        return tuple(recovery.carried_part(topic_id, tail) for topic_id, tail in self._tails.items())
+
+    async def settled(self, topic_id: str, name: str) -> None:
+        """Returns when the topic is loaded, or is known not to exist.
+
+        Raises Corruption when it is damaged, Unavailable when it takes longer than `LOADING_WAIT_S`.
+        """
+        damage = self.damaged.get(topic_id)
+        if damage is not None:
+            raise Corruption(f"topic {name}: {damage}")
+        if self._listed and not self._knows(topic_id):
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ask(topic_id)), LOADING_WAIT_S)
+        except TimeoutError:
+            raise Unavailable(f"topic {name} is being loaded; try again", retry_after_ms=LOADING_RETRY_MS) from None
+        except Corruption as error:
+            raise Corruption(f"topic {name}: {error}") from error
+
+    async def found(self, topic_id: str) -> None:
+        """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
+        await asyncio.shield(self._ask(topic_id))
+
+    def _knows(self, topic_id: str) -> bool:
+        return any(topic_id in ids for ids in (self._asked, self._waiting, self._under_way, self._put_off))
+
+    def _ask(self, topic_id: str) -> asyncio.Future[None]:
+        if self._closed:
+            raise Unavailable(f"shard {self._shard} is served by this daemon no longer; try again")
+        if topic_id not in self._under_way and topic_id not in self._put_off:
+            self._waiting.pop(topic_id, None)
+            self._asked[topic_id] = None
+            self._some.set()
+        outcome = self._outcomes.get(topic_id)
+        if outcome is None:
+            outcome = self._outcomes[topic_id] = asyncio.get_running_loop().create_future()
+            # Nobody may be waiting any more when it fails.
+            outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return outcome
+
+    # ---- the queue
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost(error)
+
+    async def _list(self) -> None:
+        for topic_id in await self._until_listed():
+            if not self._is_served(topic_id) and not self._knows(topic_id):
+                self._waiting[topic_id] = None
+        self._listed = True
+        self._some.set()
+        self._look_whether_ended()
+
+    async def _until_listed(self) -> list[str]:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self._environment.run(self._listed_ids)
+            except StoreError as error:
+                log.warning("shard %d: its topics cannot be listed, trying again: %s", self._shard, error)
+                await self._environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    def _listed_ids(self) -> list[str]:
+        prefix = names.topics_prefix(self._shard)
+        keys = (entry.key for entry in self._environment.store.list(prefix))
+        return sorted({key[len(prefix) :].split("/", 1)[0] for key in keys})
+
+    async def _work(self) -> None:
+        while True:
+            queue = self._asked or self._waiting
+            if queue:
+                topic_id = next(iter(queue))
+                del queue[topic_id]
+                self._under_way.add(topic_id)
+                await self._load(topic_id)
+            else:
+                self._some.clear()
+                await self._some.wait()
+
+    async def _load(self, topic_id: str) -> None:
+        try:
+            loaded = await self._environment.run(lambda: self._read(topic_id))
+        except Corruption as error:
+            self._found_damaged(topic_id, error)
+        except (StoreError, commit.CommitOutcomeUnknown) as error:
+            log.warning("shard %d: topic %s cannot be read, trying again: %s", self._shard, topic_id, error)
+            self._put_off_for(topic_id, RETRY_S)
+        else:
+            self._found(topic_id, loaded)
+        self._look_whether_ended()
+
+    def _found(self, topic_id: str, loaded: LoadedTopic | None) -> None:
+        self._under_way.discard(topic_id)
+        self._tails.pop(topic_id, None)
+        if self.damaged.pop(topic_id, None) is not None:
+            log.info("shard %d: topic %s can be served again", self._shard, topic_id)
+        if loaded is not None and not self._is_served(topic_id):
+            self.rows_replayed += loaded.rows_replayed
+            self._take_over(loaded)
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_result(None)
+
+    def _found_damaged(self, topic_id: str, error: Corruption) -> None:
+        before = self.damaged.get(topic_id)
+        if before is None or str(before) != str(error):
+            log.error("shard %d: topic %s cannot be served: %s", self._shard, topic_id, error)
+            self._environment.metrics.damage_found("topic")
+        self.damaged[topic_id] = error
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_exception(error)
+        self._put_off_for(topic_id, DAMAGED_LOOK_S)
+
+    def _put_off_for(self, topic_id: str, seconds: float) -> None:
+        self._under_way.discard(topic_id)
+        self._put_off.add(topic_id)
+        self._spawn(self._again(topic_id, seconds))
+
+    async def _again(self, topic_id: str, seconds: float) -> None:
+        await self._environment.sleep(seconds)
+        self._put_off.discard(topic_id)
+        self._waiting[topic_id] = None
+        self._some.set()
+
+    def _look_whether_ended(self) -> None:
+        if self._listed and not self.left:
+            self.ended.set()
+
+    # ---- reading one topic, in a thread
+
+    def _read(self, topic_id: str) -> LoadedTopic | None:
+        """The topic, claimed and restored; None when there is none. May be repeated after any error."""
+        environment = self._environment
+        tail = self._tails.get(topic_id, recovery.NOTHING)
+        topic_log = manifests.topic_log(environment, self._shard, topic_id)
+        try:
+            tip = topic_log.read_tip()
+            if tip is None and tail is not recovery.NOTHING:
+                raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
+            if tip is None or tip.manifest.deleted:
+                return None
+            tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip)
+        except Damaged as error:
+            raise Corruption(f"manifest {error}") from error
+        part = recovery.counting_part(tip.manifest, tail)
+        objects = recovery.read_objects(environment.store, tip.manifest, part, environment.parts)
+        tip = self._quarantined(topic_log, tip, objects)
+        topic = self._new_topic(tip.manifest)
+        elapsed_ms = int(environment.clock.elapsed_s() * 1000)
+        recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
+        rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=elapsed_ms)
+        return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
+
+    def _quarantined(
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        objects: recovery.TopicObjects,
+    ) -> commit.Tip[TopicManifest]:
+        """The manifest, with the buckets quarantined that were found to be damaged."""
+        for live in tip.manifest.live:
+            damage = objects.buckets[live.object.name].damage
+            if damage and not live.quarantined:
+                log.error("topic %s: a bucket is quarantined, the others are served: %s", tip.manifest.topic, damage)
+                self._environment.metrics.damage_found("bucket")
+                # Every slot that names the topic so far is below the fence.
+                operation = topic_manifest.Quarantine(
+                    bucket=live.object.name,
+                    damage=damage[: manifests.DAMAGE_CHARACTERS_MAX],
+                    slot=self._fence_slot,
+                    epoch=self._epoch,
+                )
+                tip = self._commit(topic_log, operation, tip)
+        return tip
+
+    def _commit(
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        operation: manifests.Operation,
+        tip: commit.Tip[TopicManifest],
+    ) -> commit.Tip[TopicManifest]:
+        return commit.commit(
+            topic_log,
+            operation,
+            writer=self._environment.config.daemon_id,
+            created_ms=self._environment.clock.now_ms(),
+            warm=tip,
+            deadline_s=manifests.DEADLINE_S,
+        )

@@ -1,0 +1,261 @@
+"""The process of a daemon that serves: what it is made of, and how it ends.
+
+Owns: which clock, randomness and threads the daemon runs with, the order of start and stop, and signals.
+Does not own: arguments, settings, the store and the exit status (`daemon.main`), and anything that is decided after the
+start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import ulid
+
+from daemon import config, errors, metrics
+from daemon.durability import counted_store
+from daemon.engine import loop_pause
+from daemon.engine.engine import Engine
+from daemon.engine.environment import Environment
+from daemon.grpc_services.server import Server
+from storage_backends import local_directory, object_store
+
+log = logging.getLogger(__name__)
+
+
+class NotDrained(Exception):
+    """The orderly end took too long, or was cut short by a second signal; nothing waits for it any more.
+
+    `left`: what was not finished, for people. What is durable stays so.
+    """
+
+    def __init__(self, left: list[str]) -> None:
+        super().__init__("; ".join(left))
+        self.left = left
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000
+
+    def elapsed_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+async def serve(
+    settings: config.Config,
+    store: object_store.ObjectStore,
+    ready_file: Path | None,
+    *,
+    probed: concurrent.futures.Future[None],
+) -> None:
+    """Serves until SIGTERM or SIGINT, and then ends in order.
+
+    `probed`: ends when the store was found to keep its promises, or with what it breaks; nothing is served before.
+    Raises NotDrained, what the start raises, and what ended a task of the engine.
+    """
+    signals = _Signals()
+    daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
+    metrics.export_process(daemon_metrics.registry)
+    server = Server(settings)
+    settings = _with_identity(settings, server.bind())
+    with (
+        _own_lock(settings),
+        _threads(settings, "store") as threads,
+        _threads(settings, "parts") as parts,
+        _metrics_endpoint(settings, daemon_metrics) as metrics_address,
+    ):
+        engine = Engine(_environment(settings, store, daemon_metrics, threads, parts))
+        daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
+        await server.start(engine)
+        _announce(settings, metrics_address, ready_file)
+        watching = asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused))
+        await _run(engine, server, signals, probed)
+        watching.cancel()
+    log.info("stopped")
+
+
+class _Signals:
+    """SIGTERM and SIGINT: `asked` is set by the first, `insisted` by the second."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.insisted = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        if self.asked.is_set():
+            self.insisted.set()
+        self.asked.set()
+
+
+async def _run(engine: Engine, server: Server, signals: _Signals, probed: concurrent.futures.Future[None]) -> None:
+    """Starts the engine, which may have to wait for its shards, and stops it when told."""
+    starting = asyncio.create_task(_start(engine, probed))
+    asked = asyncio.create_task(signals.asked.wait())
+    try:
+        await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await asyncio.wait((asked, engine.failed), return_when=asyncio.FIRST_COMPLETED)
+        if engine.failed.done():
+            engine.failed.result()
+    finally:
+        asked.cancel()
+        starting.cancel()
+        await asyncio.gather(asked, starting, return_exceptions=True)
+        await _end(engine, server, signals)
+
+
+async def _start(engine: Engine, probed: concurrent.futures.Future[None]) -> None:
+    await asyncio.wrap_future(probed)
+    await engine.start()
+
+
+async def _end(engine: Engine, server: Server, signals: _Signals) -> None:
+    """Ends in order. Raises NotDrained."""
+    log.info("stopping")
+    ending = asyncio.create_task(_end_in_order(engine, server))
+    insisting = asyncio.create_task(signals.insisted.wait())
+    await asyncio.wait((ending, insisting), return_when=asyncio.FIRST_COMPLETED)
+    insisting.cancel()
+    if ending.done():
+        left = ending.result()
+    else:
+        left = [*engine.left(), *server.left()]
+        ending.cancel()
+    if left:
+        raise NotDrained(left)
+
+
+async def _end_in_order(engine: Engine, server: Server) -> list[str]:
+    left = await engine.stop()
+    if left:
+        return [*left, *server.left()]
+    await server.drain()
+    return []
+
+
+def _with_identity(settings: config.Config, port: int) -> config.Config:
+    """The settings with the id and the address that this daemon has."""
+    host, _ = config.split_address(settings.grpc.listen)
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    address = settings.daemon.address or _joined(host, port)
+    identity = msgspec.structs.replace(settings.daemon, id=settings.daemon_id, address=address)
+    return msgspec.structs.replace(settings, daemon=identity)
+
+
+@contextlib.contextmanager
+def _own_lock(settings: config.Config) -> Iterator[None]:
+    """Holds the lock of this daemon's id while it runs: it shows others on this machine that the process lives.
+
+    Raises Unavailable when another process has it.
+    """
+    if settings.store.kind != "local":
+        yield
+        return
+    held = local_directory.LocalLocks(settings.store.path).try_lock(settings.daemon_id)
+    if held is None:
+        raise errors.Unavailable(
+            f"a process with daemon.id {settings.daemon_id!r} runs on {settings.store.path} already: stop it, or give "
+            "this one another daemon.id and grpc.listen"
+        )
+    with held:
+        yield
+
+
+def _environment(
+    settings: config.Config,
+    store: object_store.ObjectStore,
+    daemon_metrics: metrics.Metrics,
+    threads: concurrent.futures.Executor,
+    parts: concurrent.futures.Executor,
+) -> Environment:
+    local = settings.store.kind == "local"
+    return Environment(
+        config=settings,
+        store=counted_store.CountedStore(store, daemon_metrics.store_error),
+        locks=local_directory.LocalLocks(settings.store.path) if local else None,
+        metrics=daemon_metrics,
+        clock=SystemClock(),
+        threads=threads,
+        parts=parts,
+        sleep=asyncio.sleep,
+        blocking_sleep=time.sleep,
+        jitter=random.random,
+        new_id=_new_id,
+    )
+
+
+def _new_id() -> str:
+    return str(ulid.ULID())
+
+
+@contextlib.contextmanager
+def _threads(settings: config.Config, name: str) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    threads = concurrent.futures.ThreadPoolExecutor(settings.store.io_threads, thread_name_prefix=name)
+    try:
+        yield threads
+    except NotDrained:
+        # A thread may wait for a store that never answers.
+        threads.shutdown(wait=False, cancel_futures=True)
+        raise
+    except BaseException:
+        threads.shutdown()
+        raise
+    threads.shutdown()
+
+
+@contextlib.contextmanager
+def _metrics_endpoint(settings: config.Config, daemon_metrics: metrics.Metrics) -> Iterator[str]:
+    """Serves the metrics; gives the address."""
+    host, port = config.split_address(settings.metrics.listen)
+    try:
+        endpoint = metrics.Endpoint(daemon_metrics, host=host, port=port)
+    except OSError as error:
+        raise OSError(f"metrics.listen: {settings.metrics.listen} cannot be bound: {error}") from error
+    try:
+        yield _joined(host, endpoint.port)
+    finally:
+        endpoint.close()
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """What `--ready-file` says: the ports are bound. Health says when the daemon serves."""
+
+    grpc: str
+    metrics: str
+    pid: int
+    daemon_id: str
+
+
+def _announce(settings: config.Config, metrics_address: str, ready_file: Path | None) -> None:
+    ready = Ready(
+        grpc=str(settings.daemon.address), metrics=metrics_address, pid=os.getpid(), daemon_id=settings.daemon_id
+    )
+    if ready_file is not None:
+        unfinished = ready_file.with_name(f"{ready_file.name}.{ready.pid}")
+        unfinished.write_text(json.dumps(dataclasses.asdict(ready)) + "\n", encoding="utf-8")
+        unfinished.replace(ready_file)
+    log.info("listening", extra=dataclasses.asdict(ready))
