@@ -1,0 +1,108 @@
+"""The models of the storage protocol as tests run them.
+
+Owns: loading the models by path, breadth-first search, and how each model's states are made, followed and checked.
+Does not own: the protocol and its planted bugs (the models themselves, which are programs of their own and stay as they
+are), and which configurations are explored (the tests).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+# A state is a tuple of tuples and frozensets; what is in it only its model knows.
+State: TypeAlias = Any
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> Any:
+    """A model as a module."""
+    specification = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+COMMITS = load("protocol_model")
+ROWS = load("protocol_model_rows")
+SHARD = load("protocol_model_shard")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class System:
+    """One configuration of a model. `following`: the states that one step leads to. `broken`: which invariant does not
+    hold in a state that follows another one, None when all do.
+    """
+
+    first: State
+    following: Callable[[State], Iterable[State]]
+    broken: Callable[[State, State], str | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explored:
+    """`violation`: the invariant that was found broken. `exhausted`: no state is left to look at."""
+
+    states: int
+    violation: str | None
+    exhausted: bool
+
+
+def explore(system: System, states_max: int) -> Explored:
+    """Breadth-first, each state once, until an invariant is broken or there are `states_max` states.
+
+    A state is remembered by its 64-bit hash.
+    """
+    seen = {hash(system.first)}
+    waiting = collections.deque([system.first])
+    while waiting and len(seen) < states_max:
+        state = waiting.popleft()
+        try:
+            for following in system.following(state):
+                remembered = hash(following)
+                if remembered in seen:
+                    continue
+                seen.add(remembered)
+                violation = system.broken(following, state)
+                if violation is not None:
+                    return Explored(len(seen), violation, exhausted=False)
+                waiting.append(following)
+        except (AssertionError, ROWS.Bad) as violation_of_a_step:
+            return Explored(len(seen), str(violation_of_a_step), exhausted=False)
+    return Explored(len(seen), None, exhausted=not waiting)
+
+
+def commits_system(bugs: frozenset[str], **budget: Any) -> System:
+    """Owner, successor, mergers and collector of one topic; lost answers."""
+    configuration = COMMITS.Cfg(mut=bugs, **budget)
+    return System(
+        COMMITS.initial(configuration),
+        lambda state: (following for _, following in COMMITS.succs(state, configuration)),
+        lambda state, _: COMMITS.check(state),
+    )
+
+
+def rows_system(bugs: frozenset[str], **budget: Any) -> System:
+    """Rows of one topic: requests, acknowledgements, seals, checkpoints, truncation, merges, takeover."""
+    configuration = ROWS.Cfg(mut=bugs, **budget)
+    return System(
+        ROWS.initial(configuration),
+        lambda state: (following for _, following in ROWS.succs(state, configuration)),
+        lambda state, before: ROWS.check(state, configuration, before),
+    )
+
+
+def shard_system(bugs: frozenset[str], budget: tuple[int, ...]) -> System:
+    """A journal that two topics share."""
+    return System(
+        SHARD.init(*budget),
+        lambda state: (following for _, following in SHARD.succs(state, bugs)),
+        lambda state, _: SHARD.check(state),
+    )

@@ -1,0 +1,184 @@
+"""The storage protocol in every order of its steps, within bounds, as its models have it.
+
+Small budgets are exhausted in every run; the models' own, millions of states, are `long`. Each planted bug of a model
+is found, in the same budget in which nothing is found without it. `-s` prints what was found after how many states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.models import exploration
+from tests.models.exploration import COMMITS, ROWS, SHARD, Explored, System, commits_system, rows_system, shard_system
+
+NO_BUGS: frozenset[str] = frozenset()
+# What a small budget may have at most, and the most that a planted bug may take to be found.
+SMALL_STATES_MAX = 200_000
+BUG_STATES_MAX = 100_000
+# The most that `long` explores of one budget; only some of them have more.
+LONG_STATES_MAX = 6_000_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A budget of a model. `system`: with some planted bugs."""
+
+    name: str
+    system: Callable[[frozenset[str]], System]
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+def commits(name: str, **budget: Any) -> Case:
+    return Case(f"commits: {name}", lambda bugs: commits_system(bugs, **budget))
+
+
+def rows(name: str, **budget: Any) -> Case:
+    own = frozenset(budget.pop("mut", ()))
+    return Case(f"rows: {name}", lambda bugs: rows_system(own | bugs, **budget))
+
+
+def shard(*budget: int) -> Case:
+    return Case(f"shard: {budget}", lambda bugs: shard_system(bugs, budget))
+
+
+TAKEOVER = {
+    "adds1": 2,
+    "adds2": 1,
+    "seals1": 1,
+    "seals2": 1,
+    "merges": 0,
+    "gcman": 2,
+    "gcwal": 1,
+    "gcobj": 0,
+    "gcfloor": 0,
+}
+SEAL_AND_MERGE = {
+    "adds1": 1,
+    "adds2": 0,
+    "seals1": 1,
+    "seals2": 0,
+    "merges": 1,
+    "gcman": 2,
+    "gcwal": 0,
+    "gcobj": 1,
+    "gcfloor": 1,
+    "start_two": True,
+}
+TWO_MERGERS = SEAL_AND_MERGE | {"adds1": 0, "seals1": 0, "merges": 2}
+
+SMALL = [
+    commits("takeover", **TAKEOVER),
+    commits("takeover, two seals of the first owner", **TAKEOVER | {"seals1": 2}),
+    commits("seal, merge, collector, one owner", **SEAL_AND_MERGE, takeover=False),
+    commits("seal, merge, collector, takeover", **SEAL_AND_MERGE | {"gcman": 1, "gcfloor": 0}),
+    commits("merge, collector and floor, takeover", **SEAL_AND_MERGE | {"gcman": 1, "adds1": 0}),
+    commits("two mergers, collector, one owner", **TWO_MERGERS, takeover=False),
+    commits("two mergers, floor, takeover", **TWO_MERGERS | {"gcman": 0}),
+    shard(2, 1, 1, 1, 1, 1, 1),
+    rows("nested merge, collector, checkpoint", n=3, init="three", ops=1, seals=0, cks=1, merges=2, gcs=1, hands=0),
+    rows("nested merge, collector, seal", n=3, init="three", ops=1, seals=1, cks=0, merges=2, gcs=1, hands=0),
+    rows(
+        "two subscriptions, seal, checkpoint, merge",
+        init="readded",
+        subs=2,
+        ops=1,
+        seals=1,
+        cks=1,
+        merges=1,
+        hands=2,
+        kinds="RK",
+    ),
+    rows("two subscriptions, seal, checkpoint", init="mutable", subs=2, ops=2, seals=1, cks=1, hands=2, kinds="RK"),
+    rows("added again, seal, merge", init="readded", ops=2, seals=1, cks=0, merges=1),
+    rows("added again, checkpoint, merge", init="readded", ops=2, seals=0, cks=1, merges=1),
+    rows("two positions, seal, checkpoint, merge", n=2, opos=(0, 1), init="two", ops=1, seals=1, cks=1, merges=1),
+    rows("three requests, seal, checkpoint", ops=3, seals=1, cks=1),
+    rows("two seals, two checkpoints", ops=2, seals=2, cks=2),
+    rows("two requests in a slot", ops=2, batch=2, seals=1, cks=1),
+    rows("drop, merge, seal, checkpoint", n=2, init="two", ops=1, seals=1, cks=1, merges=1, drops=1),
+    rows("open and late acknowledgements over a takeover", init="mutable", ops=3, seals=1, cks=0, hands=2, opens=True),
+    rows("lazy truncation", ops=1, seals=2, cks=2, eager=False),
+]
+
+LARGE = [
+    commits("takeover, more adds", **TAKEOVER | {"adds2": 2, "seals1": 2, "gcwal": 2}),
+    commits("seal, merge, collector, floor, takeover", **SEAL_AND_MERGE | {"gcman": 1}),
+    commits("two mergers, collector, floor, takeover", **TWO_MERGERS | {"gcman": 1}),
+    shard(3, 1, 2, 1, 1, 1, 2),
+    *(rows(name, **budget) for name, budget in ROWS.CORRECT),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_in_no_order_of_steps_an_invariant_is_broken(case: Case) -> None:
+    explored = exploration.explore(case.system(NO_BUGS), SMALL_STATES_MAX)
+    assert explored.violation is None
+    assert explored.exhausted, f"{explored.states} states are not all: the budget is not a small one"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_in_no_order_of_steps_within_wider_bounds_an_invariant_is_broken(case: Case) -> None:
+    explored = exploration.explore(case.system(NO_BUGS), LONG_STATES_MAX)
+    assert explored.violation is None
+    print(f"\n{case.name}: {explored.states} states{'' if explored.exhausted else ', not all'}")  # noqa: T201
+
+
+# ---- planted bugs
+
+COMMITS_BUGS = {
+    "gc_fence": commits("takeover", **TAKEOVER),
+    "skip_slot": commits("takeover", **TAKEOVER),
+    "no_epoch_check": commits("takeover", **TAKEOVER),
+    "probe_before_claim": commits("takeover", **TAKEOVER),
+    "no_verify": commits("two mergers", **TWO_MERGERS),
+    "no_floor_check": commits("seal and merge", **SEAL_AND_MERGE),
+    "gc_no_floor": commits("seal and merge", **SEAL_AND_MERGE),
+    "no_src_check": commits("two mergers", **TWO_MERGERS),
+}
+SHARD_BUGS = {bug: shard(2, 1, 1, 1, 1, 1, 1) for bug in ("no_topic_claim", "trim_all", "trim_no_epoch")}
+ROWS_BUGS = {bug: rows(bug, **budget) for bug, budget in ROWS.MUTANTS}
+# Sentences that may be misread so that the protocol fails; the models call them the design as written.
+ROWS_MISREADINGS = {bug: rows(bug, **budget) for bug, budget in ROWS.WRITTEN}
+# Switches of the model that are no bugs: another correct rule, and a check that is left out.
+ROWS_NO_BUGS = {"fix_no_checkpoint_while_sealing", "absent_bucket_from_manifest", "no_truth_check"}
+PLANTED = [
+    *(pytest.param(bug, case, id=f"commits-{bug}") for bug, case in COMMITS_BUGS.items()),
+    *(pytest.param(bug, case, id=f"shard-{bug}") for bug, case in SHARD_BUGS.items()),
+    *(pytest.param(bug, case, id=f"rows-{bug}") for bug, case in (ROWS_BUGS | ROWS_MISREADINGS).items()),
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, Explored]]]:
+    """What was found; printed after the last test."""
+    found: list[tuple[str, Explored]] = []
+    yield found
+    print("\n")  # noqa: T201
+    for bug, explored in found:
+        print(f"{bug:<34} found after {explored.states:>6} states: {explored.violation}")  # noqa: T201
+
+
+@pytest.mark.parametrize(("bug", "case"), PLANTED)
+def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, table: list[tuple[str, Explored]]) -> None:
+    found = exploration.explore(case.system(frozenset({bug})), BUG_STATES_MAX)
+    table.append((bug, found))
+    assert found.violation is not None, f"{found.states} states without a violation"
+    without = exploration.explore(case.system(NO_BUGS), max(1_000, found.states))
+    assert without.violation is None
+
+
+def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
+    assert len(COMMITS_BUGS | SHARD_BUGS | ROWS_BUGS) == 41
+    named = re.compile(r"'(\w+)'(?: not)? in (?:cfg\.)?mut\b")
+    for model, bugs in ((COMMITS, COMMITS_BUGS), (SHARD, SHARD_BUGS), (ROWS, ROWS_BUGS | ROWS_MISREADINGS)):
+        source = (exploration.HERE / f"{model.__name__}.py").read_text(encoding="utf-8")
+        assert set(named.findall(source)) - ROWS_NO_BUGS == set(bugs)
