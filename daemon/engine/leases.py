@@ -98,7 +98,7 @@ class Leases:
             async with asyncio.timeout(max(wait_ms / 1000, TURN_S)):
                 while puller.ended is None:
                     if line.is_turn_of(puller):
-                        lease = self._topic.next_dispatcher()
+                        lease = self._topic.next_dispatcher(state)
                         rows = self._topic.hand_out(state, lease, max_rows)
                         if len(rows):
                             self._begin(pulled, lease, lease_ms)
@@ -128,7 +128,7 @@ class Leases:
             return len(claims)
         if lease_ms:
             self._check_room(pulled)
-        lease = self._topic.next_dispatcher()
+        lease = self._topic.next_dispatcher(state)
         moved_rows = self._topic.core.move_held(state, claims, pulled.ends_s.keys(), lease)
         if moved_rows and lease_ms:
             self._begin(pulled, lease, lease_ms)
@@ -136,13 +136,18 @@ class Leases:
             self._return(state, lease)
         return len(claims) - moved_rows
 
+    def has(self, state: SubscriptionState, number: int) -> bool:
+        """Whether a lease of the subscription, or what listens for pullers, has the number."""
+        pulled = self._pulled.get(state.subscription_id)
+        return pulled is not None and (number == pulled.listener or number in pulled.ends_s)
+
     # ---- the life of a lease
 
     def _pulled_from(self, state: SubscriptionState) -> _Pulled:
         pulled = self._pulled.get(state.subscription_id)
         if pulled is None:
             now_s = self._environment.clock.elapsed_s()
-            pulled = _Pulled(state, self._topic.next_dispatcher(), pulled_at_s=now_s, swept_at_s=now_s)
+            pulled = _Pulled(state, self._topic.next_dispatcher(state), pulled_at_s=now_s, swept_at_s=now_s)
             self._pulled[state.subscription_id] = pulled
             self._topic.listen(state, pulled.listener)
         return pulled

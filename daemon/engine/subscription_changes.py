@@ -95,7 +95,7 @@ class SubscriptionChanges:
                 epoch=self._shard.epoch,
             ),
         )
-        topic.core.set_subscription_policy(state.subscription_id, policy)
+        state.stored = stored
         topic.notify(state)
 
     async def delete(self, topic: ServedTopic, subscription: str) -> None:
