@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tarry import columns, wire
+from tarry import batch, columns, wire
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 u64 = st.integers(0, 2**64 - 1)
@@ -49,8 +49,7 @@ def test_an_add_is_the_message_that_the_generated_code_makes(
 def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
     request_id: int, rows: list[tuple[int, int, int]]
 ) -> None:
-    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
-    encoded = wire.encode_acknowledge(request_id, (ledger_id, entry_id, deliver_at_ms))
+    encoded = wire.encode_acknowledge(request_id, columns_of(rows))
     expected = dispatch_pb2.SubscribeRequest(
         acknowledge=dispatch_pb2.Acknowledge(
             request_id=request_id,
@@ -60,6 +59,83 @@ def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
         )
     )
     assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
+
+
+def columns_of(rows: list[tuple[int, int, int]]) -> columns.Positions:
+    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+    return ledger_id, entry_id, deliver_at_ms
+
+
+@given(topic=st.text(), subscription=st.text(), rows=st.lists(st.tuples(u64, u64, u64), max_size=300))
+def test_an_open_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, rows: list[tuple[int, int, int]]
+) -> None:
+    held = columns_of(rows) if rows else batch.concatenate([])
+    kind = dispatch_pb2.SUBSCRIPTION_TYPE_SHARED
+    expected = dispatch_pb2.SubscribeRequest(
+        open=dispatch_pb2.Open(
+            topic=topic,
+            subscription=subscription,
+            type=kind,
+            held_ledger_id=[row[0] for row in rows],
+            held_entry_id=[row[1] for row in rows],
+            held_deliver_at_ms=[row[2] for row in rows],
+        )
+    )
+    encoded = wire.encode_open(topic.encode(), subscription.encode(), kind, held)
+    assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
+
+
+@given(permits=u32)
+def test_a_flow_is_the_message_that_the_generated_code_makes(permits: int) -> None:
+    expected = dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=permits))
+    assert dispatch_pb2.SubscribeRequest.FromString(wire.encode_flow(permits)) == expected
+
+
+@given(
+    topic=st.text(),
+    subscription=st.text(),
+    rows=st.lists(st.tuples(u64, u64, u64), min_size=1, max_size=300),
+    lease_ms=u64,
+)
+def test_what_is_said_of_leases_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, rows: list[tuple[int, int, int]], lease_ms: int
+) -> None:
+    named: dict[str, Any] = {
+        "topic": topic,
+        "subscription": subscription,
+        "ledger_id": [row[0] for row in rows],
+        "entry_id": [row[1] for row in rows],
+        "deliver_at_ms": [row[2] for row in rows],
+    }
+    names = topic.encode(), subscription.encode()
+    acknowledge = wire.encode_handed_out(*names, columns_of(rows))
+    assert dispatch_pb2.AcknowledgeRequest.FromString(acknowledge) == dispatch_pb2.AcknowledgeRequest(**named)
+    extend = wire.encode_handed_out(*names, columns_of(rows), lease_ms=lease_ms)
+    assert dispatch_pb2.ExtendLeaseRequest.FromString(extend) == dispatch_pb2.ExtendLeaseRequest(
+        **named, lease_ms=lease_ms
+    )
+
+
+@given(
+    topic=st.text(),
+    subscription=st.text(),
+    rows=st.lists(st.tuples(u64, u64, u64), min_size=1, max_size=300),
+    with_last=st.booleans(),
+)
+def test_what_is_asked_of_contains_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, rows: list[tuple[int, int, int]], with_last: bool
+) -> None:
+    asked = columns.EntryColumns(*columns_of(rows)[:2], columns_of(rows)[2] if with_last else None)
+    expected = delayed_delivery_pb2.ContainsMessagesRequest(
+        topic=topic,
+        subscription=subscription,
+        ledger_id=[row[0] for row in rows],
+        entry_id=[row[1] for row in rows],
+        last_entry_id=[row[2] for row in rows] if with_last else [],
+    )
+    encoded = wire.encode_contains(topic.encode(), subscription.encode(), asked)
+    assert delayed_delivery_pb2.ContainsMessagesRequest.FromString(encoded) == expected
 
 
 @given(values=st.lists(u64, max_size=300), counts=st.lists(u32, max_size=300))

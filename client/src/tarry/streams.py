@@ -93,8 +93,8 @@ class Lifetime:
 
 def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
     """What ended a connection that nobody here has cancelled; None: it ended without a failure."""
-    if failure is None:
+    error = None if failure is None else errors.from_rpc(failure)
+    if error is None or error.code is grpc.StatusCode.OK:
         return errors.Unavailable("the daemon ended the stream")
-    error = errors.from_rpc(failure)
     # The daemon or its server dropped it.
     return errors.Unavailable(error.message) if error.code is grpc.StatusCode.CANCELLED else error

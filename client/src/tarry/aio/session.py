@@ -8,7 +8,8 @@ handler's (`tarry.aio.add_stream`, `tarry.aio.subscription`).
 from __future__ import annotations
 
 import asyncio
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Coroutine
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,8 +17,12 @@ import grpc.aio
 from tarry import errors, streams
 from tarry.aio import connections
 
+T = TypeVar("T")
 Response = TypeVar("Response")
 ResponseIn = TypeVar("ResponseIn", contravariant=True)
+
+# What gRPC calls a write that failed.
+_WRITE_FAILED = "Internal error from Core"
 
 
 class Handler(Protocol[ResponseIn]):
@@ -86,18 +91,20 @@ class Session(Generic[Response]):
         """Opens a stream and reads it to its end; the reason of the end."""
         sending = _Outbox()
         call = None
+        ending = _Ending()
         try:
             method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = self._shared.channel(
                 self._lifetime.address
             ).stream_stream(self._method.path, request_serializer=None, response_deserializer=self._method.read)
             call = method(sending)
+            call.add_done_callback(ending.note)
             self._handler.opened(sending)
             async for response in call:
                 if self._handler.received(response):
                     self._lifetime.progressed()
             return streams.why_ended(None)
         except grpc.RpcError as failure:
-            return streams.why_ended(failure)
+            return streams.why_ended(ending.failure or failure)
         except errors.TarryError as error:
             return error
         except asyncio.CancelledError:
@@ -110,6 +117,37 @@ class Session(Generic[Response]):
             sending.close()
             if call is not None:
                 call.cancel()
+
+
+class _Ending:
+    """The status that a stream ended with, read when it comes.
+
+    A write that fails because the stream has ended overwrites the status (grpc/grpc issue 36066); the first one is the
+    daemon's. When the write is told of first, all that is known is that the stream is broken.
+    """
+
+    def __init__(self) -> None:
+        self.failure: grpc.aio.AioRpcError | None = None
+
+    def note(self, call: grpc.aio.Call) -> None:
+        """Called by gRPC as soon as there is a status, so that nothing below waits."""
+        if self.failure is not None:
+            return
+        code, details = _at_once(call.code()), _at_once(call.details())
+        if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
+            code = grpc.StatusCode.UNAVAILABLE
+        self.failure = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), details)
+
+
+def _at_once(answer: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that does not wait."""
+    try:
+        answer.send(None)
+    except StopIteration as finished:
+        result: T = finished.value
+        return result
+    answer.close()
+    raise errors.Internal("a status that has come was waited for")
 
 
 class _Outbox:

@@ -1,0 +1,459 @@
+"""Each unary call: the request that it sends, what it makes of the answer, and that failures are treated alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import tarry
+import tarry.aio
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+from tests.client.fake_daemon import FakeDaemon, answer, refuse
+
+CODE = grpc.StatusCode
+HANDED_OUT = ([7, 7], [1, 2], [10, 11])
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`make` with a client sends `request` to `method`; answered with `response` it returns `result`."""
+
+    method: str
+    make: Callable[[tarry.aio.Client], Awaitable[Any]]
+    request: Any
+    response: Any
+    result: Any
+    topic: bool = True
+
+
+async def items(iterated: Any) -> list[Any]:
+    return [item async for item in iterated]
+
+
+LOST = inspect_pb2.RebuildNeeded(
+    first_ledger_id=1, last_ledger_id=2, rows=3, bucket="b", damage="crc", positions_known=True
+)
+LOST_RESULT = tarry.RebuildNeeded(1, 2, 3, "b", "crc", True)
+STATS = inspect_pb2.SubscriptionStats(
+    subscription="s", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6, leased=5
+)
+STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy())
+TOPIC_POLICY = policy_pb2.TopicPolicy(bucket_rows_max=9, bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
+TOPIC_POLICY_RESULT = tarry.TopicPolicy(bucket_rows_max=9, bucket_form=tarry.BucketForm.COMPATIBLE)
+POLICY = policy_pb2.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
+POLICY_RESULT = tarry.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
+TRIM = delayed_delivery_pb2.TrimMessagesRequest(
+    topic="t", subscription="s", ledger_id=[7], entry_id=[3], all_lower_ledgers=True
+)
+BUCKET = inspect_pb2.BucketSummary(bucket="b", size_bytes=9, rows=8, pending=7, due=1, last_ledger_id=5, segments=2)
+
+CALLS = [
+    Call(
+        "TrimMessages",
+        lambda client: client.trim("t", 7, 3, all_lower_ledgers=True, subscription="s"),
+        TRIM,
+        delayed_delivery_pb2.TrimMessagesResponse(trimmed=4),
+        4,
+    ),
+    Call(
+        "ClearMessages",
+        lambda client: client.clear("t", subscription="s"),
+        delayed_delivery_pb2.ClearMessagesRequest(topic="t", subscription="s"),
+        delayed_delivery_pb2.ClearMessagesResponse(cleared=5),
+        5,
+    ),
+    Call(
+        "Acknowledge",
+        lambda client: client.ack("t", "s", HANDED_OUT),
+        dispatch_pb2.AcknowledgeRequest(
+            topic="t", subscription="s", ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 11]
+        ),
+        dispatch_pb2.AcknowledgeResponse(ignored=1),
+        1,
+    ),
+    Call(
+        "ExtendLease",
+        lambda client: client.extend_lease("t", "s", HANDED_OUT, 60_000),
+        dispatch_pb2.ExtendLeaseRequest(
+            topic="t", subscription="s", ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 11], lease_ms=60_000
+        ),
+        dispatch_pb2.ExtendLeaseResponse(ignored=2),
+        2,
+    ),
+    Call(
+        "CreateSubscription",
+        lambda client: client.create_subscription("t", "s", POLICY_RESULT),
+        dispatch_pb2.CreateSubscriptionRequest(topic="t", subscription="s", policy=POLICY),
+        dispatch_pb2.CreateSubscriptionResponse(subscription_id=3, since_ms=5, created=True),
+        tarry.SubscriptionCreated(3, 5, True),
+    ),
+    Call(
+        "UpdateSubscription",
+        lambda client: client.update_subscription("t", "s", POLICY_RESULT),
+        dispatch_pb2.UpdateSubscriptionRequest(topic="t", subscription="s", policy=POLICY),
+        dispatch_pb2.UpdateSubscriptionResponse(policy=POLICY),
+        POLICY_RESULT,
+    ),
+    Call(
+        "DeleteSubscription",
+        lambda client: client.delete_subscription("t", "s"),
+        dispatch_pb2.DeleteSubscriptionRequest(topic="t", subscription="s"),
+        dispatch_pb2.DeleteSubscriptionResponse(),
+        None,
+    ),
+    Call(
+        "ListTopics",
+        lambda client: client.topics_page("from", page_size=2),
+        inspect_pb2.ListTopicsRequest(page_token="from", page_size=2),
+        inspect_pb2.ListTopicsResponse(next_page_token="n", as_of_ms=8, topics_loading=2, topics_damaged=1),
+        tarry.TopicPage((), "n", 8, 2, 1),
+        topic=False,
+    ),
+    Call(
+        "ListBuckets",
+        lambda client: client.buckets_page("t"),
+        inspect_pb2.ListBucketsRequest(topic="t"),
+        inspect_pb2.ListBucketsResponse(buckets=[BUCKET], as_of_ms=8, mutable_rows=6),
+        tarry.BucketPage(
+            (tarry.BucketSummary("b", 9, 8, 7, 1, 0, 5, 0, 0, 2, 0, 0, False, False, ""),),
+            "",
+            8,
+            6,
+        ),
+    ),
+    Call(
+        "ListSubscriptions",
+        lambda client: client.subscriptions_page("t", "from"),
+        inspect_pb2.ListSubscriptionsRequest(topic="t", page_token="from"),
+        inspect_pb2.ListSubscriptionsResponse(subscriptions=[STATS], as_of_ms=8),
+        tarry.SubscriptionPage((STATS_RESULT,), "", 8),
+    ),
+    Call(
+        "GetTopicStats",
+        lambda client: client.stats("t"),
+        inspect_pb2.GetTopicStatsRequest(topic="t"),
+        inspect_pb2.GetTopicStatsResponse(
+            topic="t", topic_id="i", pending=9, subscriptions=[STATS], rebuild_needed=[LOST]
+        ),
+        tarry.TopicStats("t", "i", 0, 0, 0, 9, 0, 0, 0, 0, None, None, 0, (STATS_RESULT,), 0, (LOST_RESULT,)),
+    ),
+    Call(
+        "SetTopicPolicy",
+        lambda client: client.set_policy("t", TOPIC_POLICY_RESULT),
+        admin_pb2.SetTopicPolicyRequest(topic="t", policy=TOPIC_POLICY),
+        admin_pb2.SetTopicPolicyResponse(effective=TOPIC_POLICY),
+        TOPIC_POLICY_RESULT,
+    ),
+    Call(
+        "GetTopicPolicy",
+        lambda client: client.policy("t"),
+        admin_pb2.GetTopicPolicyRequest(topic="t"),
+        admin_pb2.GetTopicPolicyResponse(effective=TOPIC_POLICY),
+        tarry.TopicPolicies(tarry.TopicPolicy(), TOPIC_POLICY_RESULT),
+    ),
+    Call(
+        "SealBucket",
+        lambda client: client.seal("t"),
+        admin_pb2.SealBucketRequest(topic="t"),
+        admin_pb2.SealBucketResponse(rows=4, bucket="b"),
+        tarry.Sealed(4, "b"),
+    ),
+    Call(
+        "DeleteTopic",
+        lambda client: client.delete_topic("t"),
+        admin_pb2.DeleteTopicRequest(topic="t"),
+        admin_pb2.DeleteTopicResponse(rows=4, incarnation=2),
+        tarry.TopicDeleted(4, 2),
+    ),
+    Call(
+        "LookupTopic",
+        lambda client: client.lookup("t"),
+        cluster_pb2.LookupTopicRequest(topic="t"),
+        cluster_pb2.LookupTopicResponse(shard=3, owner_address="h:1", owner="d", epoch=9, served_here=True),
+        tarry.TopicLocation(3, "h:1", "d", 9, True),
+        topic=False,
+    ),
+]
+every_call = pytest.mark.parametrize("call", CALLS, ids=[call.method for call in CALLS])
+
+
+@every_call
+async def test_the_request_is_sent_and_the_answer_understood(
+    daemon: FakeDaemon, client: tarry.aio.Client, call: Call
+) -> None:
+    daemon.script(call.method, answer(call.response))
+    assert await call.make(client) == call.result
+    assert daemon.requests(call.method) == [call.request]
+
+
+@every_call
+async def test_a_passing_failure_is_tried_again(daemon: FakeDaemon, client: tarry.aio.Client, call: Call) -> None:
+    passing = [refuse(code) for code in (CODE.UNAVAILABLE, CODE.ABORTED, CODE.UNKNOWN)]
+    quota = refuse(CODE.RESOURCE_EXHAUSTED, retry_after_ms="1")
+    daemon.script(call.method, *passing, quota, answer(call.response))
+    assert await call.make(client) == call.result
+    assert daemon.requests(call.method) == [call.request] * 5
+
+
+@every_call
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (CODE.INVALID_ARGUMENT, tarry.InvalidArgument),
+        (CODE.NOT_FOUND, tarry.NotFound),
+        (CODE.OUT_OF_RANGE, tarry.OutOfRange),
+        (CODE.ALREADY_EXISTS, tarry.AlreadyExists),
+        (CODE.RESOURCE_EXHAUSTED, tarry.ResourceExhausted),
+        (CODE.DATA_LOSS, tarry.DataLoss),
+        (CODE.INTERNAL, tarry.Internal),
+        (CODE.UNAUTHENTICATED, tarry.Unauthenticated),
+        (CODE.PERMISSION_DENIED, tarry.PermissionDenied),
+        (CODE.UNIMPLEMENTED, tarry.TarryError),
+    ],
+)
+async def test_a_lasting_failure_is_raised_at_once(
+    daemon: FakeDaemon, client: tarry.aio.Client, call: Call, code: grpc.StatusCode, kind: type[tarry.TarryError]
+) -> None:
+    daemon.script(call.method, refuse(code, "as it is"))
+    with pytest.raises(kind, match="as it is") as raised:
+        await call.make(client)
+    assert type(raised.value) is kind
+    assert raised.value.code is code
+    assert daemon.count(call.method) == raised.value.attempts == 1
+    assert not raised.value.may_have_landed
+
+
+@every_call
+async def test_a_topic_s_owner_is_followed(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client, call: Call
+) -> None:
+    """What asks for no topic, or may be asked of any daemon, is asked of the target again."""
+    daemon.script(
+        call.method,
+        refuse(CODE.FAILED_PRECONDITION, owner_address=other_daemon.address),
+        answer(call.response),
+    )
+    other_daemon.script(call.method, answer(call.response))
+    assert await call.make(client) == call.result
+    assert (daemon.count(call.method), other_daemon.count(call.method)) == ((1, 1) if call.topic else (2, 0))
+
+
+@pytest.mark.parametrize("method", ["DeleteSubscription", "DeleteTopic"])
+async def test_what_is_missing_after_a_lost_answer_was_deleted(
+    daemon: FakeDaemon, client: tarry.aio.Client, method: str
+) -> None:
+    daemon.script(method, refuse(CODE.UNAVAILABLE), refuse(CODE.NOT_FOUND))
+    if method == "DeleteTopic":
+        assert await client.delete_topic("t") == tarry.TopicDeleted(None, None)
+    else:
+        await client.delete_subscription("t", "s")
+    assert daemon.count(method) == 2
+
+
+@pytest.mark.parametrize("method", ["DeleteSubscription", "DeleteTopic"])
+async def test_what_is_missing_after_a_conflict_was_not_there(
+    daemon: FakeDaemon, client: tarry.aio.Client, method: str
+) -> None:
+    daemon.script(method, refuse(CODE.ABORTED), refuse(CODE.NOT_FOUND))
+    with pytest.raises(tarry.NotFound):
+        await (client.delete_topic("t") if method == "DeleteTopic" else client.delete_subscription("t", "s"))
+
+
+async def test_lists_are_read_page_by_page(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    pages = [inspect_pb2.ListBucketsResponse(buckets=[BUCKET], next_page_token="b"), inspect_pb2.ListBucketsResponse()]
+    daemon.script("ListBuckets", *(answer(page) for page in pages))
+    assert [bucket.bucket for bucket in await items(client.buckets("t"))] == ["b"]
+    assert [request.page_token for request in daemon.requests("ListBuckets")] == ["", "b"]
+    listed = inspect_pb2.ListSubscriptionsResponse(subscriptions=[STATS], next_page_token="s")
+    daemon.script("ListSubscriptions", answer(listed), answer(inspect_pb2.ListSubscriptionsResponse()))
+    assert await items(client.subscriptions("t")) == [STATS_RESULT]
+    assert [request.page_token for request in daemon.requests("ListSubscriptions")] == ["", "s"]
+
+
+async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemon, connect: Any) -> None:
+    client = connect(daemon.address, rows_per_request=2)
+    daemon.script("Acknowledge", answer(dispatch_pb2.AcknowledgeResponse(ignored=1)))
+    daemon.script("ExtendLease", answer(dispatch_pb2.ExtendLeaseResponse(ignored=2)))
+    daemon.script("TrimMessages", answer(delayed_delivery_pb2.TrimMessagesResponse(trimmed=10)))
+    assert await client.ack("t", "s", (7, range(5), 1000)) == 3
+    assert await client.extend_lease("t", "s", (7, range(5), 1000), 0) == 6
+    assert await client.trim("t", range(3), 9) == 20
+    assert [list(request.entry_id) for request in daemon.requests("Acknowledge")] == [[0, 1], [2, 3], [4]]
+    assert [list(request.deliver_at_ms) for request in daemon.requests("ExtendLease")] == [
+        [1000] * 2,
+        [1000] * 2,
+        [1000],
+    ]
+    assert [list(request.ledger_id) for request in daemon.requests("TrimMessages")] == [[0, 1], [2]]
+
+
+# Leases.
+
+
+async def test_what_is_due_is_leased_as_a_batch(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    messages = dispatch_pb2.Messages(
+        epoch=4, ledger_id=[7, 7, 7], entry_id=[1, 2, 3], deliver_at_ms=[10, 11, 12], key_hash=[0, 5, 0]
+    )
+    response = dispatch_pb2.GetScheduledMessagesResponse(messages=messages, lease_ms=30_000, rebuild_needed=[LOST])
+    daemon.script("GetScheduledMessages", answer(response))
+    leased = await client.get("t", "s", max_rows=5, lease_ms=9, wait_ms=50)
+    assert daemon.requests("GetScheduledMessages") == [
+        dispatch_pb2.GetScheduledMessagesRequest(topic="t", subscription="s", max_rows=5, lease_ms=9, wait_ms=50)
+    ]
+    assert isinstance(leased, tarry.Batch)
+    assert (leased.epoch, leased.lease_ms, leased.rebuild_needed) == (4, 30_000, (LOST_RESULT,))
+    assert [column.tolist() for column in leased.positions] == [[7, 7, 7], [1, 2, 3], [10, 11, 12]]
+    assert leased.key_hash is not None
+    assert leased.key_hash.tolist() == [0, 5, 0]
+    daemon.script("Acknowledge", answer(dispatch_pb2.AcknowledgeResponse()))
+    part = leased.take([0, 2])
+    assert (type(part), part.lease_ms) == (tarry.Leased, 30_000)
+    assert await client.ack("t", "s", part) == 0
+    assert list(daemon.requests("Acknowledge")[0].entry_id) == [1, 3]
+
+
+async def test_when_nothing_came_due_the_batch_is_empty_and_needs_no_acknowledgement(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("GetScheduledMessages", answer(dispatch_pb2.GetScheduledMessagesResponse()))
+    leased = await client.get("t", "s")
+    assert len(leased) == 0
+    assert daemon.requests("GetScheduledMessages") == [
+        dispatch_pb2.GetScheduledMessagesRequest(topic="t", subscription="s", max_rows=1_000)
+    ]
+    assert await client.ack("t", "s", leased) == 0
+    assert await client.extend_lease("t", "s", leased, 5) == 0
+
+
+async def test_a_retry_waits_for_what_is_left_of_the_time(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("GetScheduledMessages", refuse(CODE.UNAVAILABLE), answer(dispatch_pb2.GetScheduledMessagesResponse()))
+    await client.get("t", "s", wait_ms=5_000, timeout_s=1)
+    first, second = daemon.requests("GetScheduledMessages")
+    assert first.wait_ms == 5_000
+    assert 0 < second.wait_ms < 5_000
+
+
+@pytest.mark.parametrize("wrong", [{"max_rows": -1}, {"max_rows": 2**32}, {"lease_ms": -1}, {"wait_ms": 2**32}])
+async def test_a_number_that_the_field_cannot_hold_is_refused_by_name(
+    client: tarry.aio.Client, wrong: dict[str, int]
+) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(tarry.InvalidArgument, match=f"{name} is {value}; it must be a whole number from 0 to"):
+        await client.get("t", "s", **wrong)
+
+
+async def test_policies_that_the_message_cannot_hold_are_refused_by_name(client: tarry.aio.Client) -> None:
+    with pytest.raises(tarry.InvalidArgument, match="bucket_rows_max is -1"):
+        await client.set_policy("t", tarry.TopicPolicy(bucket_rows_max=-1))
+    with pytest.raises(tarry.InvalidArgument, match=r"properties holds 'team'"):
+        await client.update_subscription("t", "s", tarry.SubscriptionPolicy(properties={"team": 5}))  # type: ignore[dict-item]
+
+
+async def test_a_name_without_utf8_form_is_refused(client: tarry.aio.Client) -> None:
+    for call in (client.add("\udcff", 1, 1, delay_ms=1), client.stats("\udcff"), client.ack("t", "\udcff", HANDED_OUT)):
+        with pytest.raises(tarry.InvalidArgument, match="must be UTF-8 text"):
+            await call
+
+
+# What is contained.
+
+
+def ranges(*rows: tuple[int, int, int]) -> delayed_delivery_pb2.EntryRanges:
+    ledger_id, first, last = zip(*rows, strict=True) if rows else ((), (), ())
+    return delayed_delivery_pb2.EntryRanges(ledger_id=ledger_id, first_entry_id=first, last_entry_id=last)
+
+
+def contained(
+    *pending: tuple[int, int, int], due: tuple[tuple[int, int, int], ...] = (), continues: tuple[int, int] | None = None
+) -> delayed_delivery_pb2.ContainsMessagesResponse:
+    continuation = None
+    if continues is not None:
+        continuation = delayed_delivery_pb2.ContainsContinuation(index=continues[0], entry_id=continues[1])
+    return delayed_delivery_pb2.ContainsMessagesResponse(
+        pending=ranges(*pending), due=ranges(*due), continuation=continuation
+    )
+
+
+async def test_a_cursor_learns_what_to_skip(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    """Of entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195)."""
+    daemon.script("ContainsMessages", answer(contained((7, 1, 6), due=((7, 7, 8),))))
+    found = await client.contains("t", 7, 0, last_entry_id=9, subscription="s")
+    assert daemon.requests("ContainsMessages") == [
+        delayed_delivery_pb2.ContainsMessagesRequest(
+            topic="t", ledger_id=[7], entry_id=[0], last_entry_id=[9], subscription="s"
+        )
+    ]
+    assert list(found.pending) == [(7, 1, 6)]
+    assert list(found.due) == [(7, 7, 8)]
+    assert (found.pending.rows, found.due.rows, len(found.due)) == (6, 2, 1)
+
+
+async def test_positions_are_asked_one_by_one(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("ContainsMessages", answer(contained()))
+    found = await client.contains("t", 7, np.array([3, 5]))
+    assert (list(found.pending), list(found.due)) == ([], [])
+    (request,) = daemon.requests("ContainsMessages")
+    assert (list(request.ledger_id), list(request.entry_id), list(request.last_entry_id)) == ([7, 7], [3, 5], [])
+    assert request.subscription == ""
+
+
+async def test_a_long_answer_is_asked_for_to_its_end_and_its_ranges_are_whole(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    """Ranges (1, 0-9), (2, 0-99), (3, 5-6): cut in the second at 50 and again at 80, then before the third."""
+    daemon.script(
+        "ContainsMessages",
+        answer(contained((1, 2, 3), (2, 10, 49), continues=(1, 50))),
+        answer(contained((2, 50, 79), due=((2, 80, 80),), continues=(0, 80))),
+        answer(contained((2, 81, 90), continues=(1, 5))),
+        answer(contained((3, 5, 6))),
+    )
+    found = await client.contains("t", [1, 2, 3], [0, 0, 5], last_entry_id=[9, 99, 6])
+    assert list(found.pending) == [(1, 2, 3), (2, 10, 79), (2, 81, 90), (3, 5, 6)]
+    assert list(found.due) == [(2, 80, 80)]
+    asked = [
+        list(zip(request.ledger_id, request.entry_id, request.last_entry_id, strict=True))
+        for request in daemon.requests("ContainsMessages")
+    ]
+    assert asked == [
+        [(1, 0, 9), (2, 0, 99), (3, 5, 6)],
+        [(2, 50, 99), (3, 5, 6)],
+        [(2, 80, 99), (3, 5, 6)],
+        [(3, 5, 6)],
+    ]
+
+
+async def test_neighbours_of_two_ranges_of_the_request_stay_apart(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("ContainsMessages", answer(contained((1, 2, 3), continues=(1, 4))), answer(contained((1, 4, 4))))
+    found = await client.contains("t", 1, [0, 4], last_entry_id=[3, 9])
+    assert list(found.pending) == [(1, 2, 3), (1, 4, 4)]
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 0)])
+async def test_an_answer_that_goes_nowhere_is_a_bug_and_not_a_loop(
+    daemon: FakeDaemon, client: tarry.aio.Client, place: tuple[int, int]
+) -> None:
+    daemon.script("ContainsMessages", answer(contained(continues=place)))
+    with pytest.raises(tarry.Internal, match="no progress"):
+        await client.contains("t", 1, 0, last_entry_id=9)
+
+
+async def test_many_ranges_are_several_requests(daemon: FakeDaemon, connect: Any) -> None:
+    daemon.script("ContainsMessages", answer(contained((1, 0, 0))), answer(contained((1, 4, 4))))
+    found = await connect(daemon.address, rows_per_request=2).contains("t", 1, [0, 2, 4])
+    assert list(found.pending) == [(1, 0, 0), (1, 4, 4)]
+    assert [list(request.entry_id) for request in daemon.requests("ContainsMessages")] == [[0, 2], [4]]
+
+
+async def test_columns_of_different_lengths_are_refused(client: tarry.aio.Client) -> None:
+    with pytest.raises(
+        tarry.InvalidArgument, match="entry_id has 2 rows; it must have 1 or 3"
+    ):
+        await client.contains("t", 1, [0, 1], last_entry_id=[1, 2, 3])
+    with pytest.raises(tarry.InvalidArgument, match="entry_id has no rows"):
+        await client.trim("t", 1, [])
