@@ -6,6 +6,10 @@ PYTHON ?= python3
 
 # The object store of `make demo`: local (a temporary directory) or s3 (an S3 server that the demo starts).
 STORE ?= local
+# The seeds of `make simulate`, the first of them, and in how many processes they run.
+SEEDS ?= 1000
+FIRST ?= 0
+JOBS ?= 2
 # More arguments for test, run, bench and demo: make test ARGS='-k journal'
 ARGS ?=
 
@@ -26,6 +30,14 @@ demo: $(SYNCED) ## real flights through a daemon that is killed twice; STORE=loc
 .PHONY: test
 test: $(SYNCED) ## every test; ARGS goes to pytest
 	$(RUN) pytest $(ARGS)
+
+.PHONY: test-long
+test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: tens of minutes; ARGS goes to pytest
+	$(RUN) pytest -m "long or not long" --hypothesis-profile=search --timeout=3600 $(ARGS)
+
+.PHONY: simulate
+simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS goes to python -m tests.simulation
+	$(RUN) python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --jobs $(JOBS) $(ARGS)
 
 .PHONY: run
 run: $(SYNCED) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; ARGS goes to tarryd

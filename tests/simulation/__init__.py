@@ -1,0 +1,22 @@
+"""The whole daemon under simulation: several of them on one store, in one process, in virtual time, by a seed.
+
+    make simulate SEEDS=1000                       that many seeds from 0 on, on both cores
+    python -m tests.simulation --seeds 50 --first 7000 --jobs 1
+    python -m tests.simulation --seed 1234          one seed, with its whole story
+
+A seed decides everything: the settings, how long every step takes and so the order of all steps, what clients ask, what
+goes wrong and when. The same seed is the same run, to the last byte; `test_simulation.py` runs some seeds twice, and
+some in processes whose hashes differ. A run that breaks a rule prints its seed, the rule and the end of its story.
+
+    scheduler.py   the order of everybody's steps         oracle.py     what is true, by what has landed
+    faults.py      what goes wrong                        promises.py   answers and hand-outs against the truth
+    cluster.py     daemons that end and come back         quiet.py      a daemon's memory against the truth
+    workload.py    the clients                            run.py        the course of one run
+    history.py     the record of a run                    test_failure_table.py   one case for each row of that table
+
+What is checked: nothing is early by the clock of the daemon that hands out; what was answered OK has landed, and is
+there after every crash until somebody asked to remove it; what was answered Done is never handed out again; no position
+has two rows; nothing is removed but by who asked; epochs only grow and the journal has no gap; counts are right when
+nothing is under way; when nothing fails any more somebody serves, and everything comes. `tests/planted` shows that each
+of these finds the bugs it is there for.
+"""

@@ -29,7 +29,7 @@ from daemon.engine.served_topic import ServedTopic
 from daemon.engine.shard import ServedShard
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
-from tests.support.fault_store import Call, Fault, FaultStore, Pause, Script
+from tests.support.fault_store import Call, Decide, Fault, FaultStore, Pause, Script
 from tests.support.virtual_loop import Gate, InlineExecutor, Process, VirtualLoop
 
 T = TypeVar("T")
@@ -47,14 +47,18 @@ class Killed(BaseException):
 class Daemon(Process):
     """One engine as it would be in a process of its own, with clocks of its own.
 
-    `script` plans faults of its calls to the store. `clock_step_ms`: what its wall clock is ahead.
+    `script` plans faults of its calls to the store.
     """
 
-    def __init__(self, fixture: EngineFixture, daemon_id: str, settings: Sequence[str]) -> None:
+    def __init__(self, fixture: EngineFixture, daemon_id: str, number: int, settings: Sequence[str]) -> None:
         super().__init__(fixture.loop)
         self.daemon_id = daemon_id
-        self.clock_step_ms = 0
+        # Unlike the id, no other process of the test has it.
+        self.name = f"{daemon_id}.{number}"
+        self._step_ms = 0
+        self._latest_ms = 0
         self.script = Script()
+        self.decide: Decide = self.script
         self.store = FaultStore(fixture.store, self._decide)
         self.at_crash_point: Callable[[str], None] = lambda name: None
         self.dead = False
@@ -140,7 +144,16 @@ class Daemon(Process):
     # ---- clocks
 
     def now_ms(self) -> int:
-        return self._fixture.now_ms() + self.clock_step_ms
+        return self._fixture.now_ms() + self._step_ms
+
+    def latest_ms(self) -> int:
+        """The latest time that its wall clock has shown."""
+        return max(self._latest_ms, self.now_ms())
+
+    def step_clock(self, step_ms: int) -> None:
+        """Its wall clock steps."""
+        self._latest_ms = self.latest_ms()
+        self._step_ms += step_ms
 
     def elapsed_s(self) -> float:
         return self.loop.time()
@@ -168,7 +181,7 @@ class Daemon(Process):
     def _decide(self, call: Call) -> Fault | Pause:
         if self._thawed is not None:
             return Pause(released=self._thawed)
-        return self.script(call)
+        return self.decide(call)
 
     def _block(self, seconds: float) -> None:
         self.loop.block(seconds)
@@ -286,7 +299,7 @@ class EngineFixture:
         return self.loop.time()
 
     def daemon(self, daemon_id: str = "one", *settings: str) -> Daemon:
-        made = Daemon(self, daemon_id, (*self._settings, *settings))
+        made = Daemon(self, daemon_id, len(self._daemons), (*self._settings, *settings))
         self._daemons.append(made)
         return made
 

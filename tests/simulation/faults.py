@@ -1,0 +1,143 @@
+"""What goes wrong in one run, by its seed.
+
+Fault model. Every call of a daemon to the store may fail before or after it takes effect, arrive late, or be answered
+with 409; a daemon may be killed, suspended, or cut off from the store at any step, before its call or after, or at a
+crash point; its wall clock may step; it may be stopped in order. Then it comes back, after a while.
+
+Owns: when what happens. Does not own: how (`tests.support.fault_store`, `cluster`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from tests.simulation.history import History
+from tests.support.engine_fixture import Daemon, Killed
+from tests.support.fault_store import Call, Fault, Pause, applies
+
+# How often each call fails: from a store that works to one that hardly does.
+WEIGHTS: tuple[dict[Fault, float], ...] = (
+    {},
+    {Fault.FAIL_BEFORE: 0.01, Fault.FAIL_AFTER: 0.01},
+    {Fault.FAIL_BEFORE: 0.02, Fault.FAIL_AFTER: 0.03, Fault.DELIVER_LATE: 0.02, Fault.ANSWER_EXISTS: 0.02},
+    {Fault.FAIL_AFTER: 0.15, Fault.DELIVER_LATE: 0.05},
+    {Fault.DELIVER_LATE: 0.12, Fault.FAIL_BEFORE: 0.05},
+)
+LATE_MAX_S = 40.0
+
+# Where troubles are worth having: (operation, part of the key), and how many such calls there are in a run.
+PLACES: tuple[tuple[str, str, int], ...] = (
+    ("put_if_absent", "/journal/", 60),
+    ("put_if_absent", "/topics/", 12),
+    ("put_if_absent", "00/manifest/", 6),
+    ("put", "/buckets/", 6),
+    ("put", "/checkpoint/", 6),
+    ("delete", "/journal/", 30),
+    ("head", "", 10),
+    ("get_with_metadata", "/journal/", 20),
+    ("get_with_metadata", "/topics/", 10),
+    ("get_range", "", 10),
+    ("list", "", 10),
+    ("crash_point", "", 60),
+    ("crash_point", "takeover", 6),
+    ("crash_point", "seal", 6),
+    ("crash_point", "checkpoint", 6),
+)
+TROUBLES = ("kill", "kill", "kill", "suspend", "suspend", "suspend", "cut off", "down", "stop", "step")
+
+
+@dataclasses.dataclass(slots=True)
+class Trouble:
+    """Befalls the daemon that makes the `nth` such call, before it or after."""
+
+    kind: str
+    operation: str
+    key_part: str
+    left: int
+    before: bool
+    back_after_s: float
+
+    def meets(self, operation: str, key: str, *, before: bool) -> bool:
+        if before is not self.before or operation != self.operation or self.key_part not in key:
+            return False
+        self.left -= 1
+        return self.left < 0
+
+
+class Faults:
+    """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets."""
+
+    def __init__(
+        self,
+        seed: int,
+        history: History,
+        *,
+        befall: Callable[[Daemon, Trouble], None],
+        later: Callable[[float, Callable[[], object]], None],
+    ) -> None:
+        self._random = random.Random(f"faults {seed}")
+        self._history = history
+        self._befall = befall
+        self._later = later
+        self._weights = self._random.choice(WEIGHTS)
+        self._troubles = [self._trouble() for _ in range(self._random.choice((0, 1, 1, 2, 2, 3, 5)))]
+        self.over = False
+
+    def _trouble(self) -> Trouble:
+        draw = self._random
+        operation, key_part, calls = draw.choice(PLACES)
+        return Trouble(
+            kind=draw.choice(TROUBLES),
+            operation=operation,
+            key_part=key_part,
+            left=draw.randrange(calls),
+            before=operation == "crash_point" or draw.random() < 0.5,
+            back_after_s=draw.choice((0.01, 0.3, 2.0, 8.0, 13.0, 20.0, 40.0)) * (0.5 + draw.random()),
+        )
+
+    def end(self) -> None:
+        """Nothing goes wrong from now on."""
+        self.over = True
+        self._troubles.clear()
+
+    # ---- the steps of daemons
+
+    def before(self, daemon: Daemon, operation: str, key: str) -> None:
+        self._step(daemon, operation, key, before=True)
+
+    def after(self, daemon: Daemon, operation: str, key: str) -> None:
+        self._step(daemon, operation, key, before=False)
+
+    def _step(self, daemon: Daemon, operation: str, key: str, *, before: bool) -> None:
+        for trouble in self._troubles:
+            if trouble.meets(operation, key, before=before):
+                self._troubles.remove(trouble)
+                self._history.note(f"{daemon.name} {trouble.kind} {'before' if before else 'after'} {operation} {key}")
+                self._befall(daemon, trouble)
+                break
+        while daemon.suspended:
+            daemon.loop.block(0.0)
+        if daemon.dead:
+            raise Killed
+
+    # ---- single calls
+
+    def decide(self, daemon: Daemon) -> Callable[[Call], Fault | Pause]:
+        def decide(call: Call) -> Fault:
+            if self.over:
+                return Fault.NONE
+            drawn = self._random.random()
+            for fault, probability in self._weights.items():
+                if drawn < probability:
+                    if not applies(fault, call.operation):
+                        return Fault.NONE
+                    if fault is Fault.DELIVER_LATE:
+                        self._later(self._random.random() ** 3 * LATE_MAX_S, daemon.store.deliver_late)
+                    self._history.note(f"{daemon.name} fault {fault.value}")
+                    return fault
+                drawn -= probability
+            return Fault.NONE
+
+        return decide

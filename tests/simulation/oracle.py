@@ -1,0 +1,241 @@
+"""What is true: every row and subscription by what has landed in the store, in plain dicts.
+
+A slot counts from the moment at which its PUT takes effect, whoever has been answered; so the truth is certain where
+the clients are not. It is naive: one record after the other, one position at a time.
+
+Owns: the truth, and the rules that hold for what lands: one row for each position, epochs that only grow, no gap in
+the journal, nothing removed that nobody asked to remove.
+Does not own: answers (`promises`), and what a daemon has in memory (`quiet`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+
+from storage_backends.formats import journal, manifest, names, position_bitmap
+from storage_backends.memory import MemoryStore
+from tests.simulation.history import History
+
+Position = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Row:
+    """A row that is not gone. `slot`: the slot that brought it."""
+
+    deliver_at_ms: int
+    slot: int
+    acknowledged: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(slots=True)
+class TopicTruth:
+    """`added`, `removed`: the slots that brought and removed the latest row of a position. `asked`: the times that adds
+    were sent with, None for a delay.
+    """
+
+    name: str = ""
+    incarnation: int = 0
+    epoch: int = 0
+    rows: dict[Position, Row] = dataclasses.field(default_factory=dict)
+    subscriptions: dict[int, manifest.Subscription] = dataclasses.field(default_factory=dict)
+    added: dict[Position, int] = dataclasses.field(default_factory=dict)
+    removed: dict[Position, int] = dataclasses.field(default_factory=dict)
+    removed_at_s: dict[Position, float] = dataclasses.field(default_factory=dict)
+    asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
+    waived: set[tuple[Position, int, int]] = dataclasses.field(default_factory=set)
+
+    def owes(self, row: Row) -> Iterator[int]:
+        """The subscriptions that are owed the row and have not acknowledged it."""
+        for number, stored in self.subscriptions.items():
+            if row.deliver_at_ms > stored.since_ms and number not in row.acknowledged:
+                yield number
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Removal:
+    """A request that removes rows: a subscription is deleted, or (`positions`) rows are trimmed, for one subscription
+    or (None) for all.
+    """
+
+    topic: str
+    subscription: str | None
+    positions: Callable[[Position], bool] | None = None
+
+
+class Oracle:
+    """Fed by the store in which everything lands."""
+
+    def __init__(self, history: History, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self.topics: dict[str, TopicTruth] = {}
+        self.epochs: dict[int, int] = {}
+        """By shard: the highest epoch that a shard manifest gave."""
+        self.removals: dict[int, Removal] = {}
+        """Requests under way that may remove rows."""
+        self._history = history
+        self._journal: dict[int, tuple[int, int]] = {}
+        self._slots: dict[str, bytes] = {}
+
+    def topic(self, name: str) -> TopicTruth:
+        return self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
+
+    # ---- what lands
+
+    def landed(self, key: str, body: bytes) -> None:
+        """An object that did not exist was created."""
+        parts = key.split("/")
+        if parts[0] != "shards":
+            return
+        if parts[2] == "journal":
+            if self._slots.get(key) == body:
+                # One of several tries of a slot that was truncated since arrives late. It says nothing new.
+                return
+            self._slots[key] = body
+            self._slot(*journal.decode_slot(body))
+        elif parts[2] == "manifest":
+            self._shard_manifest(manifest.decode_shard_manifest(body))
+        elif parts[2] == "topics" and parts[4] == "manifest":
+            self._topic_manifest(manifest.decode_topic_manifest(body))
+
+    def _shard_manifest(self, landed: manifest.ShardManifest) -> None:
+        before = self.epochs.get(landed.shard, 0)
+        if landed.epoch < before:
+            self._history.breach(f"shard {landed.shard}: a manifest of epoch {landed.epoch} follows epoch {before}")
+        self.epochs[landed.shard] = landed.epoch
+
+    def _topic_manifest(self, landed: manifest.TopicManifest) -> None:
+        topic = self.topics.setdefault(landed.topic_id, TopicTruth())
+        topic.name = landed.topic
+        if landed.owner_epoch < topic.epoch:
+            self._history.breach(
+                f"topic {topic.name}: a manifest of epoch {landed.owner_epoch} follows epoch {topic.epoch}"
+            )
+        topic.epoch = landed.owner_epoch
+        if landed.incarnation > topic.incarnation:
+            for position in list(topic.rows):
+                self._remove(topic, landed.applied, position)
+        topic.incarnation = landed.incarnation
+        topic.subscriptions = {each.subscription_id: each for each in landed.subscriptions}
+        for row in topic.rows.values():
+            row.acknowledged &= topic.subscriptions.keys()
+
+    def _slot(self, header: journal.SlotHeader, records: Iterable[journal.Record]) -> None:
+        slot, epoch = self._journal.get(header.shard, (0, 0))
+        if header.slot != slot + 1:
+            self._history.breach(f"shard {header.shard}: slot {header.slot} lands after slot {slot}")
+        if header.epoch < epoch:
+            self._history.breach(f"shard {header.shard}: slot {header.slot} of epoch {header.epoch} follows {epoch}")
+        self._journal[header.shard] = (header.slot, header.epoch)
+        for record in records:
+            topic = self.topics.setdefault(record.topic_id, TopicTruth())
+            if record.incarnation == topic.incarnation:
+                self._record(topic, header.slot, record)
+
+    def _record(self, topic: TopicTruth, slot: int, record: journal.Record) -> None:
+        if isinstance(record, journal.AddRecord):
+            rows = record.rows
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
+                self._add(topic, slot, (ledger_id, entry_id), deliver_at_ms)
+        elif isinstance(record, journal.AcknowledgeRecord):
+            rows = record.rows
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
+                self._acknowledge(topic, slot, record.subscription_id, (ledger_id, entry_id), deliver_at_ms)
+        elif isinstance(record, journal.WaiveRecord):
+            self._waive(topic, record)
+        else:
+            self._gone(topic, slot, record)
+
+    def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int) -> None:
+        if position in topic.rows:
+            self._history.breach(f"topic {topic.name}: position {position} has two rows")
+        if not self._was_asked(topic, position, deliver_at_ms):
+            self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
+        topic.rows[position] = Row(deliver_at_ms, slot)
+        topic.added[position] = slot
+
+    def _was_asked(self, topic: TopicTruth, position: Position, deliver_at_ms: int) -> bool:
+        raised_ms = max((each.since_ms for each in topic.subscriptions.values()), default=0) + 1
+        asked = topic.asked.get(position, set())
+        if None in asked or deliver_at_ms in asked:
+            return True
+        return deliver_at_ms == raised_ms and any(time is not None and time < raised_ms for time in asked)
+
+    def _acknowledge(
+        self, topic: TopicTruth, slot: int, subscription_id: int, position: Position, deliver_at_ms: int
+    ) -> None:
+        row = topic.rows.get(position)
+        if row is None:
+            return
+        if row.deliver_at_ms != deliver_at_ms:
+            self._history.breach(
+                f"topic {topic.name}: position {position} of {row.deliver_at_ms} is acknowledged as of {deliver_at_ms}"
+            )
+        row.acknowledged.add(subscription_id)
+        if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
+            self._remove(topic, slot, position)
+
+    def _gone(self, topic: TopicTruth, slot: int, record: journal.GoneRecord) -> None:
+        for position in _positions(record.positions):
+            row = topic.rows.get(position)
+            if row is None:
+                continue
+            owed: set[str | None] = {topic.subscriptions[number].name for number in topic.owes(row)}
+            if not self._may_go(topic, record.reason, position, owed):
+                self._history.breach(
+                    f"topic {topic.name}: {position} is made gone ({record.reason.name}) and is owed to {owed}"
+                )
+            self._remove(topic, slot, position)
+
+    def _may_go(self, topic: TopicTruth, reason: journal.GoneReason, position: Position, owed: Set[str | None]) -> bool:
+        asked = [each for each in self.removals.values() if each.topic == topic.name]
+        if reason is journal.GoneReason.NOT_OWED:
+            return not owed and bool(topic.subscriptions)
+        if reason is journal.GoneReason.NO_SUBSCRIPTION:
+            deleted = {each.subscription for each in asked if each.positions is None}
+            return owed <= deleted
+        trimmed = {each.subscription for each in asked if each.positions is not None and each.positions(position)}
+        return None in trimmed or owed <= trimmed
+
+    def _waive(self, topic: TopicTruth, record: journal.WaiveRecord) -> None:
+        stored = topic.subscriptions[record.subscription_id]
+        asked = [
+            each.positions
+            for each in self.removals.values()
+            if each.topic == topic.name and each.subscription == stored.name and each.positions is not None
+        ]
+        for position in _positions(record.positions):
+            row = topic.rows.get(position)
+            if row is None:
+                continue
+            if not any(positions(position) for positions in asked):
+                self._history.breach(
+                    f"topic {topic.name}: {position} is waived and nobody trimmed it for {stored.name}"
+                )
+            row.acknowledged.add(record.subscription_id)
+            topic.waived.add((position, row.slot, record.subscription_id))
+
+    def _remove(self, topic: TopicTruth, slot: int, position: Position) -> None:
+        del topic.rows[position]
+        topic.removed[position] = slot
+        topic.removed_at_s[position] = self._now_s()
+
+
+def _positions(stored: Iterable[position_bitmap.PositionBitmap]) -> Iterator[Position]:
+    ledger_id, entry_id = position_bitmap.positions_of(stored)
+    return zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
+
+
+class WatchedStore(MemoryStore):
+    """The store in which everything lands, and the oracle that sees it."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        super().__init__()
+        self._oracle = oracle
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        super().put_if_absent(key, body, metadata=metadata)
+        self._oracle.landed(key, body)

@@ -1,0 +1,193 @@
+"""What a daemon promises by an answer, held against the truth at the moment of the answer.
+
+Owns: the rules for answers to adds and acknowledgements, and for what is handed out.
+Does not own: the truth (`oracle`), the calls (`workload`).
+
+A request is looked at twice, when it is sent and when it is answered: what was true in between at no time must not be
+claimed, and what was true all the time must be. When it is sent that is what the daemon that is asked has applied: a
+slot may have landed and its writer not know it yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from daemon.core.topic import AddOutcome
+from tests.simulation.history import History
+from tests.simulation.oracle import Oracle, Position, Row, TopicTruth
+from tests.support.engine_fixture import Daemon
+
+# A daemon that does not know that it was superseded hands out for so long at most (R8), virtual seconds.
+STALE_HAND_OUT_S = 15.0
+
+Claim = tuple[Position, int]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class OpenStream:
+    """A dispatcher of one subscription. `held`: what it was handed out and has not asked to acknowledge."""
+
+    daemon: Daemon
+    topic: str
+    shard: int
+    subscription_id: int
+    epoch: int
+    handed_out: dict[Position, int] = dataclasses.field(default_factory=dict)
+    held: dict[Position, int] = dataclasses.field(default_factory=dict)
+    closed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A request under way. `slot`: the last one that the daemon had applied when it was sent."""
+
+    topic: TopicTruth
+    positions: tuple[Position, ...]
+    slot: int
+
+
+class Promises:
+    """Holds every answer of a run against the oracle."""
+
+    def __init__(self, oracle: Oracle, history: History) -> None:
+        self._oracle = oracle
+        self._history = history
+        self._done: set[tuple[str, Position, int, int]] = set()
+        self._streams: list[OpenStream] = []
+        self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
+        self.received: dict[tuple[str, int], set[tuple[Position, int]]] = {}
+        """By topic and subscription: every row (position, slot) that was handed out."""
+
+    # ---- adds
+
+    def sending_add(
+        self, daemon: Daemon, topic: str, positions: Sequence[Position], times: Sequence[int | None]
+    ) -> Sent:
+        truth = self._oracle.topic(topic)
+        for position, time in zip(positions, times, strict=True):
+            truth.asked.setdefault(position, set()).add(time)
+        return Sent(truth, tuple(positions), applied_slot(daemon, topic))
+
+    def add_answered(self, sent: Sent, outcome: AddOutcome) -> None:
+        topic = sent.topic
+        positions = set(sent.positions)
+        repeated = len(sent.positions) - len(positions)
+        if outcome.accepted + outcome.duplicates + len(outcome.returned_index) != len(sent.positions):
+            self._breach(sent, f"{len(sent.positions)} positions were added and answered with {outcome}")
+        returned = {sent.positions[index] for index in outcome.returned_index.tolist()}
+        stored = positions - returned
+        landed = sum(topic.added.get(position, 0) > sent.slot for position in stored)
+        if outcome.accepted > landed:
+            self._breach(sent, f"{outcome.accepted} positions were accepted, {landed} have landed")
+        there_all_the_time = sum(self._there_since(topic, position, sent.slot) for position in stored)
+        if outcome.duplicates - repeated < there_all_the_time:
+            self._breach(sent, f"{outcome.duplicates} duplicates, {there_all_the_time} rows were there")
+        for position in sorted(stored):
+            if position not in topic.rows and topic.removed.get(position, 0) <= sent.slot:
+                self._breach(sent, f"{position} was answered OK and is nowhere")
+
+    @staticmethod
+    def _there_since(topic: TopicTruth, position: Position, slot: int) -> bool:
+        row = topic.rows.get(position)
+        return row is not None and row.slot <= slot
+
+    def _breach(self, sent: Sent, text: str) -> None:
+        self._history.breach(f"topic {sent.topic.name}: {text}")
+
+    # ---- hand-outs
+
+    def opened(self, stream: OpenStream, declared: Iterable[Position]) -> None:
+        """What a new dispatcher declares that it holds is taken from whom it was handed to since."""
+        self._streams = [other for other in self._streams if not other.closed]
+        for position in declared:
+            self._holders.pop((stream.topic, stream.subscription_id, stream.epoch, position), None)
+            for other in self._streams:
+                if (other.topic, other.subscription_id) == (stream.topic, stream.subscription_id):
+                    other.handed_out.pop(position, None)
+        self._streams.append(stream)
+
+    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[int, int, int]]) -> None:
+        """Rows (ledger, entry, deliver_at_ms) reach a dispatcher."""
+        for ledger_id, entry_id, deliver_at_ms in rows:
+            self._handed_out(stream, (ledger_id, entry_id), deliver_at_ms)
+
+    def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> None:
+        what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
+        if deliver_at_ms > stream.daemon.latest_ms():
+            self._history.breach(f"{what} is handed out at {stream.daemon.latest_ms()}, early")
+        topic = self._oracle.topic(stream.topic)
+        row = topic.rows.get(position)
+        stream.held[position] = deliver_at_ms
+        if row is None or row.deliver_at_ms != deliver_at_ms:
+            self._gone_and_handed_out(stream, topic, position, what)
+            return
+        if (stream.topic, position, row.slot, stream.subscription_id) in self._done:
+            self._history.breach(f"{what} is handed out after its acknowledgement was answered")
+        if not self._is_stale(stream) and stream.subscription_id not in topic.owes(row):
+            self._history.breach(f"{what} is handed out and is not owed")
+        if stream.handed_out.get(position) == row.slot:
+            self._history.breach(f"{what} is handed out twice on one stream")
+        stream.handed_out[position] = row.slot
+        self.received.setdefault((stream.topic, stream.subscription_id), set()).add((position, row.slot))
+        self._check_only_holder(stream, position, row, what)
+
+    def _gone_and_handed_out(self, stream: OpenStream, topic: TopicTruth, position: Position, what: str) -> None:
+        removed_at_s = topic.removed_at_s.get(position)
+        if removed_at_s is None:
+            self._history.breach(f"{what} is handed out and was never added")
+        elif not self._is_stale(stream):
+            self._history.breach(f"{what} is handed out and is gone")
+        elif stream.daemon.elapsed_s() - removed_at_s > STALE_HAND_OUT_S:
+            self._history.breach(f"{what} is handed out under a former epoch, gone for more than {STALE_HAND_OUT_S} s")
+        elif (stream.topic, position, topic.added[position], stream.subscription_id) in self._done:
+            self._history.breach(f"{what} is handed out after its acknowledgement was answered")
+
+    def _check_only_holder(self, stream: OpenStream, position: Position, row: Row, what: str) -> None:
+        key = (stream.topic, stream.subscription_id, stream.epoch, position)
+        other = self._holders.get(key)
+        if (
+            other is not None
+            and other is not stream
+            and not other.closed
+            and other.handed_out.get(position) == row.slot
+        ):
+            self._history.breach(f"{what} is handed out to two dispatchers")
+        self._holders[key] = stream
+
+    def _is_stale(self, stream: OpenStream) -> bool:
+        return stream.epoch < self._oracle.epochs[stream.shard]
+
+    # ---- acknowledgements
+
+    def sending_acknowledgement(self, stream: OpenStream, claims: Sequence[Claim]) -> Sent:
+        for position, _ in claims:
+            stream.held.pop(position, None)
+        positions = tuple(position for position, _ in claims)
+        return Sent(self._oracle.topic(stream.topic), positions, applied_slot(stream.daemon, stream.topic))
+
+    def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
+        topic = sent.topic
+        left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
+        if len(left) > ignored:
+            self._breach(
+                sent, f"{ignored} of {len(claims)} acknowledgements were ignored, {len(left)} rows are as before"
+            )
+        mine = [claim for claim in left if stream.handed_out.get(claim[0]) == topic.rows[claim[0]].slot]
+        if mine and not self._is_stale(stream):
+            self._breach(sent, f"acknowledgements of rows that the stream was handed out were ignored: {mine}")
+        if not ignored:
+            for position, _ in claims:
+                if topic.added[position] <= sent.slot:
+                    self._done.add((stream.topic, position, topic.added[position], stream.subscription_id))
+
+    @staticmethod
+    def _unacknowledged(topic: TopicTruth, subscription_id: int, claim: Claim) -> bool:
+        position, deliver_at_ms = claim
+        row = topic.rows.get(position)
+        return row is not None and row.deliver_at_ms == deliver_at_ms and subscription_id not in row.acknowledged
+
+
+def applied_slot(daemon: Daemon, topic: str) -> int:
+    """The last slot that the daemon has applied to the topic's shard; 0 when it does not serve it."""
+    return next((shard.applied_slot for shard in daemon.shards.values() if topic in shard.topics), 0)

@@ -1,0 +1,98 @@
+"""A daemon's memory against the truth, at a moment when nothing is under way.
+
+Owns: the comparison: the same rows, each once, owed to the same subscriptions, and counts that are right.
+Does not own: the truth (`oracle`), and when it is quiet (`run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from daemon.core.bucket import Bucket
+from daemon.core.positions import keys_of
+from daemon.core.topic import Topic
+from tests.simulation.history import History
+from tests.simulation.oracle import Oracle, Position, TopicTruth
+from tests.support.engine_fixture import Daemon
+
+# What is due for so long must have been passed: the timer looks at the clock twice a second.
+PASSED_AFTER_MS = 1_000
+# Segments must have been read within this time, virtual seconds.
+SETTLED_AFTER_S = 60.0
+
+
+async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
+    """Breaches whatever differs, once everything that is due has been passed."""
+    for truth in oracle.topics.values():
+        if truth.incarnation:
+            await _compare(daemon, truth, history)
+
+
+async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
+    served = next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
+    if served is None:
+        history.breach(f"topic {truth.name} is not served by {daemon.name}")
+        return
+    deadline_s = daemon.elapsed_s() + SETTLED_AFTER_S
+    while late := _due_and_not_passed(daemon, truth, served.core):
+        if daemon.elapsed_s() > deadline_s:
+            history.breach(f"topic {truth.name}: {late} is due and was not passed in {SETTLED_AFTER_S:.0f} s")
+            return
+        await asyncio.sleep(0.5)
+    _compare_rows(truth, served.core, history)
+    stats = await daemon.call(daemon.engine.requests.topic_stats(truth.name))
+    if stats.pending != served.core.index.pending_rows:
+        history.breach(f"topic {truth.name}: stats say {stats.pending} pending rows")
+
+
+def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Position | None:
+    passed = {position for bucket in core.index.buckets for position in _positions(core, bucket, passed=True)}
+    due_ms = daemon.now_ms() - PASSED_AFTER_MS
+    return next(
+        (position for position, row in truth.rows.items() if row.deliver_at_ms <= due_ms and position not in passed),
+        None,
+    )
+
+
+def _positions(core: Topic, bucket: Bucket, *, passed: bool = False) -> list[Position]:
+    ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.passed if passed else bucket.present))
+    return list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+
+
+def _compare_rows(truth: TopicTruth, core: Topic, history: History) -> None:
+    held: dict[Position, Bucket] = {}
+    for bucket in core.index.buckets:
+        for position in _positions(core, bucket):
+            if position in held:
+                history.breach(f"topic {truth.name}: {position} has two rows in memory")
+            held[position] = bucket
+    if lost := sorted(truth.rows.keys() - held.keys()):
+        history.breach(f"topic {truth.name}: lost {lost}")
+    if extra := sorted(held.keys() - truth.rows.keys()):
+        history.breach(f"topic {truth.name}: came back {extra}")
+    if core.subscriptions.keys() != truth.subscriptions.keys():
+        history.breach(f"topic {truth.name}: subscriptions {sorted(core.subscriptions)} in memory")
+    waiting = len(held) - sum(len(bucket.passed) for bucket in core.index.buckets)
+    if core.index.pending_rows != waiting:
+        history.breach(f"topic {truth.name}: {core.index.pending_rows} pending rows are counted, there are {waiting}")
+    for number in sorted(truth.subscriptions.keys() & core.subscriptions.keys()):
+        _compare_backlog(truth, core, number, history)
+
+
+def _compare_backlog(truth: TopicTruth, core: Topic, number: int, history: History) -> None:
+    """What a subscription is owed is the same, and its backlog counts what is due of that."""
+    since_ms = truth.subscriptions[number].since_ms
+    due = 0
+    for bucket in core.index.buckets:
+        acknowledged = bucket.acknowledged.get(number, ())
+        for key, position in zip(keys_of(bucket.present).tolist(), _positions(core, bucket), strict=True):
+            row = truth.rows.get(position)
+            if row is None or row.deliver_at_ms <= since_ms:
+                continue
+            owed = key not in acknowledged
+            if owed is (number in row.acknowledged):
+                history.breach(f"topic {truth.name}: {position} owed to {number} is {owed} in memory")
+            due += owed and key in bucket.passed
+    counted = core.subscriptions[number].backlog
+    if counted != due:
+        history.breach(f"topic {truth.name}: subscription {number} counts a backlog of {counted}, there are {due}")

@@ -1,0 +1,262 @@
+"""One run: a cluster, its clients and its troubles by a seed; then calm, a last crash, and everything is handed out.
+
+Owns: the course of a run, and its result. Does not own: the parts.
+
+    chaos   clients call, troubles come
+    calm    nothing fails any more; somebody serves; what it has in memory is the truth
+    crash   everybody is killed; who starts has the truth in memory
+    drain   every row comes to every subscription that is owed it, and is acknowledged
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import random
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+from daemon.durability import crash_points
+from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
+from storage_backends.commit import CommitOutcomeUnknown, Refused
+from storage_backends.object_store import StoreError
+from tests.simulation import quiet
+from tests.simulation.cluster import Cluster, Machines
+from tests.simulation.faults import Faults
+from tests.simulation.history import History
+from tests.simulation.oracle import Oracle, WatchedStore
+from tests.simulation.promises import OpenStream, Promises
+from tests.simulation.scheduler import Pace
+from tests.simulation.workload import Clients, held_positions
+from tests.support.engine_fixture import Daemon, Killed
+from tests.support.virtual_loop import VirtualLoop
+
+# Virtual seconds.
+CHAOS_S = (15.0, 45.0)
+SERVING_AFTER_S = 200.0
+DRAIN_S = 200.0
+
+# What a daemon may log as an error when stores and neighbours fail; anything else is a bug.
+EXPECTED = (NotOwner, OutcomeUnknown, Unavailable, StoreError, Refused, CommitOutcomeUnknown, TimeoutError, str)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """`digest`: of every step. `lines`: the story, or its end."""
+
+    seed: int
+    digest: str
+    steps: int
+    seconds: float
+    breaches: tuple[str, ...]
+    lines: tuple[str, ...]
+
+
+def run(seed: int, *, everything: bool = False) -> Result:
+    """The run of a seed, from the first step to the last. `everything`: keep all lines of the story."""
+    started_s = time.perf_counter()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            history = runner.run(_run(seed, everything))
+    finally:
+        gc.enable()
+    return Result(
+        seed,
+        history.digest,
+        history.steps,
+        time.perf_counter() - started_s,
+        tuple(history.breaches),
+        history.lines,
+    )
+
+
+def settings_of(draw: random.Random) -> tuple[str, ...]:
+    """How the daemons of a run are configured: small, so that everything happens often."""
+    rows_min = draw.choice((5, 12, 30))
+    return (
+        f"daemon.shards={draw.choice((1, 1, 2))}",
+        f"bucket.min_index_count_per_bucket={rows_min}",
+        f"bucket.rows_max={rows_min * draw.choice((1, 3))}",
+        f"bucket.age_max_s={draw.choice((2.0, 10.0, 1800.0))}",
+        f"bucket.max_indexes_per_bucket_snapshot_segment={draw.choice((2, 7, 5000))}",
+        "bucket.min_indexes_per_bucket_snapshot_segment=0",
+        f"journal.checkpoint_slots={draw.choice((2, 5, 20))}",
+        f"journal.commit_linger_ms={draw.choice((0, 2, 50))}",
+        f"delivery.ready_rows_max={draw.choice((1, 6, 200_000))}",
+        f"delivery.lookahead_ms={draw.choice((0, 5_000))}",
+    )
+
+
+async def _run(seed: int, everything: bool) -> History:
+    loop = asyncio.get_running_loop()
+    history = History(loop.time, everything=everything)
+    loop.set_exception_handler(lambda _, context: _unexpected(history, context))
+    broken = asyncio.Event()
+    history.on_breach = broken.set
+    draw = random.Random(f"run {seed}")
+    oracle = Oracle(history, loop.time)
+    machines = Machines(WatchedStore(oracle), seed, settings_of(draw), Pace(seed), history)
+    cluster = Cluster(machines, seed, ("one", "two", "three")[: draw.choice((1, 2, 2, 3))], history)
+    machines.faults = Faults(seed, history, befall=cluster.befall, later=cluster.later)
+    course = _Course(seed, draw, machines, cluster, oracle, history)
+    with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history):
+        await _until(course.run(), broken)
+        machines.faults.end()
+        await machines.close()
+    return history
+
+
+async def _until(work: Coroutine[Any, Any, None], broken: asyncio.Event) -> None:
+    """Runs to the end, or to the first breach."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(broken.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    if not broken.is_set():
+        await tasks[0]
+
+
+class _Course:
+    def __init__(
+        self,
+        seed: int,
+        draw: random.Random,
+        machines: Machines,
+        cluster: Cluster,
+        oracle: Oracle,
+        history: History,
+    ) -> None:
+        self._seed = seed
+        self._draw = draw
+        self._machines = machines
+        self._cluster = cluster
+        self._oracle = oracle
+        self._history = history
+        self._promises = Promises(oracle, history)
+
+    async def run(self) -> None:
+        topics = ("t", "u")[: self._draw.choice((1, 2))]
+        clients = Clients(self._seed, self._cluster, self._oracle, self._promises, self._history, topics)
+        self._cluster.start_all()
+        clients.start()
+        await asyncio.sleep(self._draw.uniform(*CHAOS_S))
+        self._history.note("calm")
+        self._machines.calm()
+        self._cluster.calm()
+        await clients.end()
+        daemon = await self._serving()
+        if daemon is None:
+            return
+        await self._compare(daemon)
+        for each in list(self._cluster.live.values()):
+            self._cluster.kill(each)
+        self._history.note("after the last crash")
+        self._cluster.start(daemon.daemon_id)
+        daemon = await self._serving()
+        if daemon is None:
+            return
+        await self._compare(daemon)
+        await self._drain(daemon)
+
+    async def _serving(self) -> Daemon | None:
+        """A daemon that serves, with nothing staged."""
+        deadline_s = self._machines.elapsed_s() + SERVING_AFTER_S
+        while self._machines.elapsed_s() < deadline_s:
+            await asyncio.sleep(1.0)
+            daemon = self._cluster.serving()
+            if daemon is not None:
+                await asyncio.gather(*(daemon.call(shard.commits.flush()) for shard in daemon.shards.values()))
+                return daemon
+        self._history.breach(f"nobody serves after {SERVING_AFTER_S:.0f} s without a fault")
+        return None
+
+    async def _compare(self, daemon: Daemon) -> None:
+        self._history.note(f"{daemon.name} is compared with what is true")
+        await quiet.compare(daemon, self._oracle, self._history)
+
+    # ---- the drain
+
+    async def _drain(self, daemon: Daemon) -> None:
+        """Every row comes to every subscription that is owed it; acknowledged, it is gone."""
+        for truth in self._oracle.topics.values():
+            if not truth.incarnation:
+                continue
+            if not truth.subscriptions:
+                await daemon.call(daemon.engine.requests.create_subscription(truth.name, "last"))
+            for number in list(truth.subscriptions):
+                await self._drain_subscription(daemon, truth.name, number)
+            if truth.rows:
+                left = {position: row.deliver_at_ms for position, row in truth.rows.items() if [*truth.owes(row)]}
+                if left:
+                    self._history.breach(f"topic {truth.name}: acknowledged by all, and there is {left}")
+        await self._compare(daemon)
+
+    async def _drain_subscription(self, daemon: Daemon, topic: str, number: int) -> None:
+        truth = self._oracle.topic(topic)
+        stored = truth.subscriptions[number]
+        stream = await daemon.call(daemon.engine.requests.open_dispatch(topic, stored.name, held_positions({})))
+        view = OpenStream(daemon, topic, stream._topic.shard.number, number, stream.epoch)
+        stream.grant(1_000_000)
+        deadline_s = daemon.elapsed_s() + DRAIN_S
+        while owed := [each for each, row in truth.rows.items() if number in truth.owes(row) and each not in view.held]:
+            try:
+                async with asyncio.timeout(max(0.1, deadline_s - daemon.elapsed_s())):
+                    handed_out = await daemon.call(stream.next_messages())
+            except TimeoutError:
+                self._history.breach(f"topic {topic}: {owed} did not come to {stored.name} in {DRAIN_S:.0f} s")
+                return
+            rows = handed_out.rows
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            self._promises.handed_out(view, list(zip(*columns, strict=True)))
+        if view.held:
+            claims = held_positions(view.held)
+            ignored = await daemon.call(stream.acknowledge(claims.ledger_id, claims.entry_id, claims.deliver_at_ms))
+            if ignored:
+                self._history.breach(f"topic {topic}: {ignored} acknowledgements of rows just handed out were ignored")
+        view.closed = True
+        stream.close()
+
+
+def _unexpected(history: History, context: dict[str, Any]) -> None:
+    """What nobody waited for."""
+    error = context.get("exception")
+    if error is not None and not isinstance(error, (*EXPECTED, TarryError, Killed)):
+        history.breach(f"{context['message']}: {error!r}")
+
+
+class _Errors(logging.Handler):
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self._history = history
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            unexpected = [
+                each for each in arguments if isinstance(each, BaseException) and not isinstance(each, EXPECTED)
+            ]
+            if unexpected or any(isinstance(each, InvariantViolated) for each in arguments):
+                self._history.breach(f"a daemon logged {record.getMessage()!r}: {unexpected!r}")
+        self._history.remark(record.getMessage())
+
+
+@contextlib.contextmanager
+def _errors_are_breaches(history: History) -> Iterator[None]:
+    """What the daemons log is part of the story; an error that no fault explains is a breach."""
+    logger = logging.getLogger("daemon")
+    handler = _Errors(history)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate

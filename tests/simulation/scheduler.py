@@ -1,0 +1,117 @@
+"""The order of everybody's steps, by a seed.
+
+A step is one call to the store by one daemon, one sleep of its threads, or one crash point. Each takes a virtual time
+that the seed draws; the step that is ready first comes next. How the times are drawn differs from seed to seed: nearly
+nothing and all at once, so that any order of those who wait is as likely as any other; around a few milliseconds; or
+with a long tail, where a step comes after hundreds of others.
+
+Owns: the draws, and where a job gives back its turn. Does not own: turns (`tests.support.virtual_loop`), faults.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore, StoreError
+from tests.simulation.history import History
+from tests.support.engine_fixture import Daemon, Killed
+from tests.support.virtual_loop import VirtualLoop
+
+T = TypeVar("T")
+
+# A step's time: (mean in seconds, share of steps that take SLOW_FACTOR times as long).
+PACES = ((0.000_2, 0.0), (0.004, 0.0), (0.004, 0.01), (0.03, 0.003))
+SLOW_FACTOR = 200.0
+# So often the answer of a call travels as long as the request.
+SLOW_ANSWERS = 0.15
+
+
+class Pace:
+    """Draws how long each step takes."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(f"pace {seed}")
+        self._mean_s, self._slow_share = self._random.choice(PACES)
+
+    def calm(self) -> None:
+        """From now on nothing is slow."""
+        self._mean_s, self._slow_share = 0.001, 0.0
+
+    def step_s(self) -> float:
+        seconds = self._random.random() * 2 * self._mean_s
+        return seconds * SLOW_FACTOR if self._slow_share and self._random.random() < self._slow_share else seconds
+
+    def answer_s(self) -> float:
+        return self.step_s() if self._random.random() < SLOW_ANSWERS else 0.0
+
+
+class SteppedStore(ObjectStore):
+    """A daemon's way to the store. `before` and `after` are told of each call; what they raise is its outcome."""
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        pace: Pace,
+        history: History,
+        before: Callable[[Daemon, str, str], None],
+        after: Callable[[Daemon, str, str], None],
+    ) -> None:
+        self._daemon = daemon
+        self._inner = daemon.store
+        self._loop: VirtualLoop = daemon.loop
+        self._pace = pace
+        self._history = history
+        self._before = before
+        self._after = after
+
+    def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
+        self._call("put", key, lambda: self._inner.put(key, body, metadata=metadata), sent=body)
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        self._call("put_if_absent", key, lambda: self._inner.put_if_absent(key, body, metadata=metadata), sent=body)
+
+    def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        return self._call("get_with_metadata", key, lambda: self._inner.get_with_metadata(key))
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self._call("get_range", key, lambda: self._inner.get_range(key, offset, length))
+
+    def head(self, key: str) -> ObjectInfo:
+        return self._call("head", key, lambda: self._inner.head(key))
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
+        return self._call("list", prefix, lambda: self._inner.list(prefix, start_after=start_after))
+
+    def delete(self, key: str) -> None:
+        self._call("delete", key, lambda: self._inner.delete(key))
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    def _call(self, operation: str, key: str, call: Callable[[], T], *, sent: bytes = b"") -> T:
+        self._wait(self._pace.step_s())
+        self._before(self._daemon, operation, key)
+        line = f"{self._daemon.name} {operation} {key}"
+        if sent:
+            line += f" {len(sent)}:{zlib.crc32(sent):08x}"
+        try:
+            result = call()
+        except StoreError as error:
+            self._history.note(f"{line} -> {type(error).__name__}")
+            raise
+        else:
+            self._history.note(line)
+        finally:
+            self._after(self._daemon, operation, key)
+            answer_s = self._pace.answer_s()
+            if answer_s:
+                self._wait(answer_s)
+        return result
+
+    def _wait(self, seconds: float) -> None:
+        self._loop.block(seconds)
+        if self._daemon.dead:
+            raise Killed

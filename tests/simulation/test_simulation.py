@@ -1,0 +1,57 @@
+"""Some seeds, every run; and a seed is a run: the same one each time, in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.run import run
+
+SEEDS = 60
+LONG_SEEDS = 2_000
+TWICE = (2, 5, 11, 17)
+
+
+def check(seeds: range) -> None:
+    for seed in seeds:
+        result = run(seed)
+        assert not result.breaches, "\n".join((f"seed {seed}", *result.breaches, *result.lines[-40:]))
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 20))
+def test_no_rule_is_broken_whatever_the_order_of_steps_and_whatever_fails(first: int) -> None:
+    check(range(first, first + 20))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_rule_is_broken_in_many_more_runs() -> None:
+    check(range(100_000, 100_000 + LONG_SEEDS))
+
+
+@pytest.mark.parametrize("seed", TWICE)
+def test_a_seed_that_is_run_again_leaves_the_same_trace(seed: int) -> None:
+    assert run(seed).digest == run(seed).digest
+
+
+def test_a_seed_leaves_the_same_trace_in_processes_whose_hashes_differ() -> None:
+    program = f"from tests.simulation.run import run; print([run(seed).digest for seed in {TWICE}])"
+    traces = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=50,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(traces) == 1
+
+
+def test_another_seed_is_another_run() -> None:
+    assert run(TWICE[0]).digest != run(TWICE[1]).digest

@@ -1,0 +1,264 @@
+"""The clients of one run: they add, receive, acknowledge and change subscriptions, by the seed.
+
+Owns: what is called when, and what a client does without an answer: it tries again, elsewhere, or gives up.
+Does not own: what answers must be (`promises`).
+
+Positions are few, so that requests meet: positions are added while they have a row, added again after they are gone,
+acknowledged twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from daemon.engine.calls import AddBatch, HeldPositions
+from daemon.engine.dispatch import DispatchStream, StreamClosed
+from daemon.errors import InvariantViolated, TarryError
+from tests.simulation.cluster import Cluster
+from tests.simulation.history import History
+from tests.simulation.oracle import Oracle, Position, Removal
+from tests.simulation.promises import Claim, OpenStream, Promises
+from tests.support.engine_fixture import Daemon
+
+T = TypeVar("T")
+
+# A client waits so long for an answer, virtual seconds.
+CALL_S = 12.0
+LEDGERS = (1, 2, 3, 7, 1 << 40, (1 << 64) - 1)
+ENTRIES = 48
+# How far ahead rows are due, ms: (from, to).
+DELAYS = ((-2_000, 1_000), (0, 2_500), (0, 2_500), (2_000, 12_000), (5_000, 60_000))
+
+
+class Clients:
+    """Every client of a run. `end` lets each finish what it is doing."""
+
+    def __init__(
+        self, seed: int, cluster: Cluster, oracle: Oracle, promises: Promises, history: History, topics: Sequence[str]
+    ) -> None:
+        self._seed = seed
+        self._cluster = cluster
+        self._oracle = oracle
+        self._promises = promises
+        self._history = history
+        self._topics = tuple(topics)
+        self._ended = False
+        self._numbers = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        for topic in self._topics:
+            self._begin(f"subscriber {topic}", functools.partial(self._change_subscriptions, topic))
+            for number in range(2):
+                self._begin(f"adder {topic} {number}", functools.partial(self._add, topic))
+            for subscription in ("a", "a", "b"):
+                self._begin(
+                    f"receiver {topic} {subscription} {len(self._tasks)}",
+                    functools.partial(self._receive, topic, subscription),
+                )
+
+    def _begin(self, name: str, work: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.get_running_loop().create_task(work(random.Random(f"{name} {self._seed}")), name=name)
+        task.add_done_callback(self._client_ended)
+        self._tasks.append(task)
+
+    def _client_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._history.breach(f"client {task.get_name()} was answered {error!r}")
+
+    async def end(self) -> None:
+        """Nothing new is asked; returns when everybody has been answered, or has given up."""
+        self._ended = True
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- calls
+
+    async def call(self, daemon: Daemon, work: Coroutine[Any, Any, T]) -> T | None:
+        """The answer; None when there was none, or an error that a client must expect."""
+        call = daemon.call(work)
+        await asyncio.wait([call], timeout=CALL_S)
+        if not call.done():
+            call.cancel()
+            return None
+        if call.cancelled():
+            return None
+        error = call.exception()
+        if error is None:
+            return call.result()
+        self._history.note(f"answer {type(error).__name__}")
+        if isinstance(error, InvariantViolated) or not isinstance(error, TarryError | StreamClosed):
+            raise error
+        return None
+
+    async def daemon(self, draw: random.Random) -> Daemon | None:
+        """Whom the client asks: who serves, as a rule; now and then anybody."""
+        await asyncio.sleep(draw.random() * 0.4)
+        live = list(self._cluster.live.values())
+        serving = self._cluster.serving()
+        if serving is not None and draw.random() < 0.9:
+            return serving
+        return draw.choice(live) if live else None
+
+    # ---- adding
+
+    async def _add(self, topic: str, draw: random.Random) -> None:
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            ledger_id = draw.choice(LEDGERS)
+            first = draw.randrange(ENTRIES)
+            entries = [min(first + n, ENTRIES - 1) for n in range(draw.choice((1, 1, 3, 10, 20)))]
+            positions = [(ledger_id, entry_id) for entry_id in entries]
+            low_ms, high_ms = draw.choice(DELAYS)
+            delays = [draw.randrange(low_ms, high_ms) for _ in entries]
+            await self._add_batch(draw, daemon, topic, positions, delays)
+
+    async def _add_batch(
+        self, draw: random.Random, daemon: Daemon, topic: str, positions: Sequence[Position], delays: Sequence[int]
+    ) -> None:
+        by_delay = draw.random() < 0.2
+        now_ms = daemon.now_ms()
+        times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
+        column = np.array(times, np.uint64)
+        batch = AddBatch(
+            ledger_id=np.array([ledger_id for ledger_id, _ in positions], np.uint64),
+            entry_id=np.array([entry_id for _, entry_id in positions], np.uint64),
+            deliver_at_ms=None if by_delay else column,
+            delay_ms=column if by_delay else None,
+            key_hash=None,
+            return_already_due=draw.random() < 0.1,
+        )
+        for _ in range(draw.choice((1, 1, 3))):
+            sent = self._promises.sending_add(daemon, topic, positions, [None] * len(times) if by_delay else times)
+            outcome = await self.call(daemon, daemon.engine.requests.add(topic, batch))
+            if outcome is not None:
+                self._history.note(f"{daemon.name} add {topic} {positions} {times} -> {outcome.accepted}")
+                self._promises.add_answered(sent, outcome)
+                return
+            retry_at = await self.daemon(draw)
+            if retry_at is None:
+                return
+            daemon = retry_at
+
+    # ---- subscriptions
+
+    async def _change_subscriptions(self, topic: str, draw: random.Random) -> None:
+        await asyncio.sleep(draw.random() * 2)
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            name = draw.choice(("a", "a", "a", "b", "c"))
+            if draw.random() < 0.7:
+                await self.call(daemon, daemon.engine.requests.create_subscription(topic, name))
+            else:
+                deleting = functools.partial(daemon.engine.requests.delete_subscription, topic, name)
+                await self.removing(daemon, Removal(topic, name), deleting)
+            await asyncio.sleep(draw.random() * 12)
+
+    async def removing(
+        self, daemon: Daemon, removal: Removal, work: Callable[[], Coroutine[Any, Any, T]]
+    ) -> tuple[T] | None:
+        """A request that may remove rows. One without an answer may do so long after."""
+        number = next(self._numbers)
+        self._oracle.removals[number] = removal
+
+        async def answered() -> tuple[T]:
+            return (await work(),)
+
+        answer = await self.call(daemon, answered())
+        if answer is not None:
+            del self._oracle.removals[number]
+        return answer
+
+    # ---- receiving
+
+    async def _receive(self, topic: str, subscription: str, draw: random.Random) -> None:
+        held: dict[Position, int] = {}
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            declared = held if draw.random() < 0.7 else {}
+            opening = daemon.engine.requests.open_dispatch(topic, subscription, held_positions(declared))
+            stream = await self.call(daemon, opening)
+            if stream is None:
+                await asyncio.sleep(draw.random() * 2)
+                continue
+            held = await self._listen(draw, daemon, topic, stream, declared)
+
+    async def _listen(
+        self, draw: random.Random, daemon: Daemon, topic: str, stream: DispatchStream, declared: dict[Position, int]
+    ) -> dict[Position, int]:
+        """Receives and acknowledges for a while; what it holds at the end."""
+        view = OpenStream(
+            daemon=daemon,
+            topic=topic,
+            shard=stream._topic.shard.number,
+            subscription_id=stream.state.subscription_id,
+            epoch=stream.epoch,
+        )
+        self._promises.opened(view, declared)
+        stream.grant(draw.choice((1, 5, 1_000)))
+        receiving = daemon.call(self._take(stream, view))
+        for _ in range(draw.choice((2, 8, 30))):
+            await asyncio.sleep(draw.random() * 1.5)
+            if self._ended or receiving.done() or daemon.dead:
+                break
+            await self._acknowledge_some(draw, daemon, stream, view)
+            if stream.permits < 5:
+                stream.grant(draw.choice((1, 20, 1_000)))
+        view.closed = True
+        if not daemon.dead:
+            stream.close()
+        return view.held
+
+    async def _take(self, stream: DispatchStream, view: OpenStream) -> None:
+        """Runs in the daemon's process: what is handed out counts from that moment on."""
+        while True:
+            try:
+                handed_out = await stream.next_messages()
+            except (TarryError, StreamClosed):
+                return
+            rows = handed_out.rows
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            taken = list(zip(*columns, strict=True))
+            self._history.note(f"{view.daemon.name} hands out {view.topic} {view.subscription_id} {taken}")
+            self._promises.handed_out(view, taken)
+
+    async def _acknowledge_some(
+        self, draw: random.Random, daemon: Daemon, stream: DispatchStream, view: OpenStream
+    ) -> None:
+        if not view.held or draw.random() < 0.3:
+            return
+        count = draw.randrange(1, len(view.held) + 1)
+        claims: list[Claim] = sorted(draw.sample(list(view.held.items()), count))
+        if draw.random() < 0.1:
+            # A time that is not the row's: it must be ignored.
+            (position, deliver_at_ms), *rest = claims
+            claims = [(position, deliver_at_ms + 1), *rest]
+        sent = self._promises.sending_acknowledgement(view, claims)
+        columns = held_positions(dict(claims))
+        ignored = await self.call(
+            daemon, stream.acknowledge(columns.ledger_id, columns.entry_id, columns.deliver_at_ms)
+        )
+        if ignored is not None:
+            self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
+            self._promises.acknowledgement_answered(view, sent, claims, ignored)
+
+
+def held_positions(held: dict[Position, int]) -> HeldPositions:
+    claims = sorted(held.items())
+    return HeldPositions(
+        np.array([ledger_id for (ledger_id, _), _ in claims], np.uint64),
+        np.array([entry_id for (_, entry_id), _ in claims], np.uint64),
+        np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
+    )
