@@ -36,6 +36,8 @@ def feed(
         owed, complete = owed_of(state, passed)
         owed_by.append(owed)
         owed_whole = owed_whole or complete
+        if not state.is_fed:
+            state.pass_by(owed)
         state.backlog += sum(map(len, owed))
         if not state.is_fed:
             if state.dispatchers:
@@ -53,6 +55,7 @@ def feed(
         owed, complete = owed_of(coming, passed)
         owed_by.append(owed)
         owed_whole = owed_whole or complete
+        coming.pass_by(owed)
         coming.backlog += sum(map(len, owed))
     return BitMap64() if owed_whole else _owed_to_none(passed, owed_by)
 
@@ -110,6 +113,6 @@ def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[Segment
             ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
         rows = in_due_order(ready)
         if len(rows):
-            state.feed(rows)
+            state.derived(rows)
             return []
     return []

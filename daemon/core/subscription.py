@@ -44,6 +44,8 @@ class SubscriptionState:
         self._returned: KeyedRows = KeyedRows.empty()
         self._ready: collections.deque[KeyedRows] = collections.deque()
         self._dispatchers: set[int] = set()
+        # No row of the backlog that is neither READY nor in hand has a time before; None when there was none.
+        self._unread_ms: int | None = None
 
     @property
     def subscription_id(self) -> int:
@@ -69,12 +71,14 @@ class SubscriptionState:
 
     def close(self, dispatcher: int) -> None:
         """What the dispatcher holds is READY again; when it was the last one that listens READY is not kept."""
+        oldest_ms = self.oldest_due_ms()
         self._dispatchers.discard(dispatcher)
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
             self._returned = KeyedRows.empty()
             self.ready_rows = 0
+            self._unread_ms = oldest_ms
         self.return_held(dispatcher)
 
     def return_held(self, dispatcher: int) -> int:
@@ -84,6 +88,8 @@ class SubscriptionState:
             returned = KeyedRows.concat([self._returned, held])
             self._returned = returned.take(np.lexsort((returned.rows.entry_id, returned.rows.ledger_id)))
             self.ready_rows += len(held)
+        elif len(held):
+            self._unread_ms = _earliest(self._unread_ms, int(held.rows.deliver_at_ms.min()))
         return len(held)
 
     def held_rows(self, dispatcher: int) -> int:
@@ -111,6 +117,12 @@ class SubscriptionState:
         if len(rows):
             self._ready.append(rows)
             self.ready_rows += len(rows)
+
+    def derived(self, rows: KeyedRows) -> None:
+        """Rows that the reader has derived: what it will derive later is not before them."""
+        self.feed(rows)
+        if len(rows):
+            self._unread_ms = int(rows.rows.deliver_at_ms[-1])
 
     @property
     def available_rows(self) -> int:
@@ -144,12 +156,29 @@ class SubscriptionState:
             self.in_flight.add(taken, dispatcher)
         return taken
 
-    def oldest_ready_ms(self) -> int | None:
-        """The time of the oldest row in READY; what a reader has not derived yet does not count."""
-        times = [int(self._returned.rows.deliver_at_ms.min())] if len(self._returned) else []
-        if self._ready:
-            times.append(int(self._ready[0].rows.deliver_at_ms[0]))
-        return min(times, default=None)
+    # ---- what nobody holds
+
+    @property
+    def _unread_rows(self) -> int:
+        """Rows of the backlog that are neither READY nor in hand: a reader will derive them, when somebody listens."""
+        return self.backlog - len(self.in_flight) - len(self.acknowledging) - self.ready_rows
+
+    def pass_by(self, owed: Iterable[KeyedRows]) -> None:
+        """Rows, each part in due order, are about to come into the backlog, and not into READY."""
+        if self._unread_rows <= 0:
+            self._unread_ms = None
+        for rows in owed:
+            if len(rows):
+                self._unread_ms = _earliest(self._unread_ms, int(rows.rows.deliver_at_ms[0]))
+
+    def oldest_due_ms(self) -> int | None:
+        """The time of the oldest row of the backlog that nobody holds; None when there is none. O(1).
+
+        Of a subscription that is behind it may be the time of one that was acknowledged since.
+        """
+        returned_ms = int(self._returned.rows.deliver_at_ms.min()) if len(self._returned) else None
+        ready_ms = int(self._ready[0].rows.deliver_at_ms[0]) if self._ready else None
+        return _earliest(returned_ms, ready_ms, self._unread_ms if self._unread_rows > 0 else None)
 
     def in_hand(self) -> BitMap64:
         """Every position that is READY, IN_FLIGHT or being acknowledged."""
@@ -170,6 +199,10 @@ class SubscriptionState:
         self.ready_rows = len(self._returned) + sum(map(len, self._ready))
         if len(self.in_flight):
             self.in_flight.take_keys(keys)
+
+
+def _earliest(*times_ms: int | None) -> int | None:
+    return min((each for each in times_ms if each is not None), default=None)
 
 
 def _without(parts: Iterable[KeyedRows], keys: BitMap64) -> list[KeyedRows]:

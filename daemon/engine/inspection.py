@@ -86,7 +86,7 @@ def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
 
 def oldest_due_ms(core: Topic) -> int:
     """The time of the oldest row that is due and in nobody's hand; 0 when there is none."""
-    times = [state.oldest_ready_ms() for state in core.subscriptions.values()]
+    times = [state.oldest_due_ms() for state in core.subscriptions.values()]
     return min((time for time in times if time is not None), default=0)
 
 
