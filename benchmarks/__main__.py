@@ -1,69 +1,122 @@
-"""Measures a daemon of its own.
+"""Measures, side by side with Redis, on servers of its own: `python -m benchmarks [MEASUREMENT ...]`.
 
-    python -m benchmarks add|lateness [--store local|s3] [--set section.key=value ...] [--json]
-
-Owns: the command line, and the daemon process on a temporary root. Does not own: the measurements, a module each.
-The exit status says whether every row was accounted for; no figure fails.
+Owns: the command line, which measurements there are, and the exit status: 0 when every row was accounted for.
+Does not own: the measurements, a module each.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import add_rate, lateness, report
+from rich.console import Console
+
+from benchmarks import (
+    add,
+    burst,
+    drain,
+    lateness,
+    machine,
+    memory,
+    redis_batches,
+    redis_server,
+    report,
+    restart,
+    seal_pause,
+    stored,
+    workbench,
+)
 from examples import processes
 
-MEASUREMENTS = {"add": add_rate, "lateness": lateness}
-PATIENCE_S = 60.0
+MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
+    module.NAME: module.run for module in (add, drain, burst, lateness, memory, stored, restart, seal_pause)
+}
+# Of the rival alone, and not among `all`.
+TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}
+ALL = "all"
+# Where no terminal says how wide it is.
+WIDTH = 140
 
 
-def main() -> int:
-    arguments = _arguments()
-    measurement = MEASUREMENTS[arguments.measurement]
-    settings = measurement.SETTINGS | dict(each.split("=", 1) for each in arguments.set)
-    with contextlib.ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="tarry-benchmark-", dir=arguments.directory))
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    progress = Console(stderr=True, highlight=False, style="dim", width=None if sys.stderr.isatty() else WIDTH)
+    cores = machine.Cores.of_this_machine()
+    redis = None if options.without_redis else redis_server.find()
+    with (
+        machine.on_core(cores.client),
+        tempfile.TemporaryDirectory(prefix="tarry-benchmark-", dir=options.directory) as directory,
+    ):
+        bench = workbench.Workbench(
+            directory=Path(directory),
+            cores=cores,
+            redis=redis,
+            rounds=options.rounds,
+            quick=options.quick,
+            batch_rows=options.batch_rows,
+            in_flight=options.in_flight,
+            seed=options.seed,
+            why_without_redis=redis_server.LEFT_OUT if options.without_redis else redis_server.MISSING,
+            settings=dict(each.split("=", 1) for each in options.set),
+            say=progress.print,
         )
-        store: dict[str, object] = processes.local_store(directory / "root")
-        if arguments.store == "s3":
-            server = stack.enter_context(processes.S3ServerProcess("s3", directory))
-            server.start()
-            store = server.settings()
-        daemon = stack.enter_context(processes.DaemonProcess("tarryd", directory, store | settings))
-        daemon.start_serving(PATIENCE_S)
+        taken_on = machine.describe(bench.directory, cores, redis)
+        report.show_machine(console, taken_on)
+        results, failed = _measure(bench, options.measurements, console)
+    if options.json is not None:
+        report.write_json(options.json, taken_on, results)
+    return 1 if failed or any(result.problems for result in results) else 0
+
+
+def _measure(
+    bench: workbench.Workbench, names: Sequence[str], console: Console
+) -> tuple[list[report.Result], list[str]]:
+    """The results, and the measurements that could not be taken: the others are, all the same."""
+    results, failed = [], []
+    known = MEASUREMENTS | TUNING
+    for name in MEASUREMENTS if ALL in names or not names else dict.fromkeys(names):
         try:
-            measured, accounted_for = measurement.run(daemon, arguments)
-        except Exception:
-            print(daemon.failed("was being measured"), file=sys.stderr)
-            raise
-    where: dict[str, report.Value] = {"store": arguments.store, "settings": _text(settings)}
-    report.Measurement(measured.name, {**where, **report.machine(), **measured.values}).show(as_json=arguments.json)
-    return 0 if accounted_for else 1
+            result = known[name](bench)
+        except (processes.ProcessFailed, TimeoutError) as error:
+            failed.append(name)
+            console.print(f"{name}: {error}", style="bold red", highlight=False, markup=False)
+            continue
+        results.append(result)
+        result.show(console)
+    return results, failed
 
 
-def _text(settings: dict[str, object]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items()) or "defaults"
-
-
-def _arguments() -> argparse.Namespace:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--store", choices=("local", "s3"), default="local", help="default: %(default)s")
-    common.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting of the daemon"
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures, side by side with Redis, on servers of its own. No figure fails; a missing row does.",
     )
-    common.add_argument("--seed", type=int, default=195, help="default: %(default)s")
-    common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument("--directory", type=Path, help="where the temporary root is made; the disk that is measured")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measures a daemon of its own.")
-    commands = parser.add_subparsers(dest="measurement", required=True)
-    for name, module in MEASUREMENTS.items():
-        module.add_arguments(commands.add_parser(name, parents=[common], help=(module.__doc__ or "").splitlines()[0]))
-    return parser.parse_args()
+    names = [*MEASUREMENTS, *TUNING, ALL]
+    parser.add_argument("measurements", nargs="*", metavar="MEASUREMENT", help=f"{', '.join(names)}; default: {ALL}")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works, measures nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as JSON")
+    parser.add_argument("--batch-rows", type=int, default=1_000, help="rows of one request; default: %(default)s")
+    parser.add_argument("--in-flight", type=int, default=16, help="requests unanswered; default: %(default)s")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a setting of the daemon; repeatable"
+    )
+    parser.add_argument("--directory", type=Path, help="where the servers' directories are made; the disk measured")
+    parser.add_argument("--without-redis", action="store_true", help="Tarry's figures alone")
+    parser.add_argument("--seed", type=int, default=195, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.measurements if name not in names]:
+        parser.error(f"{', '.join(unknown)}: no such measurement; there are {', '.join(names)}")
+    for name in ("rounds", "batch_rows", "in_flight"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
+    if wrong := [each for each in options.set if "=" not in each]:
+        parser.error(f"--set {wrong[0]} is not section.key=value")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
 """How late rows come under load: receipt by the client minus due time, every row checked by identity.
 
 Rows are added at a steady rate by a process of their own, so that adding does not delay the reading of the clock at
-receipt; rows, due times and moments of sending follow from the seed, and both processes derive the same.
+receipt; rows, due times and moments of sending follow from the seed, and both processes derive the same. Rows that were
+due already when their add was answered are left out, and permits never run out: what waits for its receiver is not the
+daemon's doing.
 
 Owns: the plan of the load, its pacing, the statistics. Does not own: receiving (`examples.relay`) and the verdict.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import multiprocessing
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from multiprocessing.queues import Queue
 from typing import TypeAlias
@@ -23,19 +25,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 import tarry
-from benchmarks import report
+from benchmarks import load, report, tarry_load, workbench
 from examples import processes, relay, verdict
 
+NAME = "lateness"
+RATES = (1_000, 5_000, 20_000)
 # What is due within the lookahead stays in memory when its bucket is sealed. With the default, 30 s, every row of this
 # load would, and no segment would be loaded again.
-SETTINGS: dict[str, object] = {"delivery.lookahead_ms": 2_000}
-TOPIC = "lateness"
+LOOKAHEAD_MS = 2_000
+DELAYS_MS, DELAYS_QUICK_MS = (5_000, 15_000), (500, 2_500)
 SUBSCRIPTION = "receiver"
 ROWS_PER_LEDGER = 10_000
 STEP_MS = 10
 # Until both processes are ready.
 LEAD_MS = 3_000
 PATIENCE_S = 60.0
+QUANTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,67 +74,78 @@ class Plan:
         return due.astype(np.uint64)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=int, default=60, help="of adding; default: %(default)s")
-    parser.add_argument("--rows-per-s", type=int, default=20_000, help="default: %(default)s")
-    parser.add_argument("--delay-from-ms", type=int, default=5_000, help="default: %(default)s")
-    parser.add_argument("--delay-until-ms", type=int, default=30_000, help="default: %(default)s")
+def run(bench: workbench.Workbench) -> report.Result:
+    seconds = bench.size(30, 2)
+    rates = RATES if not bench.quick else RATES[:1]
+    rounds = workbench.Rounds(bench, NAME)
+    rounds.run({_name(rate): functools.partial(_turn, bench, rounds, rate, seconds) for rate in rates})
+    figures = []
+    for rate in rates:
+        for quantile in QUANTILES:
+            goal = report.Goal(most=10) if quantile == "p99" else None
+            figures.append(rounds.figure(f"{_name(rate)}, {quantile}", "ms", goal))
+        figures.append(rounds.figure(f"{_name(rate)}, late on arrival", "rows"))
+        figures.append(rounds.figure(f"{_name(rate)}, segments loaded", ""))
+    parameters: dict[str, report.Value] = {
+        "seconds": seconds,
+        "delays_ms": " to ".join(map(str, _delays_ms(bench))),
+        "lookahead_ms": LOOKAHEAD_MS,
+    }
+    return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems)
 
 
-def run(daemon: processes.DaemonProcess, arguments: argparse.Namespace) -> tuple[report.Measurement, bool]:
-    """Adds, receives, acknowledges. True when every row came as it should."""
-    plan = Plan(
-        start_ms=_now_ms() + LEAD_MS,
-        seconds=arguments.seconds,
-        rows_per_s=arguments.rows_per_s,
-        delay_from_ms=arguments.delay_from_ms,
-        delay_until_ms=arguments.delay_until_ms,
-        seed=arguments.seed,
-    )
+def _delays_ms(bench: workbench.Workbench) -> tuple[int, int]:
+    return DELAYS_QUICK_MS if bench.quick else DELAYS_MS
+
+
+def _name(rate: int) -> str:
+    return f"{rate:,} rows/s"
+
+
+def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, seconds: int) -> Mapping[str, float]:
+    """Adds, receives and acknowledges, each row."""
+    with bench.daemon(settings={"delivery.lookahead_ms": LOOKAHEAD_MS}) as daemon:
+        plan = Plan(
+            start_ms=load.now_ms() + LEAD_MS,
+            seconds=seconds,
+            rows_per_s=rate,
+            delay_from_ms=_delays_ms(bench)[0],
+            delay_until_ms=_delays_ms(bench)[1],
+            seed=bench.seed,
+        )
+        account = _receive(daemon, plan)
+        operation = "tarry_delayed_message_index_bucket_op_count_total"
+        loaded = daemon.metric(operation, type="load", state="succeed")
+    name = _name(rate)
+    for rule in account.verdict().rules:
+        rounds.check(name, f"{rule.name}: {rule.broken:,} rows are not so" if rule.broken else None)
+    late = account.deliver_at_ms <= account.answered_at_ms
+    in_time = ~late & (account.first_received_at_ms != np.iinfo(np.int64).max)
+    lateness_ms = (account.first_received_at_ms - account.deliver_at_ms)[in_time]
+    values = np.percentile(lateness_ms, list(QUANTILES.values())) if len(lateness_ms) else np.zeros(len(QUANTILES))
+    return {
+        **{f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)},
+        f"{name}, late on arrival": int(np.count_nonzero(late)),
+        f"{name}, segments loaded": loaded,
+    }
+
+
+def _receive(daemon: processes.DaemonProcess, plan: Plan) -> verdict.Account:
+    """Returns when every acknowledgement is durable, or when it takes too long."""
     account = verdict.Account(*plan.positions(), plan.deliver_at_ms(), None)
-    usage = report.Usage(daemon)
     with (
         tarry.Client(daemon.address) as client,
-        client.subscribe(TOPIC, SUBSCRIPTION, create=True) as subscription,
+        client.subscribe(NAME, SUBSCRIPTION, create=True, permits=tarry_load.PERMITS) as subscription,
         relay.Relay(subscription, account) as receiving,
         _Adding(daemon.address, plan, account) as adding,
     ):
         span_s = (LEAD_MS + plan.delay_until_ms) / 1000 + plan.seconds
         receiving.wait_until(lambda: account.durable == len(account) or adding.failed, span_s + PATIENCE_S)
-        stats = client.stats(TOPIC)
-    found = account.verdict()
-    operation = "tarry_delayed_message_index_bucket_op_count_total"
-    values: dict[str, report.Value] = {
-        "rows": plan.rows,
-        "adds_per_s": plan.rows_per_s,
-        **_lateness(account),
-        "late_on_arrival_rows": int(np.count_nonzero(account.deliver_at_ms <= account.answered_at_ms)),
-        "adds_behind_plan_ms_max": adding.behind_ms_max,
-        "buckets_sealed": int(daemon.metric(operation, type="create", state="succeed")),
-        "segments_loaded": int(daemon.metric(operation, type="load", state="succeed")),
-        "left_in_daemon_rows": stats.pending + sum(each.backlog for each in stats.subscriptions),
-        "handed_out_again_rows": found.handed_out_again,
-        **{f"broken: {rule.name}": rule.broken for rule in found.rules},
-    }
-    return report.Measurement("lateness", values | usage.values()), found.kept
+    return account
 
 
-def _lateness(account: verdict.Account) -> dict[str, report.Value]:
-    came = account.first_received_at_ms != np.iinfo(np.int64).max
-    lateness = (account.first_received_at_ms - account.deliver_at_ms)[came]
-    if not len(lateness):
-        return {}
-    p50, p99, p999 = np.percentile(lateness, [50, 99, 99.9])
-    return {
-        "lateness_p50_ms": float(p50),
-        "lateness_p99_ms": float(p99),
-        "lateness_p999_ms": float(p999),
-        "lateness_max_ms": int(lateness.max()),
-    }
-
-
-# (first row, row after the last, answered at, behind the plan by), the times in ms; None at the end.
-_Reports: TypeAlias = "Queue[tuple[int, int, int, int] | None]"
+# (first row, row after the last, answered at in ms); None at the end.
+_Reports: TypeAlias = "Queue[tuple[int, int, int] | None]"
 
 
 class _Adding:
@@ -142,7 +158,6 @@ class _Adding:
         self._process = context.Process(target=_add_by_plan, args=(address, plan, self._reports), daemon=True)
         self._thread = threading.Thread(target=self._take_in, name="answers")
         self._ended = threading.Event()
-        self.behind_ms_max = 0
 
     @property
     def failed(self) -> bool:
@@ -170,9 +185,8 @@ class _Adding:
                 continue
             if answered is None:
                 return
-            first, last, at_ms, behind_ms = answered
+            first, last, at_ms = answered
             self._account.note_answered(slice(first, last), at_ms)
-            self.behind_ms_max = max(self.behind_ms_max, behind_ms)
 
 
 def _add_by_plan(address: str, plan: Plan, reports: _Reports) -> None:
@@ -181,24 +195,19 @@ def _add_by_plan(address: str, plan: Plan, reports: _Reports) -> None:
     due = plan.deliver_at_ms()
     clock = threading.Event()
 
-    def note(first: int, last: int, behind_ms: int, answer: Future[tarry.AddResult]) -> None:
+    def note(first: int, last: int, answer: Future[tarry.AddResult]) -> None:
         if answer.exception() is None:
-            reports.put((first, last, _now_ms(), behind_ms))
+            reports.put((first, last, load.now_ms()))
 
-    with tarry.Client(address) as client, client.add_stream(TOPIC, in_flight=1_000) as stream:
+    with tarry.Client(address) as client, client.add_stream(NAME, in_flight=1_000) as stream:
         for step, first in enumerate(range(0, plan.rows, plan.rows_per_step)):
             send_at_ms = plan.start_ms + step * STEP_MS
             remaining_s = send_at_ms / 1000 - time.time()
             if remaining_s > 0:
                 clock.wait(remaining_s)
-            behind_ms = max(0, _now_ms() - send_at_ms)
             last = min(first + plan.rows_per_step, plan.rows)
             rows = slice(first, last)
             stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows]).add_done_callback(
-                functools.partial(note, first, last, behind_ms)
+                functools.partial(note, first, last)
             )
     reports.put(None)
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,6 +1,6 @@
-"""How a measurement is shown: a table for people, JSON for programs.
+"""How measurements are shown: tables for people, JSON for programs.
 
-Owns: the drawing, and what the daemon used of the machine while it was measured.
+Owns: figures with one value a round, their median, range and goal; ratios taken round by round; the drawing.
 Does not own: what is measured.
 """
 
@@ -8,68 +8,126 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
-import time
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import rich.box
 from rich.console import Console
 from rich.table import Table
 
-from examples import processes
-
 Value = float | int | str | bool
-_MEBIBYTE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Named values, the unit last in each name."""
+class Goal:
+    """What the median should reach, or keep below. Missing it fails nothing."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def is_met(self, median: float) -> bool:
+        return (self.least is None or median >= self.least) and (self.most is None or median <= self.most)
+
+    def __str__(self) -> str:
+        bounds = [f">= {_number(self.least)}"] if self.least is not None else []
+        return " ".join([*bounds, *([f"<= {_number(self.most)}"] if self.most is not None else [])])
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One quantity, with the values of all rounds in their order."""
 
     name: str
-    values: dict[str, Value]
+    unit: str
+    values: tuple[float, ...]
+    goal: Goal | None = None
 
-    def show(self, *, as_json: bool) -> None:
-        """Prints to standard output."""
-        if as_json:
-            print(json.dumps({"measurement": self.name, **self.values}, indent=2))
-            return
-        table = Table(title=self.name, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
-        table.add_column()
-        table.add_column(justify="right")
-        for name, value in self.values.items():
-            table.add_row(name, _text(value))
-        Console().print(table)
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
 
-
-class Usage:
-    """CPU of the daemon and of this process from the making on, and the daemon's memory."""
-
-    def __init__(self, daemon: processes.DaemonProcess) -> None:
-        self._daemon = daemon
-        self._daemon_before = daemon.usage()
-        self._own_before = processes.usage(os.getpid())
-        self._began_s = time.monotonic()
-
-    def values(self) -> dict[str, Value]:
-        """Until now. CPU in percent of one core."""
-        seconds = time.monotonic() - self._began_s
-        after, own = self._daemon.usage(), processes.usage(os.getpid())
+    def to_json(self) -> dict[str, Any]:
+        goal = None if self.goal is None else {"text": str(self.goal), "met": self.goal.is_met(self.median)}
         return {
-            "daemon_cpu_percent": round(100 * (after.cpu_s - self._daemon_before.cpu_s) / seconds, 1),
-            "client_cpu_percent": round(100 * (own.cpu_s - self._own_before.cpu_s) / seconds, 1),
-            "daemon_resident_idle_mib": round(self._daemon_before.resident_bytes / _MEBIBYTE, 1),
-            "daemon_resident_mib": round(after.resident_bytes / _MEBIBYTE, 1),
-            "daemon_resident_highest_mib": round(after.resident_bytes_max / _MEBIBYTE, 1),
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median,
+            "least": min(self.values),
+            "most": max(self.values),
+            "values": self.values,
+            "goal": goal,
         }
 
 
-def machine() -> dict[str, Value]:
-    """Where it was measured."""
-    return {"cores": os.cpu_count() or 0, "python": platform.python_version()}
+def ratio(over: Figure, under: Figure, goal: Goal | None = None) -> Figure:
+    """Quotients of the values that were taken in the same round."""
+    values = tuple(mine / theirs for mine, theirs in zip(over.values, under.values, strict=True))
+    return Figure(f"{over.name} / {under.name}", "x", values, goal)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One measurement. `problems`: rows that are not accounted for; `notes`: what a reader must know of the figures."""
+
+    name: str
+    parameters: Mapping[str, Value]
+    figures: Sequence[Figure]
+    problems: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "measurement": self.name,
+            "parameters": dict(self.parameters),
+            "figures": [figure.to_json() for figure in self.figures],
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints the table, and below it the parameters, the notes and the problems."""
+        table = Table(title=self.name, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
+        table.add_column("figure", overflow="fold")
+        for column in ("median", "least", "most"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
+        table.add_column("goal", no_wrap=True)
+        for figure in self.figures:
+            numbers = (_number(each) for each in (figure.median, min(figure.values), max(figure.values)))
+            table.add_row(figure.name, *numbers, figure.unit, _goal_text(figure))
+        console.print(table)
+        said = ", ".join(f"{name} {_text(value)}" for name, value in self.parameters.items())
+        console.print(f"  {said}", style="dim", highlight=False)
+        for note in self.notes:
+            console.print(f"  {note}", highlight=False)
+        for problem in self.problems:
+            console.print(f"  NOT ACCOUNTED FOR: {problem}", style="bold red", highlight=False)
+
+
+def write_json(path: Path, machine: Mapping[str, Value], results: Sequence[Result]) -> None:
+    document = {"machine": dict(machine), "results": [result.to_json() for result in results]}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def show_machine(console: Console, machine: Mapping[str, Value]) -> None:
+    console.print(", ".join(f"{name} {_text(value)}" for name, value in machine.items()), style="dim", highlight=False)
+
+
+def _goal_text(figure: Figure) -> str:
+    if figure.goal is None:
+        return ""
+    return f"{figure.goal} {'met' if figure.goal.is_met(figure.median) else 'MISSED'}"
+
+
+def _number(value: float) -> str:
+    if value == 0 or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:,.{1 if abs(value) >= 100 else 2 if abs(value) >= 1 else 3}f}"
 
 
 def _text(value: Value) -> str:
     if isinstance(value, (bool, str)):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) else _number(value)

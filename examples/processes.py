@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Self
 import boto3
 import grpc
 from grpc_health.v1 import health_pb2
+from prometheus_client import parser
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
@@ -92,7 +93,10 @@ class ChildProcess:
         self.name = name
         self.log = directory / f"{name}.log"
         self._environment = {
-            name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "TARRY_"))
+            name: value
+            for name, value in os.environ.items()
+            # A program that is installed runs from bytecode: to compile it at each start takes as long as all else.
+            if not name.startswith(("AWS_", "TARRY_")) and name != "PYTHONDONTWRITEBYTECODE"
         } | dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -152,12 +156,12 @@ class ChildProcess:
     def failed(self, what: str) -> ProcessFailed:
         return ProcessFailed(f"{self.name} {what}; the end of {self.log}:\n{self.log_text()[-_LOG_TAIL_CHARACTERS:]}")
 
-    def _spawn(self, *arguments: str) -> None:
+    def _spawn(self, *command: str) -> None:
         if self.alive:
             raise ProcessFailed(f"{self.name} is running")
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                command,
                 cwd=REPOSITORY,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
@@ -218,7 +222,7 @@ class DaemonProcess(ChildProcess):
         """Returns when its ports are bound. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         overrides = [f"--set={name}={_text(value)}" for name, value in self._settings.items()]
-        self._spawn("-m", "daemon.main", "--ready-file", str(self._ready_file), *overrides)
+        self._spawn(sys.executable, "-m", "daemon.main", "--ready-file", str(self._ready_file), *overrides)
         ready = json.loads(self._wait_for_file(self._ready_file, timeout_s))
         if ready["grpc"] != self.address:
             raise self.failed(f"listens on {ready['grpc']}, not on {self.address}")
@@ -266,15 +270,15 @@ class DaemonProcess(ChildProcess):
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a series over the samples that have these labels; 0.0 when there is none."""
+        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """What it exports under that name now: (labels, value)."""
         with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
-            text: str = response.read().decode()
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        total = 0.0
-        for line in text.splitlines():
-            series, _, value = line.rpartition(" ")
-            if series.partition("{")[0] == name and all(label in series for label in wanted):
-                total += float(value)
-        return total
+            families = parser.text_string_to_metric_families(response.read().decode())
+        return [
+            (dict(sample.labels), sample.value) for each in families for sample in each.samples if sample.name == name
+        ]
 
 
 class S3ServerProcess(ChildProcess):
@@ -290,7 +294,8 @@ class S3ServerProcess(ChildProcess):
     def start(self, timeout_s: float = 60.0) -> None:
         """Returns when the bucket exists. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
-        self._spawn("-m", "examples.s3_server", "--port", str(self.port), "--ready-file", str(self._ready_file))
+        program = (sys.executable, "-m", "examples.s3_server")
+        self._spawn(*program, "--port", str(self.port), "--ready-file", str(self._ready_file))
         self._wait_for_file(self._ready_file, timeout_s)
         self._client().create_bucket(Bucket=self.BUCKET)
 

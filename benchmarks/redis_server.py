@@ -1,0 +1,90 @@
+"""A redis-server of the benchmark's own: on a free port of loopback, in a directory of its own, ended with it.
+
+Owns: finding the program, its settings, start, kill and start again, and what it says of its memory.
+Does not own: the rows (`redis_load`).
+
+Rewriting the AOF in the background is off: it would cost Redis time that these runs do not need.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import redis
+
+from examples import processes
+
+Aof = Literal["off", "everysec", "always"]
+AOFS: tuple[Aof, ...] = ("off", "everysec", "always")
+MISSING = "redis-server is not on the PATH, so these figures are Tarry's alone: `apt-get install redis-server`."
+LEFT_OUT = "Redis was left out: these figures are Tarry's alone."
+
+
+def find() -> Path | None:
+    """The program, when it is on the PATH."""
+    found = shutil.which("redis-server")
+    return None if found is None else Path(found)
+
+
+class RedisServer(processes.ChildProcess):
+    """`start` after `kill` starts it again on what its directory holds."""
+
+    def __init__(self, program: Path, directory: Path, aof: Aof) -> None:
+        super().__init__("redis", directory, {})
+        self.directory = directory
+        self.port = processes.free_port()
+        self._program = program
+        self._aof = aof
+        self.client = redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=600)
+
+    def __exit__(self, *of_error: object) -> None:
+        self.client.close()
+        self.kill()
+
+    def start(self) -> None:
+        """Returns when the process runs; it may not answer yet."""
+        aof = ["--appendonly", "no"] if self._aof == "off" else ["--appendonly", "yes", "--appendfsync", self._aof]
+        self._spawn(
+            str(self._program),
+            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", ""),
+            *("--auto-aof-rewrite-percentage", "0", *aof),
+        )
+
+    def wait_until_loaded(self, timeout_s: float = 300.0) -> None:
+        """Returns when it answers and has loaded what it had stored. Raises `ProcessFailed`."""
+        self._wait_until(self._is_loaded, timeout_s, f"did not answer within {timeout_s:g} s")
+
+    def rewrite(self, timeout_s: float = 600.0) -> None:
+        """Rewrites the AOF. Raises `ProcessFailed`."""
+        self.client.bgrewriteaof()
+        self._wait_until(
+            lambda: not self._info("persistence")["aof_rewrite_in_progress"],
+            timeout_s,
+            f"did not rewrite its AOF within {timeout_s:g} s",
+        )
+
+    def used_memory_bytes(self) -> int:
+        return int(self._info("memory")["used_memory"])
+
+    def stored_bytes(self, pattern: str) -> int:
+        """Bytes of its files whose path matches."""
+        return sum(path.stat().st_size for path in self.directory.glob(pattern) if path.is_file())
+
+    def _is_loaded(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except (redis.BusyLoadingError, redis.ConnectionError):
+            return False
+
+    def _info(self, section: str) -> dict[str, int | str]:
+        answer: dict[str, int | str] = self.client.info(section)
+        return answer
+
+    def _wait_until(self, reached: Callable[[], bool], timeout_s: float, too_late: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not reached():
+            self._check_waiting(deadline_s, too_late)

@@ -1,0 +1,100 @@
+"""Tarry's side: adding rows through one stream, and draining a subscription with every row acknowledged.
+
+Owns: one client process's use of `tarry`, timed. Does not own: the daemon process (`workbench`), the rows (`load`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+import tarry
+from benchmarks import load
+
+PERMITS = 100_000
+PATIENCE_S = 120.0
+_POLL_S = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """`accepted`: rows that were answered as durable and new. `seconds`: from the first request to the last answer."""
+
+    accepted: int
+    seconds: float
+
+
+def add(client: tarry.Client, topic: str, rows: load.Rows, *, batch_rows: int, in_flight: int) -> Added:
+    """Adds everything, with so many requests unanswered."""
+    answers: list[Future[tarry.AddResult]] = []
+    batches = list(rows.batches(batch_rows))
+    with client.add_stream(topic, in_flight=in_flight) as stream:
+        began_s = time.perf_counter()
+        for batch in batches:
+            first, last = batch.ledger_id[0], batch.ledger_id[-1]
+            # One number where the batch has one ledger, as a broker's own requests are.
+            ledger = int(first) if first == last and (batch.ledger_id == first).all() else batch.ledger_id
+            answers.append(stream.add(ledger, batch.entry_id, deliver_at_ms=batch.deliver_at_ms))
+        stream.flush()
+        seconds = time.perf_counter() - began_s
+    return Added(sum(answer.result().accepted for answer in answers), seconds)
+
+
+def wait_for(client: tarry.Client, topic: str, what: str, reached: Callable[[tarry.TopicStats], bool]) -> None:
+    """Waits until the topic's counts are so. Raises TimeoutError, with `what` they should be."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not reached(stats := client.stats(topic)):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"topic {topic} has not {what} after {PATIENCE_S:g} s: {stats}")
+        time.sleep(_POLL_S)
+
+
+class Drain:
+    """Receives and acknowledges until `rows` rows came, and keeps what came for the account."""
+
+    def __init__(self, rows: int) -> None:
+        self._wanted = rows
+        self._batches: list[tarry.Batch] = []
+        self._answers: list[Future[int]] = []
+        self.first_received_s = 0.0
+        self.durable_s = 0.0
+        self.last_received_at_ms = 0
+        self.durable_at_ms = 0
+
+    def run(self, subscription: tarry.Subscription) -> None:
+        """Times are `time.perf_counter` ones. Raises TimeoutError when nothing comes any more."""
+        received = 0
+        while received < self._wanted:
+            batch = subscription.receive(timeout_s=PATIENCE_S)
+            if batch is None:
+                raise TimeoutError(f"{received} of {self._wanted} rows came, and no more within {PATIENCE_S:g} s")
+            if not received:
+                self.first_received_s = time.perf_counter()
+            received += len(batch)
+            self._batches.append(batch)
+            self._answers.append(subscription.ack(batch))
+        self.last_received_at_ms = self._batches[-1].received_at_ms
+        subscription.flush(PATIENCE_S)
+        self.durable_s = time.perf_counter()
+        self.durable_at_ms = load.now_ms()
+
+    def problem(self, rows: load.Rows) -> str | None:
+        """What is wrong with what came and with its acknowledgements; None when nothing is."""
+        ignored = sum(answer.result() for answer in self._answers)
+        return problem_of(self._batches, rows) or (f"{ignored:,} acknowledgements were ignored" if ignored else None)
+
+
+def problem_of(batches: Sequence[tarry.Batch], rows: load.Rows) -> str | None:
+    """Each of the rows must have come exactly once, with its time; None when it did."""
+    columns = zip(*(batch.positions for batch in batches), strict=True)
+    came = load.Rows(*(np.concatenate(column) for column in columns))
+    positions, owed = came.joined(), rows.joined()
+    order, order_owed = np.argsort(positions), np.argsort(owed)
+    if not np.array_equal(positions[order], owed[order_owed]):
+        return f"{len(came):,} rows came, {len(np.intersect1d(positions, owed)):,} of the {len(rows):,} that are owed"
+    differ = came.deliver_at_ms[order] != rows.deliver_at_ms[order_owed]
+    return f"{np.count_nonzero(differ):,} rows came with another due time" if differ.any() else None

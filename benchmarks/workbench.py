@@ -1,0 +1,145 @@
+"""What every measurement is given: sizes, servers on their core, and rounds that take turns.
+
+Owns: fresh servers on directories of their own, pinned to the server's core and gone afterwards; the interleaving of
+contenders; the samples and the problems of one measurement.
+Does not own: the measurements, a module each; the drawing (`report`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from benchmarks import machine, redis_server, report
+from examples import processes
+
+# One turn of a contender: its figures by name.
+Turn = Callable[[], Mapping[str, float]]
+
+_START_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Workbench:
+    """`directory` is on the disk that is measured. `redis`: the program, None when there is none."""
+
+    directory: Path
+    cores: machine.Cores
+    redis: Path | None
+    rounds: int
+    quick: bool
+    batch_rows: int
+    in_flight: int
+    seed: int
+    why_without_redis: str
+    settings: Mapping[str, object]
+    say: Callable[[str], None]
+
+    def size(self, full: int, quick: int) -> int:
+        """A number of rows or the like: that of a full run, or of a quick one, which shows only that it works."""
+        return quick if self.quick else full
+
+    @property
+    def parameters(self) -> dict[str, report.Value]:
+        """What all results state."""
+        set_here: dict[str, report.Value] = {name: str(value) for name, value in self.settings.items()}
+        return {"rounds": self.rounds, "batch_rows": self.batch_rows, "in_flight": self.in_flight} | set_here
+
+    @property
+    def rest_s(self) -> float:
+        """After which seals, checkpoints and returned memory have come to rest."""
+        return 0.5 if self.quick else 5.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For results that have a side of Redis."""
+        return () if self.redis is not None else (self.why_without_redis,)
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A directory that is removed afterwards."""
+        path = Path(tempfile.mkdtemp(dir=self.directory))
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+    @contextlib.contextmanager
+    def daemon(
+        self, root: Path | None = None, settings: Mapping[str, object] | None = None
+    ) -> Iterator[processes.DaemonProcess]:
+        """A serving daemon, on a root of its own unless one is given. What fails meanwhile is told with its log."""
+        with self.folder() as folder:
+            store = processes.local_store(root or folder / "root")
+            with processes.DaemonProcess("tarryd", folder, {**store, **(settings or {}), **self.settings}) as daemon:
+                try:
+                    self.start(daemon)
+                    yield daemon
+                except processes.ProcessFailed:
+                    raise
+                except Exception as error:
+                    raise daemon.failed(f"was being measured ({type(error).__name__}: {error})") from error
+
+    def start(self, daemon: processes.DaemonProcess) -> None:
+        """Returns when it serves. The client's threads are not started on the server's core."""
+        with machine.on_core(self.cores.server):
+            daemon.start(_START_S)
+        daemon.wait_for_health(serving=True, timeout_s=_START_S)
+
+    @contextlib.contextmanager
+    def rival(self, aof: redis_server.Aof) -> Iterator[redis_server.RedisServer]:
+        """An empty redis-server that answers. Only where `redis` is not None."""
+        if self.redis is None:
+            raise processes.ProcessFailed(self.why_without_redis)
+        with self.folder() as folder, redis_server.RedisServer(self.redis, folder, aof) as server:
+            self.start_redis(server)
+            server.wait_until_loaded()
+            yield server
+
+    def start_redis(self, server: redis_server.RedisServer) -> None:
+        with machine.on_core(self.cores.server):
+            server.start()
+
+
+class Rounds:
+    """The samples of one measurement. Each round every contender has one turn, in the same order."""
+
+    def __init__(self, bench: Workbench, measurement: str) -> None:
+        self._bench = bench
+        self._measurement = measurement
+        self._samples: dict[str, list[float]] = {}
+        self.problems: list[str] = []
+
+    def run(self, contenders: Mapping[str, Turn]) -> None:
+        for number in range(1, self._bench.rounds + 1):
+            for name, turn in contenders.items():
+                self.turn(f"round {number} of {self._bench.rounds}, {name}", turn)
+
+    def turn(self, name: str, turn: Turn) -> None:
+        """One turn outside the rounds."""
+        figures = turn()
+        for figure, value in figures.items():
+            self._samples.setdefault(figure, []).append(value)
+        said = ", ".join(f"{figure} {value:,.6g}" for figure, value in figures.items())
+        self._bench.say(f"{self._measurement}: {name}: {said}")
+
+    def check(self, who: str, problem: str | None) -> None:
+        """Notes what is not accounted for; None is all right."""
+        if problem is not None:
+            self.problems.append(f"{who}: {problem}")
+            self._bench.say(f"{self._measurement}: NOT ACCOUNTED FOR: {who}: {problem}")
+
+    def check_count(self, who: str, rows: int, wanted: int) -> None:
+        self.check(who, None if rows == wanted else f"{rows:,} rows of {wanted:,}")
+
+    def figure(self, name: str, unit: str, goal: report.Goal | None = None) -> report.Figure:
+        """The samples of that name."""
+        return report.Figure(name, unit, tuple(self._samples[name]), goal)
+
+    def figures(self, unit: str, goals: Mapping[str, report.Goal] | None = None) -> list[report.Figure]:
+        """All samples, where they have one unit."""
+        return [self.figure(name, unit, (goals or {}).get(name)) for name in self._samples]

@@ -1,0 +1,92 @@
+"""Each measurement in small: it runs, accounts for every row, and says what it compares with. No figure is judged."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import redis_server
+from benchmarks.__main__ import MEASUREMENTS, TUNING
+from examples import processes
+
+WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
+needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
+pytestmark = pytest.mark.timeout(120)
+
+
+def measure(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON of a quick run of one round that accounted for every row."""
+    written = folder / "figures.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--json", str(written), *arguments],
+        cwd=processes.REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    document: dict[str, Any] = json.loads(written.read_text())
+    return document
+
+
+def names(document: dict[str, Any]) -> list[str]:
+    return [figure["name"] for result in document["results"] for figure in result["figures"]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Takes each measurement once."""
+    return functools.cache(lambda name: measure(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.mark.parametrize("measurement", MEASUREMENTS)
+def test_a_measurement_accounts_for_every_row(measurement: str, measured: Callable[[str], dict[str, Any]]) -> None:
+    document = measured(measurement)
+    (result,) = document["results"]
+    assert result["measurement"] == measurement
+    assert result["problems"] == []
+    assert any("redis" not in name for name in names(document))
+
+
+@needs_redis
+@pytest.mark.parametrize("measurement", WITH_REDIS)
+def test_a_measurement_beside_redis_has_the_figures_of_both(
+    measurement: str, measured: Callable[[str], dict[str, Any]]
+) -> None:
+    document = measured(measurement)
+    assert document["machine"]["redis_server"].startswith("v=")
+    assert any(name.startswith("tarry") for name in names(document))
+    assert any(name.startswith("redis") for name in names(document))
+    assert redis_server.MISSING not in document["results"][0]["notes"]
+
+
+def test_a_measurement_without_redis_says_so(tmp_path: Path) -> None:
+    document = measure(tmp_path, "add", "--without-redis")
+    assert document["results"][0]["notes"] == [redis_server.LEFT_OUT]
+    assert names(document)
+    assert not any("redis" in name for name in names(document))
+
+
+@needs_redis
+def test_the_batch_sizes_of_redis_are_tried(tmp_path: Path) -> None:
+    (tuning,) = TUNING
+    assert any(name.startswith("drain") for name in names(measure(tmp_path, tuning)))
+
+
+def test_what_is_not_a_measurement_is_refused_by_name() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "speed"],
+        cwd=processes.REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.returncode == 2
+    assert "speed: no such measurement" in run.stderr
