@@ -1,6 +1,7 @@
 """`tarry.v1.DelayedDelivery`: positions go in.
 
-Owns: both ways to call the engine's `add`, one request at a time and pipelined.
+Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of what a
+log's cursor and its trimming ask.
 Does not own: the decision about the rows (engine) and the form of columns and errors (`columns`, `status`).
 """
 
@@ -30,20 +31,42 @@ class DelayedDelivery:
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._engine = engine
         self._settings = settings
+        self._handler = unary.Frame(settings).handler
+        self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
-        size_bytes_max = self._settings.limits.message_bytes_max
         return {
-            "AddMessages": unary.handler(pb.AddMessagesRequest, self._add, size_bytes_max=size_bytes_max),
+            "AddMessages": self._handler(pb.AddMessagesRequest, self._add),
             "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
+            "ContainsMessages": self._handler(pb.ContainsMessagesRequest, self._contains),
+            "TrimMessages": self._handler(pb.TrimMessagesRequest, self._trim),
+            "ClearMessages": self._handler(pb.ClearMessagesRequest, self._clear),
         }
 
     async def _add(self, request: pb.AddMessagesRequest) -> pb.AddMessagesResponse:
         return columns.add_response(await self._engine.requests.add(request.topic, columns.add_batch(request)))
 
+    async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
+        ranges = columns.entry_ranges(request)
+        contained = await self._engine.requests.contains(request.topic, ranges, request.subscription or None)
+        return columns.contains_response(contained)
+
+    async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
+        ranges = columns.ledger_ranges(request)
+        trimmed = await self._engine.requests.trim(request.topic, request.subscription or None, ranges)
+        return pb.TrimMessagesResponse(trimmed=trimmed)
+
+    async def _clear(self, request: pb.ClearMessagesRequest) -> pb.ClearMessagesResponse:
+        cleared = await self._engine.requests.clear(request.topic, request.subscription or None)
+        return pb.ClearMessagesResponse(cleared=cleared)
+
+    def end_streams(self) -> None:
+        """The daemon stops: streams answer what they have read, and end with UNAVAILABLE."""
+        self._draining.set()
+
     async def _stream_add(self, _: object, context: pipeline.Context) -> None:
         try:
-            await _AddStream(self._engine, self._settings, context).run()
+            await _AddStream(self._engine, self._settings, context, self._draining).run()
         except Exception as error:  # noqa: BLE001 - every error has a status
             await status.abort(context, error)
 
@@ -51,23 +74,37 @@ class DelayedDelivery:
 class _AddStream:
     """One `StreamAddMessages`: a reader that submits, and a writer until the caller is done and answered."""
 
-    def __init__(self, engine: Engine, settings: config.Config, context: pipeline.Context) -> None:
+    def __init__(
+        self, engine: Engine, settings: config.Config, context: pipeline.Context, draining: asyncio.Event
+    ) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
+        self._draining = draining
 
     async def run(self) -> None:
+        try:
+            await self._serve()
+        except errors.TarryError:
+            await self._pipeline.settle()
+            raise
+
+    async def _serve(self) -> None:
         wake = self._pipeline.wake
         reader = asyncio.create_task(self._read())
-        reader.add_done_callback(lambda _: wake.set())
+        draining = asyncio.create_task(self._draining.wait())
+        for task in (reader, draining):
+            task.add_done_callback(lambda _: wake.set())
         try:
             while self._pipeline.busy or not reader.done():
                 await wake.wait()
                 wake.clear()
                 await self._pipeline.flush()
+                if draining.done() and not reader.done():
+                    raise errors.Unavailable("the daemon is stopping; try again")
             reader.result()
         finally:
-            await pipeline.end(reader)
+            await pipeline.end(reader, draining)
 
     async def _read(self) -> None:
         while (data := await self._pipeline.read()) is not None:

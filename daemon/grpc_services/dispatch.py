@@ -1,7 +1,9 @@
 """`tarry.v1.Dispatch`: due positions come out and are acknowledged.
 
-Owns: the order of messages on a `Subscribe` stream, and that the engine's stream is closed however the call ends.
-Does not own: permits, backlog and what is handed out (engine), the form of columns and errors (`columns`, `status`).
+Owns: the order of messages on a `Subscribe` stream, that the engine's stream is closed however the call ends, and the
+requests and answers of the calls without a stream.
+Does not own: permits, backlog and what is handed out (engine), the form of columns and errors (`columns`, `status`),
+and callers that wait for a lease (`leasing`).
 
 A stream is one reader (Open, then Flow and Acknowledge) and one writer, which sends what is done before what is due:
 a `Done` waits for at most one `Messages`.
@@ -18,7 +20,7 @@ import grpc
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, parsing, pipeline, status, unary
+from daemon.grpc_services import columns, leasing, parsing, pipeline, policies, records, status, unary
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
@@ -34,17 +36,21 @@ class Dispatch:
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._engine = engine
         self._settings = settings
+        self._frame = unary.Frame(settings)
+        self._leasing = leasing.Leasing(engine.requests)
 
     def handlers(self) -> dict[str, unary.Handler]:
-        size_bytes_max = self._settings.limits.message_bytes_max
+        handler = self._frame.handler
         return {
             "Subscribe": grpc.stream_stream_rpc_method_handler(self._subscribe),
-            "CreateSubscription": unary.handler(
-                pb.CreateSubscriptionRequest, self._create_subscription, size_bytes_max=size_bytes_max
+            "CreateSubscription": handler(pb.CreateSubscriptionRequest, self._create_subscription),
+            "UpdateSubscription": handler(pb.UpdateSubscriptionRequest, self._update_subscription),
+            "DeleteSubscription": handler(pb.DeleteSubscriptionRequest, self._delete_subscription),
+            "GetScheduledMessages": self._frame.cancelled_handler(
+                pb.GetScheduledMessagesRequest, self._leasing.get_scheduled
             ),
-            "DeleteSubscription": unary.handler(
-                pb.DeleteSubscriptionRequest, self._delete_subscription, size_bytes_max=size_bytes_max
-            ),
+            "Acknowledge": handler(pb.AcknowledgeRequest, self._acknowledge),
+            "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
         }
 
     async def _subscribe(self, _: object, context: pipeline.Context) -> None:
@@ -57,14 +63,32 @@ class Dispatch:
             await status.abort(context, error)
 
     async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:
-        created = await self._engine.requests.create_subscription(request.topic, request.subscription)
-        return pb.CreateSubscriptionResponse(
-            subscription_id=created.subscription_id, since_ms=created.since_ms, created=created.created
+        policy = policies.subscription_policy(request.policy)
+        created = await self._engine.requests.create_subscription(request.topic, request.subscription, policy)
+        return records.as_message(pb.CreateSubscriptionResponse, created)
+
+    async def _update_subscription(self, request: pb.UpdateSubscriptionRequest) -> pb.UpdateSubscriptionResponse:
+        policies.require_given(request)
+        policy = await self._engine.requests.update_subscription(
+            request.topic, request.subscription, policies.subscription_policy(request.policy)
         )
+        return pb.UpdateSubscriptionResponse(policy=policies.subscription_policy_message(policy))
 
     async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
         await self._engine.requests.delete_subscription(request.topic, request.subscription)
         return pb.DeleteSubscriptionResponse()
+
+    async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
+        positions = columns.handed_out(request)
+        ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
+        return pb.AcknowledgeResponse(ignored=ignored)
+
+    async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
+        positions = columns.handed_out(request)
+        ignored = await self._engine.requests.extend_lease(
+            request.topic, request.subscription, positions, request.lease_ms
+        )
+        return pb.ExtendLeaseResponse(ignored=ignored)
 
 
 class _SubscribeStream:
@@ -79,9 +103,15 @@ class _SubscribeStream:
     async def run(self) -> None:
         stream = await self._open(await self._read_open())
         try:
-            opened = pb.Opened(epoch=stream.epoch, held=stream.held)
+            opened = pb.Opened(
+                epoch=stream.epoch, held=stream.held, rebuild_needed=records.rebuild_needed(stream.rebuild_needed)
+            )
             await self._context.write(pb.SubscribeResponse(opened=opened).SerializeToString())
             await self._serve(stream)
+        except errors.TarryError:
+            # What is known of the caller's acknowledgements comes before the end.
+            await self._pipeline.settle()
+            raise
         finally:
             stream.close()
 
@@ -168,7 +198,10 @@ def _close_unused(opening: asyncio.Future[DispatchStream]) -> None:
 
 
 def _acknowledge(stream: DispatchStream, request: pb.Acknowledge) -> Awaitable[int]:
-    return stream.acknowledge(*columns.acknowledged(request), awaited=request.request_id != 0)
+    positions = columns.handed_out(request)
+    return stream.acknowledge(
+        positions.ledger_id, positions.entry_id, positions.deliver_at_ms, awaited=request.request_id != 0
+    )
 
 
 def _done(epoch: int, request_id: int, outcome: int | Exception, *, answered: bool) -> bytes | None:

@@ -69,7 +69,16 @@ def _text_fault(data: bytes, declared: Declared) -> str:
             try:
                 unparsed.data.decode()
             except UnicodeDecodeError as error:
-                return f"{field.name}: not UTF-8 at byte {error.start}: {unparsed.data[:64]!r}"
+                return f"{_name(field)}: not UTF-8 at byte {error.start}: {unparsed.data[:64]!r}"
         elif field.message_type is not None and (fault := _text_fault(unparsed.data, field.message_type)):
             return fault
     return ""
+
+
+def _name(field: Declared) -> str:
+    """The field's name; of a map's key or value with the name that the map has in the contract."""
+    entry = field.containing_type
+    if not entry.GetOptions().map_entry:
+        return str(field.name)
+    maps = (each.name for each in entry.containing_type.fields if each.message_type is entry)
+    return f"{next(maps)} {field.name}"

@@ -1,7 +1,7 @@
 """The requests of one stream that are in flight, and their answers.
 
-Owns: the bound on what a stream may have unanswered (reading stops at it: back-pressure), and writing answers in the
-order in which they become known, by one writer.
+Owns: the bound on what a stream may have unanswered (reading stops at it: back-pressure), writing answers in the order
+in which they become known, by one writer, and the last answers before a stream ends by an error.
 Does not own: what a request is and does (`delayed_delivery`, `dispatch`).
 
 A request costs no task: its work is a future, whose callback queues the answer and wakes the writer.
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
 from daemon import config, errors
+
+# How long a stream that ends by an error stays for answers that are not known yet.
+LAST_ANSWERS_S = 5.0
 
 T = TypeVar("T")
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -81,6 +85,21 @@ class Pipeline:
 
     async def flush(self) -> None:
         """Writes the answers that are known. Raises `NotOwner` when that was the outcome of a request."""
+        await self._write_known()
+        if self._moved is not None:
+            raise self._moved
+
+    async def settle(self) -> None:
+        """Writes the answers of what is in flight, as far as they become known in time. The stream ends after it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_ANSWERS_S):
+                while self.busy:
+                    self.wake.clear()
+                    await self._write_known()
+                    if self.busy:
+                        await self.wake.wait()
+
+    async def _write_known(self) -> None:
         while self._answers:
             size_bytes, answer = self._answers.popleft()
             if answer is not None:
@@ -88,8 +107,6 @@ class Pipeline:
             self._requests -= 1
             self._bytes -= size_bytes
             self._room.set()
-        if self._moved is not None:
-            raise self._moved
 
     def _finish(self, size_bytes: int, answer: Callable[[Any], bytes | None], outcome: object) -> None:
         if isinstance(outcome, errors.NotOwner):

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from daemon import config
-from daemon.grpc_services import delayed_delivery, dispatch, health, inspect_service
+from daemon.grpc_services import admin, cluster_service, delayed_delivery, dispatch, health, inspect_service
 
 if TYPE_CHECKING:
     from daemon.engine.engine import Engine
@@ -31,6 +31,8 @@ class Server:
         self._settings = settings
         self._server = grpc.aio.server(options=_options(settings))
         self._health: health.HealthReport | None = None
+        self._calls = _OpenCalls()
+        self._delayed_delivery: delayed_delivery.DelayedDelivery | None = None
 
     def bind(self) -> int:
         """Takes the address, so that the daemon knows its port before it serves. Raises `OSError` when it is taken."""
@@ -41,13 +43,21 @@ class Server:
 
     async def start(self, engine: Engine) -> None:
         """Serves. An engine that is not ready refuses by itself; health follows it."""
+        self._delayed_delivery = delayed_delivery.DelayedDelivery(engine, self._settings)
         services = {
-            delayed_delivery.DESCRIPTOR.full_name: delayed_delivery.DelayedDelivery(engine, self._settings).handlers(),
+            delayed_delivery.DESCRIPTOR.full_name: self._delayed_delivery.handlers(),
             dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, self._settings).handlers(),
             inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, self._settings).handlers(),
+            admin.DESCRIPTOR.full_name: admin.Admin(engine, self._settings).handlers(),
+            cluster_service.DESCRIPTOR.full_name: cluster_service.Cluster(engine, self._settings).handlers(),
         }
         self._server.add_generic_rpc_handlers(
-            tuple(grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items())
+            tuple(
+                grpc.method_handlers_generic_handler(
+                    name, {method: self._calls.counted(handler) for method, handler in handlers.items()}
+                )
+                for name, handlers in services.items()
+            )
         )
         self._health = health.HealthReport(engine, tuple(services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
@@ -57,10 +67,40 @@ class Server:
         await self._server.start()
 
     async def drain(self) -> None:
-        """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them."""
+        """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them.
+
+        Streams of adds end by themselves, those of dispatchers with the engine.
+        """
         if self._health is not None:
             await self._health.close()
+        if self._delayed_delivery is not None:
+            self._delayed_delivery.end_streams()
         await self._server.stop(self._settings.grpc.drain_s)
+
+    def left(self) -> list[str]:
+        """The calls that are not answered, for people."""
+        return [f"{self._calls.open} calls are open"] if self._calls.open else []
+
+
+class _OpenCalls:
+    """How many calls are open, streams included."""
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def counted(self, handler: Any) -> Any:
+        """The handler, whose calls are counted."""
+        kind = "stream_stream" if handler.stream_stream is not None else "unary_unary"
+        serve = getattr(handler, kind)
+
+        async def counting(request: Any, context: Any) -> Any:
+            self.open += 1
+            try:
+                return await serve(request, context)
+            finally:
+                self.open -= 1
+
+        return handler._replace(**{kind: counting})
 
 
 def _options(settings: config.Config) -> list[tuple[str, Any]]:

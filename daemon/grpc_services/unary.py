@@ -1,6 +1,7 @@
 """The frame of every call with one request and one answer: parse, call, encode, or end with the error's status.
 
-Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`).
+Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
+answer may be encoded by hand (`columns`).
 """
 
 from __future__ import annotations
@@ -12,21 +13,38 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf import message
 
+from daemon import config
 from daemon.grpc_services import parsing, status
 from daemon.grpc_services.pipeline import Context
 
 M = TypeVar("M", bound=message.Message)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Answer: TypeAlias = message.Message | bytes
 
 
-def handler(request_type: type[M], call: Callable[[M], Awaitable[message.Message]], *, size_bytes_max: int) -> Handler:
-    async def handle(data: bytes, context: Context) -> bytes:
-        try:
-            request = parsing.parse(request_type, data, size_bytes_max=size_bytes_max)
-            # A caller that goes away does not stop the engine halfway.
-            answer = await asyncio.shield(asyncio.ensure_future(call(request)))
-            return answer.SerializeToString()
-        except Exception as error:  # noqa: BLE001 - every error has a status
-            await status.abort(context, error)
+class Frame:
+    """Makes handlers of calls."""
 
-    return grpc.unary_unary_rpc_method_handler(handle)
+    def __init__(self, settings: config.Config) -> None:
+        self._size_bytes_max = settings.limits.message_bytes_max
+
+    def handler(self, request_type: type[M], call: Callable[[M], Awaitable[Answer]]) -> Handler:
+        """A call that goes on when its caller goes away: that does not stop the engine halfway."""
+
+        async def unbroken(request: M, _: Context) -> Answer:
+            return await asyncio.shield(asyncio.ensure_future(call(request)))
+
+        return self.cancelled_handler(request_type, unbroken)
+
+    def cancelled_handler(self, request_type: type[M], call: Callable[[M, Context], Awaitable[Answer]]) -> Handler:
+        """A call that is cancelled when its caller goes away or its deadline is over."""
+
+        async def handle(data: bytes, context: Context) -> bytes:
+            try:
+                request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+                answer = await call(request, context)
+                return answer if isinstance(answer, bytes) else answer.SerializeToString()
+            except Exception as error:  # noqa: BLE001 - every error has a status
+                await status.abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(handle)

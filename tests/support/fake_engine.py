@@ -1,51 +1,41 @@
 """An engine that is all in memory: the facade of `daemon.engine`, to test the edge without storage.
 
-It is real as far as a caller sees: adds are idempotent, what is due is handed out in order against permits,
-acknowledgements count what they ignored. It has no journal, no buckets and no recovery; its rows are Python objects.
-Faults: `fail_with` is raised by every call; while `hold` is set, adds and acknowledgements stay unanswered.
+It is real as far as a caller sees: adds are idempotent, what is due is handed out in order against permits or leased,
+acknowledgements count what they ignored, trims and policies do what they say. It has no journal and no recovery.
+Faults: `fail_with` is raised by every call; while `hold` is set, calls stay unanswered; `rebuild_needed` is what a
+damaged bucket would leave.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from daemon import config, errors
 from daemon.core import limits
-from daemon.engine import calls
+from daemon.engine import calls, leases, topic_settings
 from storage_backends.formats.rows import U64, Rows
+from tests.support.fake_topic import Lease, Row, Subscription, Topic
 
 EPOCH = 7
-Position = tuple[int, int]
-
-
-@dataclasses.dataclass
-class _Subscription:
-    subscription_id: int
-    since_ms: int
-    # Position and time of what left the backlog for good.
-    acknowledged: set[tuple[int, int, int]] = dataclasses.field(default_factory=set)
-    in_flight: dict[Position, FakeDispatchStream] = dataclasses.field(default_factory=dict)
-    streams: list[FakeDispatchStream] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Topic:
-    # deliver_at_ms and key_hash
-    rows: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    subscriptions: dict[str, _Subscription] = dataclasses.field(default_factory=dict)
-
-    def backlog(self, subscription: _Subscription, now_ms: int) -> list[tuple[int, int, int]]:
-        """(deliver_at_ms, ledger_id, entry_id) of what is due and not acknowledged, in the order of hand-out."""
-        return sorted(
-            (due, *position)
-            for position, (due, _) in self.rows.items()
-            if subscription.since_ms < due <= now_ms and (*position, due) not in subscription.acknowledged
-        )
+OWNER = "fake"
+ADDRESS = "127.0.0.1:1"
+DEFAULT_POLICY = calls.TopicPolicy(
+    delay_max_ms=315_360_000_000,
+    min_index_count_per_bucket=50_000,
+    bucket_rows_max=200_000,
+    bucket_bytes_max=16 << 20,
+    bucket_age_max_ms=1_800_000,
+    max_time_step_per_bucket_snapshot_segment_seconds=300,
+    max_indexes_per_bucket_snapshot_segment=5000,
+    min_indexes_per_bucket_snapshot_segment=1000,
+    compatible_form=False,
+)
 
 
 class FakeEngine:
@@ -54,19 +44,21 @@ class FakeEngine:
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):
         self.settings = settings
         self.now_ms = now_ms
-        self.topics: dict[str, _Topic] = {}
+        self.topics: dict[str, Topic] = {}
+        self.rebuild_needed: tuple[calls.RebuildNeeded, ...] = ()
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.calls_begun = 0
         self.streams_opened = 0
         self._happened = asyncio.Event()
         self._last_subscription_id = 0
+        self._incarnations: dict[str, int] = {}
         self._health = calls.Health(serving=True, reason="")
         self._on_health_change: list[Callable[[calls.Health], None]] = []
 
     @property
     def requests(self) -> FakeEngine:
-        """The calls, as `daemon.engine.requests` has them."""
+        """The calls of the engine are its own."""
         return self
 
     async def add(self, topic: str, batch: calls.AddBatch) -> calls.AddOutcome:
@@ -77,7 +69,7 @@ class FakeEngine:
         times = limits.absolute_times(
             batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
         )
-        rows = self.topics.setdefault(topic, _Topic()).rows
+        rows = self._topic_to_write(topic).rows
         hashes = np.zeros(len(times), np.uint32) if batch.key_hash is None else batch.key_hash
         accepted, late, returned = 0, 0, []
         columns = (batch.ledger_id.tolist(), batch.entry_id.tolist(), times.tolist(), hashes.tolist())
@@ -90,7 +82,8 @@ class FakeEngine:
                 continue
             rows[ledger_id, entry_id] = (due, key_hash)
             accepted += 1
-        self._wake(topic)
+        for subscription in self.topics[topic].subscriptions.values():
+            subscription.wake()
         return calls.AddOutcome(
             accepted=accepted,
             duplicates=len(times) - accepted - len(returned),
@@ -100,11 +93,52 @@ class FakeEngine:
             raised_deliver_at_ms=np.empty(0, np.uint64),
         )
 
-    async def create_subscription(self, topic: str, subscription: str) -> calls.SubscriptionCreated:
+    async def contains(self, topic: str, asked: calls.EntryRanges, subscription: str | None) -> calls.Contained:
         now_ms = await self._begin()
-        limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
-        limits.check_name("subscription", subscription, self.settings.limits.subscription_bytes_max)
-        mine = self.topics.setdefault(topic, _Topic()).subscriptions
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(asked.ledger_id), self.settings.limits.rows_per_request_max)
+        backwards = asked.last_entry_id < asked.first_entry_id
+        if backwards.any():
+            index = int(backwards.argmax())
+            first, last = asked.first_entry_id[index], asked.last_entry_id[index]
+            raise errors.InvalidArgument(
+                f"last_entry_id[{index}] is {last}, before entry_id[{index}], which is {first}"
+            )
+        known = self.topics.get(topic, Topic())
+        if topic not in self.topics or subscription is None:
+            return known.contains(asked, known.owed, now_ms)
+        return known.contains(asked, self.find(topic, subscription).owes, now_ms)
+
+    async def trim(self, topic: str, subscription: str | None, ranges: calls.LedgerRanges) -> int:
+        await self._begin()
+        self._check_names(topic, subscription)
+        limits.check_rows("ledger_id", len(ranges.ledger_id), self.settings.limits.rows_per_request_max)
+        ledgers = ranges.ledger_id.tolist()
+        if ranges.all_lower_ledgers and len(ledgers) > 1:
+            raise errors.InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {len(ledgers)}; it must have 1")
+        for ledger_id in ledgers:
+            if ledgers.count(ledger_id) > 1:
+                raise errors.InvalidArgument(f"ledger_id names ledger {ledger_id} twice; once is enough")
+        last = dict(zip(ledgers, ranges.last_entry_id.tolist(), strict=True))
+        lower = ledgers[0] if ranges.all_lower_ledgers else 0
+        return self._drop(topic, subscription, lambda each: each[0] < lower or each[1] <= last.get(each[0], -1))
+
+    async def clear(self, topic: str, subscription: str | None) -> int:
+        await self._begin()
+        self._check_names(topic, subscription)
+        return self._drop(topic, subscription, lambda _: True)
+
+    def _drop(self, topic: str, subscription: str | None, chosen: Callable[[tuple[int, int]], bool]) -> int:
+        known = self._topic(topic)
+        return known.drop(None if subscription is None else self.find(topic, subscription), chosen)
+
+    async def create_subscription(
+        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
+    ) -> calls.SubscriptionCreated:
+        now_ms = await self._begin()
+        self._check_names(topic, subscription)
+        topic_settings.check_subscription_policy(policy)
+        mine = self._topic_to_write(topic).subscriptions
         created = subscription not in mine
         if created:
             most = self.settings.limits.subscriptions_per_topic_max
@@ -113,11 +147,21 @@ class FakeEngine:
                     f"subscription: the topic has {len(mine)}, the limit is {most}", retry_after_ms=1000
                 )
             self._last_subscription_id += 1
-            mine[subscription] = _Subscription(self._last_subscription_id, now_ms if mine else 0)
+            mine[subscription] = Subscription(self._last_subscription_id, now_ms if mine else 0, policy)
         known = mine[subscription]
+        if known.policy != policy:
+            raise errors.AlreadyExists(f"subscription {subscription!r} exists with another policy")
         return calls.SubscriptionCreated(
             subscription_id=known.subscription_id, since_ms=known.since_ms, created=created
         )
+
+    async def update_subscription(
+        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
+    ) -> calls.SubscriptionPolicy:
+        await self._begin()
+        topic_settings.check_subscription_policy(policy)
+        self.find(topic, subscription).policy = policy
+        return policy
 
     async def delete_subscription(self, topic: str, subscription: str) -> None:
         await self._begin()
@@ -128,7 +172,7 @@ class FakeEngine:
         await self._begin()
         known = self.find(topic, subscription)
         backlog = set(self.topics[topic].backlog(known, self.now_ms()))
-        stream = FakeDispatchStream(self, topic, known)
+        stream = FakeDispatchStream(self, topic, subscription, known)
         for ledger_id, entry_id, due in zip(
             held.ledger_id.tolist(), held.entry_id.tolist(), held.deliver_at_ms.tolist(), strict=True
         ):
@@ -140,57 +184,180 @@ class FakeEngine:
         self._happened.set()
         return stream
 
+    async def get_scheduled(
+        self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
+    ) -> calls.Leased:
+        await self._begin()
+        known = self.find(topic, subscription)
+        leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+        lease_ms = lease_ms or known.policy.lease_ms or topic_settings.LEASE_DEFAULT_MS
+        rows: list[Row] = []
+        lease, changed = Lease(), asyncio.Event()
+        known.pullers.add(changed)
+        self._happened.set()
+        try:
+            async with asyncio.timeout(wait_ms / 1000):
+                while not (rows := self.take(topic, known, lease, max_rows)):
+                    changed.clear()
+                    await self.changed_or_due(topic, changed)
+        except TimeoutError:
+            rows = self.take(topic, known, lease, max_rows)
+        finally:
+            known.pullers.discard(changed)
+        if rows:
+            self._end_later(known, lease, lease_ms)
+        return calls.Leased(self.handed_out(topic, rows), lease_ms, self.rebuild_needed)
+
+    async def acknowledge(self, topic: str, subscription: str, claims: calls.HeldPositions) -> int:
+        limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
+        now_ms = await self._begin()
+        known = self.find(topic, subscription)
+        claimed = _rows(claims)
+        owed = set(self.topics[topic].backlog(known, now_ms)).intersection(claimed)
+        known.acknowledge(owed)
+        return len(claimed) - len(owed)
+
+    async def extend_lease(self, topic: str, subscription: str, claims: calls.HeldPositions, lease_ms: int) -> int:
+        limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
+        leases.check_lease(lease_ms)
+        await self._begin()
+        known = self.find(topic, subscription)
+        held = set(self.topics[topic].backlog(known, self.now_ms())).intersection(_rows(claims))
+        moved = [row for row in held if isinstance(known.in_flight.get(row[1:]), Lease)]
+        lease = Lease()
+        known.in_flight.update({row[1:]: lease for row in moved})
+        self._end_later(known, lease, lease_ms)
+        return len(claims) - len(moved)
+
+    def take(self, topic: str, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int) -> list[Row]:
+        """What is handed out now; nothing of a topic that was deleted."""
+        return self.topics[topic].take(subscription, holder, limit, self.now_ms()) if topic in self.topics else []
+
+    def handed_out(self, topic: str, rows: list[Row]) -> calls.HandedOut:
+        table = self.topics[topic].rows
+        due, ledger_id, entry_id = zip(*rows, strict=True) if rows else ((), (), ())
+        hashes = [table[row[1], row[2]][1] for row in rows]
+        return calls.HandedOut(
+            epoch=EPOCH,
+            rows=Rows(
+                np.array(due, np.uint64),
+                np.array(ledger_id, np.uint64),
+                np.array(entry_id, np.uint64),
+                np.array(hashes, np.uint32) if any(hashes) else None,
+            ),
+        )
+
+    def _end_later(self, subscription: Subscription, lease: Lease, lease_ms: int) -> None:
+        def end() -> None:
+            subscription.release(lease)
+            subscription.wake()
+
+        if lease_ms:
+            asyncio.get_running_loop().call_later(lease_ms / 1000, end)
+        else:
+            end()
+
+    async def changed_or_due(self, topic: str, changed: asyncio.Event) -> None:
+        """Returns at a change, and when the next row comes due."""
+        next_due_ms = self.topics[topic].next_due_ms(self.now_ms()) if topic in self.topics else 0
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), (next_due_ms - self.now_ms()) / 1000 if next_due_ms else None)
+
+    async def set_topic_policy(self, topic: str, policy: calls.TopicPolicy) -> calls.TopicPolicy:
+        await self._begin()
+        self._check_names(topic)
+        topic_settings.check_topic_policy(policy)
+        self._topic_to_write(topic).policy = policy
+        return _effective(policy)
+
+    async def topic_policy(self, topic: str) -> calls.TopicPolicies:
+        await self._begin()
+        stored = self._topic(topic).policy
+        return calls.TopicPolicies(stored=stored, effective=_effective(stored))
+
+    async def seal(self, topic: str) -> calls.Sealed:
+        await self._begin()
+        known = self._topic(topic)
+        if not known.mutable:
+            return calls.Sealed(rows=0, bucket="")
+        name, positions = f"bucket-{len(known.buckets)}", known.mutable
+        known.buckets[name] = positions
+        return calls.Sealed(rows=len(positions), bucket=name)
+
+    async def delete_topic(self, topic: str) -> calls.TopicDeleted:
+        await self._begin()
+        known = self._topic(topic)
+        gone = errors.NotFound(f"topic: {topic!r} was deleted")
+        for subscription in known.subscriptions.values():
+            for stream in subscription.streams:
+                stream.lose(gone)
+        del self.topics[topic]
+        self._incarnations[topic] = known.incarnation
+        return calls.TopicDeleted(rows=len(known.rows), incarnation=known.incarnation)
+
+    async def lookup(self, topic: str) -> calls.TopicLocation:
+        await self._begin()
+        self._check_names(topic)
+        return calls.TopicLocation(shard=0, owner_address=ADDRESS, owner=OWNER, epoch=EPOCH, served_here=True)
+
     async def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
-        names = sorted(name for name in self.topics if name > after)
-        page = names[:page_size]
+        page, next_after = _page(self.topics, page_size, after)
         return calls.TopicPage(
             topics=tuple(
                 calls.TopicSummary(
                     topic=name,
                     shard=0,
-                    pending=self._pending(name),
-                    buckets=0,
+                    pending=self.topics[name].pending(self.now_ms()),
+                    buckets=len(self.topics[name].buckets),
                     subscriptions=len(self.topics[name].subscriptions),
-                    next_due_ms=self._next_due_ms(name),
+                    next_due_ms=self.topics[name].next_due_ms(self.now_ms()),
                 )
                 for name in page
             ),
-            next_after=page[-1] if len(names) > page_size else None,
+            next_after=next_after,
             as_of_ms=self.now_ms(),
+            topics_loading=0,
+            topics_damaged=0,
         )
 
     async def topic_stats(self, topic: str) -> calls.TopicStats:
-        limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
-        if topic not in self.topics:
-            raise errors.NotFound(f"topic: there is no {topic!r}")
-        known, now_ms = self.topics[topic], self.now_ms()
+        known = self._topic(topic)
         return calls.TopicStats(
             topic=topic,
             topic_id="id",
             shard=0,
             epoch=EPOCH,
-            incarnation=1,
-            pending=self._pending(topic),
-            mutable_rows=len(known.rows),
-            buckets=0,
+            incarnation=known.incarnation,
+            pending=known.pending(self.now_ms()),
+            mutable_rows=len(known.mutable),
+            buckets=len(known.buckets),
             bucket_bytes=0,
             loaded_rows=0,
-            next_due_ms=self._next_due_ms(topic),
+            next_due_ms=known.next_due_ms(self.now_ms()),
             oldest_due_ms=0,
             applied_slot=0,
-            subscriptions=tuple(
-                calls.SubscriptionStats(
-                    subscription=name,
-                    subscription_id=each.subscription_id,
-                    since_ms=each.since_ms,
-                    backlog=len(known.backlog(each, now_ms)),
-                    in_flight=len(each.in_flight),
-                    dispatchers=len(each.streams),
-                    permits=sum(stream.permits for stream in each.streams),
-                )
-                for name, each in sorted(known.subscriptions.items())
-            ),
-            as_of_ms=now_ms,
+            subscriptions=tuple(known.stats(name, self.now_ms()) for name in sorted(known.subscriptions)),
+            as_of_ms=self.now_ms(),
+            rebuild_needed=self.rebuild_needed,
+        )
+
+    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> calls.SubscriptionPage:
+        known = self._topic(topic)
+        page, next_after = _page(known.subscriptions, page_size, after)
+        return calls.SubscriptionPage(
+            subscriptions=tuple(known.stats(name, self.now_ms()) for name in page),
+            next_after=next_after,
+            as_of_ms=self.now_ms(),
+        )
+
+    async def list_buckets(self, topic: str, page_size: int, after: str) -> calls.BucketPage:
+        known = self._topic(topic)
+        page, next_after = _page(known.buckets, page_size, after)
+        return calls.BucketPage(
+            buckets=tuple(known.bucket(name, self.now_ms()) for name in page),
+            next_after=next_after,
+            as_of_ms=self.now_ms(),
+            mutable_rows=len(known.mutable),
         )
 
     @property
@@ -205,12 +372,27 @@ class FakeEngine:
         for callback in self._on_health_change:
             callback(health)
 
-    def find(self, topic: str, subscription: str) -> _Subscription:
-        limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
-        limits.check_name("subscription", subscription, self.settings.limits.subscription_bytes_max)
+    def find(self, topic: str, subscription: str) -> Subscription:
+        self._check_names(topic, subscription)
         if topic not in self.topics or subscription not in self.topics[topic].subscriptions:
             raise errors.NotFound(f"subscription: there is no {subscription!r} of topic {topic!r}")
         return self.topics[topic].subscriptions[subscription]
+
+    def _topic(self, topic: str) -> Topic:
+        self._check_names(topic)
+        if topic not in self.topics:
+            raise errors.NotFound(f"topic: there is no {topic!r}")
+        return self.topics[topic]
+
+    def _topic_to_write(self, topic: str) -> Topic:
+        if topic not in self.topics:
+            self.topics[topic] = Topic(incarnation=self._incarnations.get(topic, 0) + 1)
+        return self.topics[topic]
+
+    def _check_names(self, topic: str, subscription: str | None = None) -> None:
+        limits.check_name("topic", topic, self.settings.limits.topic_bytes_max)
+        if subscription is not None:
+            limits.check_name("subscription", subscription, self.settings.limits.subscription_bytes_max)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until calls and streams have made the condition true; fails after 10 s."""
@@ -229,30 +411,36 @@ class FakeEngine:
             await self.hold.wait()
         return self.now_ms()
 
-    def _wake(self, topic: str) -> None:
-        for subscription in self.topics[topic].subscriptions.values():
-            for stream in subscription.streams:
-                stream.changed.set()
 
-    def _pending(self, topic: str) -> int:
-        return sum(due > self.now_ms() for due, _ in self.topics[topic].rows.values())
+def _effective(policy: calls.TopicPolicy) -> calls.TopicPolicy:
+    given = {name: value for name, value in dataclasses.asdict(policy).items() if value is not None}
+    return dataclasses.replace(DEFAULT_POLICY, **given)
 
-    def _next_due_ms(self, topic: str) -> int:
-        return min((due for due, _ in self.topics[topic].rows.values() if due > self.now_ms()), default=0)
+
+def _page(names: Iterable[str], page_size: int, after: str) -> tuple[list[str], str | None]:
+    rest = sorted(name for name in names if name > after)
+    return rest[:page_size], rest[page_size - 1] if len(rest) > page_size else None
+
+
+def _rows(claims: calls.HeldPositions) -> list[Row]:
+    columns = (claims.deliver_at_ms.tolist(), claims.ledger_id.tolist(), claims.entry_id.tolist())
+    return list(zip(*columns, strict=True))
 
 
 class FakeDispatchStream:
     """The facade of a dispatch stream."""
 
-    def __init__(self, engine: FakeEngine, topic: str, subscription: _Subscription) -> None:
+    def __init__(self, engine: FakeEngine, topic: str, name: str, subscription: Subscription) -> None:
         self.epoch = EPOCH
         self.held = 0
+        self.rebuild_needed = engine.rebuild_needed
         self.permits = 0
         self.closed = False
         self.changed = asyncio.Event()
         self.lost: Exception | None = None
         self._engine = engine
         self._topic = topic
+        self._name = name
         self._subscription = subscription
 
     def grant(self, permits: int) -> None:
@@ -265,57 +453,25 @@ class FakeDispatchStream:
         self.changed.set()
 
     async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
-        limits.check_rows("entry_id", len(entry_id), self._engine.settings.limits.rows_per_request_max)
-        now_ms = await self._engine._begin()
-        backlog = set(self._engine.topics[self._topic].backlog(self._subscription, now_ms))
-        ignored = 0
-        for position in zip(ledger_id.tolist(), entry_id.tolist(), deliver_at_ms.tolist(), strict=True):
-            if (position[2], position[0], position[1]) not in backlog:
-                ignored += 1
-                continue
-            self._subscription.acknowledged.add(position)
-            self._subscription.in_flight.pop(position[:2], None)
-        return ignored
+        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
+        return await self._engine.acknowledge(self._topic, self._name, claims)
 
     async def next_messages(self) -> calls.HandedOut:
         while True:
             self.changed.clear()
             if self.lost is not None:
                 raise self.lost
-            rows = self._take()
+            rows = self._engine.take(self._topic, self._subscription, self, self.permits)
             if rows:
-                due, ledger_id, entry_id = zip(*rows, strict=True)
-                table = self._engine.topics[self._topic].rows
-                hashes = [table[row[1], row[2]][1] for row in rows]
-                return calls.HandedOut(
-                    epoch=EPOCH,
-                    rows=Rows(
-                        np.array(due, np.uint64),
-                        np.array(ledger_id, np.uint64),
-                        np.array(entry_id, np.uint64),
-                        np.array(hashes, np.uint32) if any(hashes) else None,
-                    ),
-                )
-            next_due_ms = self._engine._next_due_ms(self._topic)
-            wait_s = (next_due_ms - self._engine.now_ms()) / 1000 if next_due_ms else None
-            try:
-                await asyncio.wait_for(self.changed.wait(), wait_s)
-            except TimeoutError:
-                continue
+                self.permits -= len(rows)
+                return self._engine.handed_out(self._topic, rows)
+            await self._engine.changed_or_due(self._topic, self.changed)
 
     def close(self) -> None:
         self.closed = True
         if self in self._subscription.streams:
             self._subscription.streams.remove(self)
-        in_flight = self._subscription.in_flight
-        for position in [position for position, holder in in_flight.items() if holder is self]:
-            del in_flight[position]
-        self._engine._wake(self._topic)
+        if self._topic in self._engine.topics:
+            self._subscription.release(self)
+            self._subscription.wake()
         self._engine._happened.set()
-
-    def _take(self) -> list[tuple[int, int, int]]:
-        backlog = self._engine.topics[self._topic].backlog(self._subscription, self._engine.now_ms())
-        ready = [row for row in backlog if row[1:] not in self._subscription.in_flight][: self.permits]
-        self._subscription.in_flight.update({row[1:]: self for row in ready})
-        self.permits -= len(ready)
-        return ready

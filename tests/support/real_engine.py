@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from daemon import config, metrics
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
-from daemon.main import SystemClock
+from daemon.process import SystemClock
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
 

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncIterator
+from types import ModuleType
 from typing import Any, cast
 
 import grpc.aio
 import pytest
-from google.protobuf import message
+from google.protobuf import message, message_factory
 
 from daemon import config
 from daemon.engine import calls
 from daemon.grpc_services import server
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.support.fake_engine import FakeEngine
 
-ANSWERS: dict[str, type[message.Message]] = {
-    "DelayedDelivery/AddMessages": delayed_delivery_pb2.AddMessagesResponse,
-    "DelayedDelivery/StreamAddMessages": delayed_delivery_pb2.StreamAddMessagesResponse,
-    "Dispatch/Subscribe": dispatch_pb2.SubscribeResponse,
-    "Dispatch/CreateSubscription": dispatch_pb2.CreateSubscriptionResponse,
-    "Dispatch/DeleteSubscription": dispatch_pb2.DeleteSubscriptionResponse,
-    "Inspect/ListTopics": inspect_pb2.ListTopicsResponse,
-    "Inspect/GetTopicStats": inspect_pb2.GetTopicStatsResponse,
-}
+
+def _answers(*modules: ModuleType) -> dict[str, type[message.Message]]:
+    """What each call of the contract answers with, by `Service/Call`."""
+    return {
+        f"{service.name}/{method.name}": message_factory.GetMessageClass(method.output_type)
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+
+
+ANSWERS = _answers(delayed_delivery_pb2, dispatch_pb2, inspect_pb2, admin_pb2, cluster_pb2)
 
 
 class Caller:
@@ -33,11 +37,11 @@ class Caller:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
 
-    async def unary(self, method: str, request: message.Message | bytes) -> Any:
+    async def unary(self, method: str, request: message.Message | bytes, *, timeout_s: float = 20) -> Any:
         call: Any = self.channel.unary_unary(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
-        return await call(_encoded(request), timeout=20)
+        return await call(_encoded(request), timeout=timeout_s)
 
     def stream(self, method: str) -> Stream:
         call: Any = self.channel.stream_stream(

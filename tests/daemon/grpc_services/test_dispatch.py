@@ -10,7 +10,8 @@ import grpc
 import pytest
 
 from daemon import errors
-from tarry.v1 import delayed_delivery_pb2
+from daemon.engine import calls
+from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge, Stream
 from tests.support.fake_engine import EPOCH, FakeDispatchStream
@@ -212,6 +213,59 @@ async def test_lost_ownership_is_told_by_moved_and_ends_the_stream(edge: Edge, w
     assert dict(ended.value.trailing_metadata() or ())["owner-address"] == "10.0.0.2:7461"
     if engine_stream is not None:
         await closed(edge, engine_stream)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NotOwner("shard 3 moved", owner_address="10.0.0.2:7461"), grpc.StatusCode.FAILED_PRECONDITION),
+        (errors.Unavailable("the daemon stops"), grpc.StatusCode.UNAVAILABLE),
+        (errors.NotFound("topic: 't' was deleted"), grpc.StatusCode.NOT_FOUND),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+async def test_what_is_known_of_acknowledgements_comes_before_the_end(
+    edge: Edge, error: errors.TarryError, code: grpc.StatusCode
+) -> None:
+    """A drain ends streams when their acknowledgements are durable, in the same turn."""
+    await add(edge, (1, 1, 1), (2, 1, 2))
+    stream, _ = await opened(edge)
+    edge.engine.hold = asyncio.Event()
+    begun = edge.engine.calls_begun
+    await stream.send(acknowledge(1, (1, 1, 1)))
+    await stream.send(acknowledge(2, (2, 1, 2)))
+    await edge.engine.until(lambda: edge.engine.calls_begun == begun + 2)
+    only_stream(edge).lose(error)
+    edge.engine.hold.set()
+    assert {(await stream.receive()).done.request_id for _ in range(2)} == {1, 2}
+    if isinstance(error, errors.NotOwner):
+        assert (await stream.receive()).moved.owner_address == "10.0.0.2:7461"
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is code
+
+
+async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge) -> None:
+    edge.engine.rebuild_needed = (calls.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+    _, answer = await opened(edge)
+    (rebuild,) = answer.rebuild_needed
+    assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows, rebuild.damage) == (3, 5, 17, "no checksum")
+
+
+async def test_a_subscription_has_the_policy_that_it_was_created_with_until_it_gets_another(edge: Edge) -> None:
+    policy = policy_pb2.SubscriptionPolicy(in_flight_rows_max=3, properties={"owner": "billing"})
+    create = pb.CreateSubscriptionRequest(topic="t", subscription="s", policy=policy)
+    assert (await edge.caller.unary("Dispatch/CreateSubscription", create)).created
+    assert not (await edge.caller.unary("Dispatch/CreateSubscription", create)).created
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await edge.caller.unary(
+            "Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s")
+        )
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    other = policy_pb2.SubscriptionPolicy(lease_ms=5)
+    update = pb.UpdateSubscriptionRequest(topic="t", subscription="s", policy=other)
+    assert (await edge.caller.unary("Dispatch/UpdateSubscription", update)).policy == other
+    assert edge.engine.topics["t"].subscriptions["s"].policy == calls.SubscriptionPolicy(lease_ms=5)
 
 
 async def test_a_failure_of_the_hand_out_ends_the_stream_with_its_status(edge: Edge) -> None:

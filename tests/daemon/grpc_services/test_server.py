@@ -12,11 +12,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from daemon import config
 from daemon.engine import calls
-from daemon.grpc_services import delayed_delivery, dispatch, inspect_service, server
+from daemon.grpc_services import admin, cluster_service, delayed_delivery, dispatch, inspect_service, server
+from tarry.v1 import delayed_delivery_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support.fake_engine import FakeEngine
 
-SERVICES = ["", "tarry.v1.DelayedDelivery", "tarry.v1.Dispatch", "tarry.v1.Inspect"]
+SERVICES = [
+    "",
+    "tarry.v1.DelayedDelivery",
+    "tarry.v1.Dispatch",
+    "tarry.v1.Inspect",
+    "tarry.v1.Admin",
+    "tarry.v1.Cluster",
+]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -27,6 +35,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
         (delayed_delivery, delayed_delivery.DelayedDelivery),
         (dispatch, dispatch.Dispatch),
         (inspect_service, inspect_service.Inspect),
+        (admin, admin.Admin),
+        (cluster_service, cluster_service.Cluster),
     ],
 )
 def test_each_call_of_the_contract_has_a_handler(module: Any, service: Any, settings: config.Config) -> None:
@@ -49,13 +59,34 @@ async def test_health_follows_the_engine(edge: Edge, unhealthy: calls.Health, se
     watch.cancel()
 
 
-async def test_a_draining_server_says_so_before_it_ends(edge: Edge) -> None:
-    stub = health_pb2_grpc.HealthStub(edge.caller.channel)
-    watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(), timeout=20)
-    assert (await watch.read()).status == SERVING
-    draining = asyncio.create_task(edge.server.drain())
-    assert (await watch.read()).status == NOT_SERVING
-    await draining
+class TestDraining:
+    @pytest.fixture
+    def settings(self) -> config.Config:
+        return config.load(environment={}, overrides=["grpc.listen=127.0.0.1:0", "grpc.drain_s=20"])
+
+    async def test_a_draining_server_says_so_before_it_ends(self, edge: Edge) -> None:
+        stub = health_pb2_grpc.HealthStub(edge.caller.channel)
+        watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        assert (await watch.read()).status == SERVING
+        draining = asyncio.create_task(edge.server.drain())
+        assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
+        await draining
+
+    async def test_a_stream_of_adds_is_answered_what_it_has_sent_and_ends(self, edge: Edge) -> None:
+        edge.engine.hold = asyncio.Event()
+        stream = edge.caller.stream("DelayedDelivery/StreamAddMessages")
+        add = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1])
+        await stream.send(pb.StreamAddMessagesRequest(request_id=1, add=add))
+        await edge.engine.until(lambda: edge.engine.calls_begun == 1)
+        draining = asyncio.create_task(edge.server.drain())
+        edge.engine.hold.set()
+        assert (await stream.receive()).added.accepted == 1
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.receive()
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert edge.server.left() == []
+        await draining
 
 
 async def test_reflection_names_the_services(edge: Edge) -> None:
@@ -65,8 +96,9 @@ async def test_reflection_names_the_services(edge: Edge) -> None:
     answer = await call.read()
     names = {service.name for service in answer.list_services_response.service}
     assert names >= {*SERVICES[1:], "grpc.health.v1.Health"}
-    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="tarry.v1.Dispatch"))
-    assert (await call.read()).file_descriptor_response.file_descriptor_proto
+    for service in SERVICES[1:]:
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=service))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
     await call.done_writing()
     assert await call.code() is grpc.StatusCode.OK
 

@@ -1,0 +1,52 @@
+"""`tarry.v1.Admin`: policies, and what is done to a topic as a whole.
+
+Owns: the calls' requests and answers.
+Does not own: what they do (engine).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from daemon import config
+from daemon.grpc_services import policies, records, unary
+from tarry.v1 import admin_pb2 as pb
+
+if TYPE_CHECKING:
+    from daemon.engine.engine import Engine
+
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Admin"]
+
+
+class Admin:
+    """The service's handlers."""
+
+    def __init__(self, engine: Engine, settings: config.Config) -> None:
+        self._requests = engine.requests
+        self._handler = unary.Frame(settings).handler
+
+    def handlers(self) -> dict[str, unary.Handler]:
+        return {
+            "SetTopicPolicy": self._handler(pb.SetTopicPolicyRequest, self._set_topic_policy),
+            "GetTopicPolicy": self._handler(pb.GetTopicPolicyRequest, self._get_topic_policy),
+            "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
+            "DeleteTopic": self._handler(pb.DeleteTopicRequest, self._delete_topic),
+        }
+
+    async def _set_topic_policy(self, request: pb.SetTopicPolicyRequest) -> pb.SetTopicPolicyResponse:
+        policies.require_given(request)
+        effective = await self._requests.set_topic_policy(request.topic, policies.topic_policy(request.policy))
+        return pb.SetTopicPolicyResponse(effective=policies.topic_policy_message(effective))
+
+    async def _get_topic_policy(self, request: pb.GetTopicPolicyRequest) -> pb.GetTopicPolicyResponse:
+        found = await self._requests.topic_policy(request.topic)
+        return pb.GetTopicPolicyResponse(
+            policy=policies.topic_policy_message(found.stored),
+            effective=policies.topic_policy_message(found.effective),
+        )
+
+    async def _seal_bucket(self, request: pb.SealBucketRequest) -> pb.SealBucketResponse:
+        return records.as_message(pb.SealBucketResponse, await self._requests.seal(request.topic))
+
+    async def _delete_topic(self, request: pb.DeleteTopicRequest) -> pb.DeleteTopicResponse:
+        return records.as_message(pb.DeleteTopicResponse, await self._requests.delete_topic(request.topic))

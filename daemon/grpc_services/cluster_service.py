@@ -1,0 +1,32 @@
+"""`tarry.v1.Cluster`: which daemon serves what.
+
+Owns: the call's request and answer.
+Does not own: shards and their owners (engine).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from daemon import config
+from daemon.grpc_services import records, unary
+from tarry.v1 import cluster_pb2 as pb
+
+if TYPE_CHECKING:
+    from daemon.engine.engine import Engine
+
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
+
+
+class Cluster:
+    """The service's handlers."""
+
+    def __init__(self, engine: Engine, settings: config.Config) -> None:
+        self._requests = engine.requests
+        self._handler = unary.Frame(settings).handler
+
+    def handlers(self) -> dict[str, unary.Handler]:
+        return {"LookupTopic": self._handler(pb.LookupTopicRequest, self._lookup_topic)}
+
+    async def _lookup_topic(self, request: pb.LookupTopicRequest) -> pb.LookupTopicResponse:
+        return records.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))

@@ -1,0 +1,217 @@
+"""Due positions without a stream: leases, their callers who go away, and acknowledging."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from daemon import config
+from daemon.engine import calls
+from daemon.engine.engine import Engine
+from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
+from tarry.v1 import dispatch_pb2 as pb
+from tests.daemon.grpc_services.conftest import Edge
+from tests.support import real_engine
+from tests.support.fake_engine import EPOCH, FakeEngine
+
+GET = "Dispatch/GetScheduledMessages"
+FAR_MS = 2_000_000_000_000
+HOUR_MS = 3_600_000
+
+Row = tuple[int, int, int]
+
+
+@pytest.fixture(params=["engine in memory", "real engine"])
+async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
+    if request.param == "engine in memory":
+        yield FakeEngine(settings)
+        return
+    async with real_engine.serving(settings) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def subscribed(edge: Edge) -> Edge:
+    """Topic t with subscription s."""
+    await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
+    return edge
+
+
+async def add(edge: Edge, *rows: Row, key_hash: tuple[int, ...] = ()) -> None:
+    """(deliver_at_ms, ledger_id, entry_id)"""
+    due, ledgers, entries = zip(*rows, strict=True)
+    request = delayed_delivery_pb2.AddMessagesRequest(
+        topic="t", ledger_id=ledgers, entry_id=entries, deliver_at_ms=due, key_hash=key_hash
+    )
+    await edge.caller.unary("DelayedDelivery/AddMessages", request)
+
+
+async def get(edge: Edge, *, timeout_s: float = 20, **fields: int) -> pb.GetScheduledMessagesResponse:
+    request = pb.GetScheduledMessagesRequest(topic="t", subscription="s", **{"max_rows": 10, **fields})
+    answer: pb.GetScheduledMessagesResponse = await edge.caller.unary(GET, request, timeout_s=timeout_s)
+    return answer
+
+
+async def ignored(edge: Edge, call: str, rows: list[Row], **fields: int) -> int:
+    due, ledgers, entries = zip(*rows, strict=True)
+    positions = {"ledger_id": ledgers, "entry_id": entries, "deliver_at_ms": due}
+    request_type: Any = pb.AcknowledgeRequest if call == "Acknowledge" else pb.ExtendLeaseRequest
+    request = request_type(topic="t", subscription="s", **positions, **fields)
+    return int((await edge.caller.unary(f"Dispatch/{call}", request)).ignored)
+
+
+async def stats(edge: Edge) -> inspect_pb2.SubscriptionStats:
+    answer = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic="t"))
+    found: inspect_pb2.SubscriptionStats = answer.subscriptions[0]
+    return found
+
+
+def rows_of(messages: pb.Messages) -> list[Row]:
+    return list(zip(messages.deliver_at_ms, messages.ledger_id, messages.entry_id, strict=True))
+
+
+async def test_due_rows_are_leased_in_order_with_their_hashes(subscribed: Edge) -> None:
+    await add(subscribed, (3, 1, 1), (1, 2, 9), (2, 1, 7), (FAR_MS, 1, 8), key_hash=(30, 10, 20, 40))
+    answer = await get(subscribed, max_rows=2, wait_ms=5000, lease_ms=HOUR_MS)
+    assert rows_of(answer.messages) == [(1, 2, 9), (2, 1, 7)]
+    assert (list(answer.messages.key_hash), answer.lease_ms) == ([10, 20], HOUR_MS)
+    assert answer.messages.epoch > 0
+    assert rows_of((await get(subscribed, wait_ms=5000)).messages) == [(3, 1, 1)]
+    counted = await stats(subscribed)
+    assert (counted.backlog, counted.in_flight, counted.leased) == (3, 3, 3)
+
+
+async def test_nothing_due_is_answered_with_empty_columns(subscribed: Edge) -> None:
+    answer = await get(subscribed)
+    assert (rows_of(answer.messages), answer.lease_ms) == ([], 30_000)
+
+
+async def test_a_lease_without_a_time_has_that_of_the_subscription(subscribed: Edge) -> None:
+    policy = policy_pb2.SubscriptionPolicy(lease_ms=HOUR_MS)
+    request = pb.UpdateSubscriptionRequest(topic="t", subscription="s", policy=policy)
+    await subscribed.caller.unary("Dispatch/UpdateSubscription", request)
+    assert (await get(subscribed)).lease_ms == HOUR_MS
+
+
+async def test_a_caller_that_waits_gets_a_row_when_it_comes(subscribed: Edge) -> None:
+    waiting = asyncio.create_task(get(subscribed, wait_ms=20_000))
+    await subscribed.caller.unary("Inspect/ListTopics", b"")
+    await add(subscribed, (1, 1, 1))
+    assert rows_of((await waiting).messages) == [(1, 1, 1)]
+
+
+async def test_rows_are_due_again_when_their_lease_is_over(subscribed: Edge) -> None:
+    await add(subscribed, (1, 1, 1))
+    assert rows_of((await get(subscribed, lease_ms=50, wait_ms=5000)).messages) == [(1, 1, 1)]
+    assert rows_of((await get(subscribed, wait_ms=5000)).messages) == [(1, 1, 1)]
+
+
+async def test_a_lease_of_zero_ends_at_once_and_others_are_ignored(subscribed: Edge) -> None:
+    await add(subscribed, (1, 1, 1), (2, 1, 2))
+    assert len(rows_of((await get(subscribed, wait_ms=5000, lease_ms=HOUR_MS)).messages)) == 2
+    # A position with another time, and one that is in no lease.
+    assert await ignored(subscribed, "ExtendLease", [(1, 1, 1), (7, 1, 2), (1, 9, 9)], lease_ms=0) == 2
+    assert rows_of((await get(subscribed, wait_ms=5000)).messages) == [(1, 1, 1)]
+
+
+async def test_an_extended_lease_ends_later(subscribed: Edge) -> None:
+    await add(subscribed, (1, 1, 1), (2, 1, 2))
+    assert len(rows_of((await get(subscribed, wait_ms=5000, lease_ms=1000)).messages)) == 2
+    assert await ignored(subscribed, "ExtendLease", [(1, 1, 1)], lease_ms=HOUR_MS) == 0
+    # Of the two only the one that was not extended.
+    assert rows_of((await get(subscribed, wait_ms=10_000)).messages) == [(2, 1, 2)]
+
+
+async def test_what_is_acknowledged_does_not_come_again(subscribed: Edge) -> None:
+    await add(subscribed, (1, 1, 1), (2, 1, 2))
+    leased = rows_of((await get(subscribed, wait_ms=5000, lease_ms=HOUR_MS)).messages)
+    assert await ignored(subscribed, "Acknowledge", [*leased, (9, 9, 9)]) == 1
+    assert await ignored(subscribed, "Acknowledge", leased) == 2
+    counted = await stats(subscribed)
+    assert (counted.backlog, counted.in_flight) == (0, 0)
+
+
+async def test_a_stream_s_positions_may_be_acknowledged_without_it(subscribed: Edge) -> None:
+    await add(subscribed, (1, 1, 1))
+    stream = subscribed.caller.stream("Dispatch/Subscribe")
+    opening = pb.Open(topic="t", subscription="s", type=pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED)
+    await stream.send(pb.SubscribeRequest(open=opening))
+    await stream.send(pb.SubscribeRequest(flow=pb.Flow(permits=1)))
+    assert (await stream.receive()).HasField("opened")
+    assert await ignored(subscribed, "Acknowledge", rows_of((await stream.receive()).messages)) == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline", "connection"])
+async def test_a_caller_that_goes_away_while_it_waits_leases_nothing(subscribed: Edge, how: str) -> None:
+    """Whoever asks next gets the rows at once, not when the lease of nobody is over."""
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{subscribed.port}")
+    call: Any = channel.unary_unary(f"/tarry.v1.{GET}")
+    request = pb.GetScheduledMessagesRequest(
+        topic="t", subscription="s", max_rows=10, lease_ms=12 * HOUR_MS, wait_ms=60_000
+    ).SerializeToString()
+    waiting = call(request, timeout=0.1 if how == "deadline" else 60)
+    other_call: Any = channel.unary_unary("/tarry.v1.Inspect/ListTopics")
+    if how != "deadline":
+        # The call has arrived when a later one of the same connection is answered.
+        await other_call(b"", timeout=20)
+    if how == "cancel":
+        waiting.cancel()
+    elif how == "connection":
+        await channel.close()
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+        await waiting
+    if how == "cancel":
+        await other_call(b"", timeout=20)
+    await channel.close()
+    await add(subscribed, (1, 1, 1))
+    assert rows_of((await get(subscribed, wait_ms=5000)).messages) == [(1, 1, 1)]
+
+
+async def test_a_wait_is_answered_before_the_deadline(subscribed: Edge) -> None:
+    """Not by the deadline itself: rows that came at that moment would be leased by nobody."""
+    assert rows_of((await get(subscribed, wait_ms=60_000, timeout_s=0.6)).messages) == []
+
+
+class TestRowsThatNobodyReceived:
+    """What only an engine shows that can be held up."""
+
+    @pytest.fixture
+    def engine(self, settings: config.Config) -> FakeEngine:
+        return FakeEngine(settings)
+
+    async def test_rows_that_were_leased_for_nobody_are_due_again_at_once(
+        self, subscribed: Edge, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The engine has leased rows, and is not done, when the caller goes away."""
+        engine = subscribed.engine
+        leased = asyncio.Event()
+        get_scheduled = engine.get_scheduled
+
+        async def slowly(*arguments: Any, **fields: Any) -> calls.Leased:
+            answer = await get_scheduled(*arguments, **fields)
+            leased.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return answer
+
+        monkeypatch.setattr(engine, "get_scheduled", slowly)
+        await add(subscribed, (1, 1, 1))
+        call = asyncio.create_task(get(subscribed, lease_ms=12 * HOUR_MS))
+        await asyncio.wait_for(leased.wait(), 10)
+        subscription = engine.topics["t"].subscriptions["s"]
+        assert subscription.in_flight
+        call.cancel()
+        await engine.until(lambda: not subscription.in_flight)
+
+    async def test_the_epoch_and_what_needs_a_rebuild_come_along(self, subscribed: Edge) -> None:
+        subscribed.engine.rebuild_needed = (calls.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+        answer = await get(subscribed)
+        assert answer.messages.epoch == EPOCH
+        (rebuild,) = answer.rebuild_needed
+        assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows) == (3, 5, 17)
+        assert (rebuild.bucket, rebuild.damage, rebuild.positions_known) == ("bucket", "no checksum", True)

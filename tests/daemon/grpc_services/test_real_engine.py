@@ -1,0 +1,146 @@
+"""Every call once, with the engine and a store in memory behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from daemon import config
+from daemon.engine.engine import Engine
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+from tests.daemon.grpc_services.conftest import ANSWERS, Edge
+from tests.support import real_engine
+
+FAR_MS = 2_000_000_000_000
+
+
+@pytest.fixture
+async def engine(settings: config.Config) -> AsyncIterator[Engine]:
+    async with real_engine.serving(settings) as engine:
+        yield engine
+
+
+class Calls:
+    """The unary calls on topic t, and which of them were made."""
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self.made: set[str] = set()
+
+    async def call(self, method: str, request_type: Any, **fields: Any) -> Any:
+        self.made.add(method)
+        return await self.edge.caller.unary(method, request_type(topic="t", **fields))
+
+
+async def test_every_call_does_what_it_says(edge: Edge) -> None:
+    calls = Calls(edge)
+    await of_positions(calls)
+    await of_policies(calls)
+    await of_leases(calls)
+    await of_streams(calls)
+    await of_topics(calls)
+    assert calls.made == set(ANSWERS)
+
+
+async def of_positions(calls: Calls) -> None:
+    log = delayed_delivery_pb2
+    rows = {"ledger_id": [5], "entry_id": range(1, 9), "deliver_at_ms": [FAR_MS]}
+    added = await calls.call("DelayedDelivery/AddMessages", log.AddMessagesRequest, **rows)
+    assert added.accepted == 8
+    asked = {"ledger_id": [5], "entry_id": [0], "last_entry_id": [9]}
+    found = await calls.call("DelayedDelivery/ContainsMessages", log.ContainsMessagesRequest, **asked)
+    assert (list(found.pending.first_entry_id), list(found.pending.last_entry_id)) == ([1], [8])
+    trimmed = await calls.call("DelayedDelivery/TrimMessages", log.TrimMessagesRequest, ledger_id=[5], entry_id=[2])
+    assert trimmed.trimmed == 2
+    cleared = await calls.call("DelayedDelivery/ClearMessages", log.ClearMessagesRequest)
+    assert cleared.cleared == 6
+    calls.made.add("DelayedDelivery/StreamAddMessages")
+    stream = calls.edge.caller.stream("DelayedDelivery/StreamAddMessages")
+    request = log.AddMessagesRequest(topic="t", ledger_id=[6], entry_id=[1, 2, 3], deliver_at_ms=[FAR_MS, FAR_MS, 1])
+    await stream.send(log.StreamAddMessagesRequest(request_id=3, add=request))
+    answer = await stream.receive()
+    assert (answer.request_id, answer.added.accepted, answer.added.late_on_arrival) == (3, 3, 1)
+
+
+async def of_policies(calls: Calls) -> None:
+    policy = policy_pb2.SubscriptionPolicy(lease_ms=3_600_000)
+    created = await calls.call("Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest, subscription="s")
+    assert created.created
+    updated = await calls.call(
+        "Dispatch/UpdateSubscription", dispatch_pb2.UpdateSubscriptionRequest, subscription="s", policy=policy
+    )
+    assert updated.policy == policy
+    set_policy = await calls.call(
+        "Admin/SetTopicPolicy",
+        admin_pb2.SetTopicPolicyRequest,
+        policy=policy_pb2.TopicPolicy(bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE),
+    )
+    found = await calls.call("Admin/GetTopicPolicy", admin_pb2.GetTopicPolicyRequest)
+    assert found.policy == policy_pb2.TopicPolicy(bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
+    assert found.effective == set_policy.effective
+    assert len(found.effective.ListFields()) == len(found.effective.DESCRIPTOR.fields)
+
+
+async def of_leases(calls: Calls) -> None:
+    leased = await calls.call(
+        "Dispatch/GetScheduledMessages",
+        dispatch_pb2.GetScheduledMessagesRequest,
+        subscription="s",
+        max_rows=10,
+        wait_ms=10_000,
+    )
+    assert (list(leased.messages.entry_id), leased.lease_ms) == ([3], 3_600_000)
+    columns = {"ledger_id": [6], "entry_id": [3], "deliver_at_ms": leased.messages.deliver_at_ms}
+    extended = await calls.call(
+        "Dispatch/ExtendLease", dispatch_pb2.ExtendLeaseRequest, subscription="s", lease_ms=60_000, **columns
+    )
+    assert extended.ignored == 0
+    listed = await calls.call("Inspect/ListSubscriptions", inspect_pb2.ListSubscriptionsRequest)
+    assert [(each.subscription, each.leased) for each in listed.subscriptions] == [("s", 1)]
+    done = await calls.call("Dispatch/Acknowledge", dispatch_pb2.AcknowledgeRequest, subscription="s", **columns)
+    assert done.ignored == 0
+
+
+async def of_streams(calls: Calls) -> None:
+    calls.made.add("Dispatch/Subscribe")
+    stream = calls.edge.caller.stream("Dispatch/Subscribe")
+    shared = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
+    await stream.send(dispatch_pb2.SubscribeRequest(open=dispatch_pb2.Open(topic="t", subscription="s", type=shared)))
+    assert (await stream.receive()).opened.epoch > 0
+    await stream.send(dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=5)))
+    await calls.call(
+        "DelayedDelivery/AddMessages",
+        delayed_delivery_pb2.AddMessagesRequest,
+        ledger_id=[7],
+        entry_id=[1],
+        deliver_at_ms=[1],
+    )
+    assert list((await stream.receive()).messages.ledger_id) == [7]
+    await calls.call("Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionRequest, subscription="s")
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def of_topics(calls: Calls) -> None:
+    sealed = await calls.call("Admin/SealBucket", admin_pb2.SealBucketRequest)
+    assert (sealed.rows, bool(sealed.bucket)) == (2, True)
+    listed = await calls.call("Inspect/ListBuckets", inspect_pb2.ListBucketsRequest)
+    (bucket,) = listed.buckets
+    assert (bucket.bucket, bucket.rows, bucket.first_ledger_id) == (sealed.bucket, 2, 6)
+    assert (bucket.compatible_form, bucket.quarantined, listed.mutable_rows) == (True, False, 0)
+    stats = await calls.call("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest)
+    assert (stats.pending, stats.buckets, stats.incarnation) == (2, 1, 1)
+    calls.made.add("Inspect/ListTopics")
+    topics = await calls.edge.caller.unary("Inspect/ListTopics", inspect_pb2.ListTopicsRequest())
+    assert [topic.topic for topic in topics.topics] == ["t"]
+    place = await calls.call("Cluster/LookupTopic", cluster_pb2.LookupTopicRequest)
+    assert (place.shard, place.epoch > 0, place.served_here) == (topics.topics[0].shard, True, True)
+    deleted = await calls.call("Admin/DeleteTopic", admin_pb2.DeleteTopicRequest)
+    assert (deleted.rows, deleted.incarnation) == (2, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as missing:
+        await calls.call("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest)
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND

@@ -1,0 +1,175 @@
+"""A topic of the engine that is all in memory: its rows, who is owed them and who holds them.
+
+Rows are Python objects, buckets lists of positions. What waits and when is `fake_engine`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from daemon.engine import calls
+
+if TYPE_CHECKING:
+    from tests.support.fake_engine import FakeDispatchStream
+
+# Rows of an answer to `contains`.
+CONTAINED_MAX = 1000
+
+Position = tuple[int, int]
+# deliver_at_ms, ledger_id, entry_id: the order of hand-out.
+Row = tuple[int, int, int]
+
+
+class Lease:
+    """Holds positions until its end."""
+
+
+@dataclasses.dataclass
+class Subscription:
+    """`acknowledged`: rows that left the backlog for good."""
+
+    subscription_id: int
+    since_ms: int
+    policy: calls.SubscriptionPolicy
+    acknowledged: set[Row] = dataclasses.field(default_factory=set)
+    in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
+    streams: list[FakeDispatchStream] = dataclasses.field(default_factory=list)
+    pullers: set[asyncio.Event] = dataclasses.field(default_factory=set)
+
+    def owes(self, row: Row) -> bool:
+        return self.since_ms < row[0] and row not in self.acknowledged
+
+    def acknowledge(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.acknowledged.add(row)
+            self.in_flight.pop(row[1:], None)
+
+    def release(self, holder: object) -> None:
+        for position in [position for position, each in self.in_flight.items() if each is holder]:
+            del self.in_flight[position]
+
+    def wake(self) -> None:
+        for changed in (*self.pullers, *(stream.changed for stream in self.streams)):
+            changed.set()
+
+
+@dataclasses.dataclass
+class Topic:
+    """`rows`: deliver_at_ms and key_hash by position."""
+
+    rows: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    subscriptions: dict[str, Subscription] = dataclasses.field(default_factory=dict)
+    policy: calls.TopicPolicy = dataclasses.field(default_factory=calls.TopicPolicy)
+    buckets: dict[str, frozenset[Position]] = dataclasses.field(default_factory=dict)
+    incarnation: int = 1
+
+    def in_order(self) -> list[Row]:
+        return sorted((due, *position) for position, (due, _) in self.rows.items())
+
+    def backlog(self, subscription: Subscription, now_ms: int) -> list[Row]:
+        """What is due and not acknowledged."""
+        return [row for row in self.in_order() if row[0] <= now_ms and subscription.owes(row)]
+
+    def take(
+        self, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int, now_ms: int
+    ) -> list[Row]:
+        """What is handed out now."""
+        backlog = self.backlog(subscription, now_ms)
+        ready = [row for row in backlog if row[1:] not in subscription.in_flight][:limit]
+        subscription.in_flight.update({row[1:]: holder for row in ready})
+        return ready
+
+    def owed(self, row: Row) -> bool:
+        return not self.subscriptions or any(each.owes(row) for each in self.subscriptions.values())
+
+    def pending(self, now_ms: int) -> int:
+        return sum(due > now_ms for due, _ in self.rows.values())
+
+    def next_due_ms(self, now_ms: int) -> int:
+        return min((due for due, _ in self.rows.values() if due > now_ms), default=0)
+
+    @property
+    def mutable(self) -> frozenset[Position]:
+        return frozenset(self.rows).difference(*self.buckets.values())
+
+    def contains(self, asked: calls.EntryRanges, owed: Callable[[Row], bool], now_ms: int) -> calls.Contained:
+        pending: list[Row] = []
+        due: list[Row] = []
+        rows = 0
+        columns = (asked.ledger_id.tolist(), asked.first_entry_id.tolist(), asked.last_entry_id.tolist())
+        for index, (ledger_id, first, last) in enumerate(zip(*columns, strict=True)):
+            for position in sorted(each for each in self.rows if each[0] == ledger_id and first <= each[1] <= last):
+                deliver_at_ms, _ = self.rows[position]
+                if not owed((deliver_at_ms, *position)):
+                    continue
+                rows += 1
+                if rows > CONTAINED_MAX:
+                    return calls.Contained(_ranges(pending), _ranges(due), (index, position[1]))
+                _extend(pending if deliver_at_ms > now_ms else due, position, first)
+        return calls.Contained(_ranges(pending), _ranges(due), None)
+
+    def drop(self, subscription: Subscription | None, chosen: Callable[[Position], bool]) -> int:
+        """For the whole topic, or what one subscription is owed."""
+        rows = [row for row in self.in_order() if chosen(row[1:]) and (subscription is None or subscription.owes(row))]
+        if subscription is not None:
+            subscription.acknowledge(rows)
+        else:
+            for row in rows:
+                del self.rows[row[1:]]
+        return len(rows)
+
+    def bucket(self, name: str, now_ms: int) -> calls.BucketSummary:
+        positions = self.buckets[name]
+        times = [self.rows[position][0] for position in positions if position in self.rows]
+        pending = sum(due > now_ms for due in times)
+        ledgers = [ledger_id for ledger_id, _ in positions]
+        return calls.BucketSummary(
+            bucket=name,
+            size_bytes=100,
+            rows=len(positions),
+            pending=pending,
+            due=len(times) - pending,
+            first_ledger_id=min(ledgers),
+            last_ledger_id=max(ledgers),
+            min_deliver_at_ms=min(times, default=0),
+            max_deliver_at_ms=max(times, default=0),
+            segments=1,
+            segments_loaded=0,
+            level=0,
+            compatible_form=bool(self.policy.compatible_form),
+            quarantined=False,
+            damage="",
+        )
+
+    def stats(self, name: str, now_ms: int) -> calls.SubscriptionStats:
+        known = self.subscriptions[name]
+        return calls.SubscriptionStats(
+            subscription=name,
+            subscription_id=known.subscription_id,
+            since_ms=known.since_ms,
+            backlog=len(self.backlog(known, now_ms)),
+            in_flight=len(known.in_flight),
+            dispatchers=len(known.streams),
+            permits=sum(stream.permits for stream in known.streams),
+            leased=sum(isinstance(holder, Lease) for holder in known.in_flight.values()),
+            policy=known.policy,
+        )
+
+
+def _extend(ranges: list[Row], position: Position, first_entry_id: int) -> None:
+    """Neighbours within one range of the request are one range."""
+    ledger_id, entry_id = position
+    if ranges and ranges[-1][0] == ledger_id and first_entry_id <= ranges[-1][2] == entry_id - 1:
+        ranges[-1] = (*ranges[-1][:2], entry_id)
+    else:
+        ranges.append((ledger_id, entry_id, entry_id))
+
+
+def _ranges(ranges: list[Row]) -> calls.EntryRanges:
+    ledger_id, first, last = np.array(ranges, np.uint64).reshape(-1, 3).T
+    return calls.EntryRanges(ledger_id, first, last)
