@@ -15,10 +15,8 @@ from typing import Protocol, TypeVar
 
 from daemon.config import Config
 from daemon.core.limits import RequestLimits
-from daemon.core.mutable_bucket import SealLimits
 from daemon.durability import backoff
 from daemon.metrics import Metrics
-from storage_backends.formats.segment import SegmentLimits
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
 
@@ -85,25 +83,6 @@ class Environment:
         if linger_ms is None:
             linger_ms = 2 if self.config.store.kind == "local" else 50
         return linger_ms / 1000
-
-    @functools.cached_property
-    def seal_limits(self) -> SealLimits:
-        bucket = self.config.bucket
-        return SealLimits(
-            rows_min=bucket.min_index_count_per_bucket,
-            rows_max=bucket.rows_max,
-            size_max_bytes=bucket.bytes_max,
-            age_max_ms=int(bucket.age_max_s * 1000),
-        )
-
-    @functools.cached_property
-    def segment_limits(self) -> SegmentLimits:
-        bucket = self.config.bucket
-        return SegmentLimits(
-            time_step_ms=bucket.max_time_step_per_bucket_snapshot_segment_seconds * 1000,
-            rows_max=bucket.max_indexes_per_bucket_snapshot_segment,
-            rows_min=bucket.min_indexes_per_bucket_snapshot_segment,
-        )
 
     @functools.cached_property
     def request_limits(self) -> RequestLimits:

@@ -164,7 +164,6 @@ class ServedTopic:
         """Due rows, leased. Empty when none came in time."""
         await self.gate.passed()
         self._check_there(state)
-        self.shard.commits.check_accepting()
         rows = await self.leases.get(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
         if not len(rows):
             await self.shard.commits.confirmed()
@@ -175,7 +174,6 @@ class ServedTopic:
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         await self.gate.passed()
         self._check_there(state)
-        self.shard.commits.check_accepting()
         ignored = self.leases.extend(state, claims, lease_ms=lease_ms)
         # Under another owner the positions are due again.
         await self.shard.commits.confirmed()

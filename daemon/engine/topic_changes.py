@@ -96,7 +96,8 @@ class TopicChanges:
             life = shard.lives[core.name]
             await life.halt()
             try:
-                rows = sum(bucket.present_rows for bucket in core.index.buckets)
+                lost_rows = sum(needed.rows for needed in core.rebuild_needed())
+                rows = sum(bucket.present_rows for bucket in core.index.buckets) + lost_rows
                 delete_after_ms = self._environment.clock.now_ms() + TOMBSTONE_GRACE_MS
                 await self._commit(
                     core.name,

@@ -12,11 +12,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
+from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
+from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import StoreRefused
@@ -49,7 +52,8 @@ TABLE = {
     "merge slower than the floor": WAITS + "merge and collection",
     "two merges of one run": WAITS + "merge",
     "crash after hand-out, before ack": "test_crash_after_hand_out",
-    "topic deleted, then a stale merge or journal tail": WAITS + "deletion of topics",
+    "topic deleted, then a stale journal tail": "test_topic_deleted_then_a_stale_tail",
+    "topic deleted, then a stale merge": WAITS + "merge",
     "tombstone deleted, crash before it is dropped": WAITS + "collection",
     "reader holds an old manifest past the grace": WAITS + "collection",
     "store loses or corrupts an object": "test_store_corrupts_a_bucket",
@@ -63,7 +67,7 @@ def test_every_row_of_the_table_has_its_case_or_waits_for_a_capability() -> None
     module = sys.modules[__name__]
     cases = [case for case in TABLE.values() if not case.startswith(WAITS)]
     assert all(callable(getattr(module, case, None)) for case in cases)
-    assert len(TABLE) == 24
+    assert len(TABLE) == 25
 
 
 async def everything(daemon: Daemon, rows: int) -> set[tuple[int, int]]:
@@ -273,6 +277,33 @@ async def test_crash_after_hand_out(machines: EngineFixture) -> None:
     assert await receiver.acknowledge(rows[:3]) == 0
     one.kill()
     assert await everything(await machines.served_by(), 7) == {row[:2] for row in rows[3:]}
+
+
+@pytest.mark.parametrize("born_again", [True, False])
+async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_again: bool) -> None:
+    one = await machines.served_by("one")
+    await one.call(one.engine.requests.create_subscription("t", "s"))
+    await one.add("t", 1, range(10))
+    stale = one.topic("t").core
+    assert (await one.call(one.engine.requests.delete_topic("t"))).rows == 10
+    if born_again:
+        await one.add("t", 2, range(5))
+    await one.add("other", 1, range(5))
+    slot = one.shards[0].applied_slot + 1
+    one.kill()
+    entries = np.arange(10, dtype=np.uint64)
+    rows = Rows(entries + np.uint64(machines.now_ms()), np.full(10, 3, np.uint64), entries)
+    records: list[Record] = [
+        AddRecord(stale.topic_id, stale.incarnation, 0, rows),
+        AcknowledgeRecord(stale.topic_id, stale.incarnation, 1, rows),
+    ]
+    body = encode_slot(SlotHeader(0, 1, slot, SlotKind.DATA, len(records)), records)
+    machines.store.put_if_absent(names.journal_slot_key(0, slot), body, metadata={})
+    two = await machines.served_by("one")
+    if not born_again:
+        assert [topic.topic for topic in (await two.call(two.engine.requests.list_topics(10, ""))).topics] == ["other"]
+        await two.add("t", 2, range(5))
+    assert await everything(two, 5) == {(2, entry) for entry in range(5)}
 
 
 async def test_store_corrupts_a_bucket(machines: EngineFixture) -> None:
