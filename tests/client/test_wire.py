@@ -146,6 +146,55 @@ def test_a_received_column_is_an_array_of_its_numbers(values: list[int], counts:
     assert wire.decode_u64(message.ledger_id).flags.writeable
 
 
+@given(
+    epoch=u64,
+    rows=st.lists(st.tuples(u64, u64, u64), max_size=300),
+    hashes=st.one_of(st.just([]), st.lists(u32, min_size=1, max_size=300)),
+)
+def test_due_positions_are_what_the_generated_code_reads(
+    epoch: int, rows: list[tuple[int, int, int]], hashes: list[int]
+) -> None:
+    messages = dispatch_pb2.Messages(
+        epoch=epoch,
+        ledger_id=[row[0] for row in rows],
+        entry_id=[row[1] for row in rows],
+        deliver_at_ms=[row[2] for row in rows],
+        key_hash=hashes,
+    )
+    decoded = wire.decode_messages(dispatch_pb2.SubscribeResponse(messages=messages).SerializeToString())
+    assert decoded is not None
+    assert_same(decoded, messages)
+    assert decoded.entry_id.flags.writeable
+
+
+def assert_same(decoded: wire.MessagesColumns, messages: dispatch_pb2.Messages) -> None:
+    assert decoded.epoch == messages.epoch
+    assert decoded.ledger_id.tolist() == list(messages.ledger_id)
+    assert decoded.entry_id.tolist() == list(messages.entry_id)
+    assert decoded.deliver_at_ms.tolist() == list(messages.deliver_at_ms)
+    assert ([] if decoded.key_hash is None else decoded.key_hash.tolist()) == list(messages.key_hash)
+
+
+@given(st.one_of(st.binary(max_size=60), st.binary(max_size=40).map(lambda data: bytes((0x12, len(data))) + data)))
+def test_bytes_that_are_read_at_all_are_read_as_the_generated_code_does(data: bytes) -> None:
+    decoded = wire.decode_messages(data)
+    if decoded is not None:
+        assert_same(decoded, dispatch_pb2.SubscribeResponse.FromString(data).messages)
+
+
+def test_other_answers_and_columns_in_pieces_are_left_to_the_generated_code() -> None:
+    for response in (
+        dispatch_pb2.SubscribeResponse(done=dispatch_pb2.Done(request_id=1)),
+        dispatch_pb2.SubscribeResponse(opened=dispatch_pb2.Opened(epoch=1)),
+        dispatch_pb2.SubscribeResponse(),
+    ):
+        assert wire.decode_messages(response.SerializeToString()) is None
+    epoch = bytes((0x08, *(0xFF,) * 10, 0x01))
+    assert wire.decode_messages(bytes((0x12, len(epoch))) + epoch) is None
+    piece = dispatch_pb2.Messages(ledger_id=[1], entry_id=[2], deliver_at_ms=[3]).SerializeToString()
+    assert wire.decode_messages(bytes((0x12, 2 * len(piece))) + piece + piece) is None
+
+
 def test_big_endian_columns_are_sent_little_endian() -> None:
     rows = columns.add_columns(np.array([1], dtype=">u8"), np.array([2, 3], dtype=">i4"), delay_ms=4)
     message = delayed_delivery_pb2.AddMessagesRequest.FromString(wire.encode_add(b"t", rows, 0))

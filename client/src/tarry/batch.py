@@ -59,9 +59,17 @@ class Batch:
         )
 
     @staticmethod
-    def from_message(messages: dispatch_pb2.Messages, number: int) -> Batch:
+    def from_columns(received: wire.MessagesColumns, number: int) -> Batch:
         """Received now."""
-        return Batch(**_columns_of(messages), number=number)
+        return Batch(
+            received.epoch,
+            received.ledger_id,
+            received.entry_id,
+            received.deliver_at_ms,
+            received.key_hash,
+            received_at_ms=_now_ms(),
+            number=number,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -79,8 +87,14 @@ class Leased(Batch):
     @staticmethod
     def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
         """Received now."""
+        received = wire.messages_columns(response.messages)
         return Leased(
-            **_columns_of(response.messages),
+            received.epoch,
+            received.ledger_id,
+            received.entry_id,
+            received.deliver_at_ms,
+            received.key_hash,
+            received_at_ms=_now_ms(),
             number=0,
             lease_ms=response.lease_ms,
             rebuild_needed=tuple(results.RebuildNeeded.from_message(each) for each in response.rebuild_needed),
@@ -96,15 +110,8 @@ def positions_of(given: HandedOut) -> columns.Positions:
     return given.positions if isinstance(given, Batch) else columns.positions(*given)
 
 
-def _columns_of(messages: dispatch_pb2.Messages) -> dict[str, Any]:
-    return {
-        "epoch": messages.epoch,
-        "ledger_id": wire.decode_u64(messages.ledger_id),
-        "entry_id": wire.decode_u64(messages.entry_id),
-        "deliver_at_ms": wire.decode_u64(messages.deliver_at_ms),
-        "key_hash": wire.decode_u32(messages.key_hash) if messages.key_hash else None,
-        "received_at_ms": time.time_ns() // 1_000_000,
-    }
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 @dataclasses.dataclass(slots=True)

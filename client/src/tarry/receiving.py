@@ -27,7 +27,15 @@ from typing import Generic, TypeAlias, TypeVar
 from tarry import batch, columns, errors, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
 
-METHOD = streams.StreamMethod("/tarry.v1.Dispatch/Subscribe", dispatch_pb2.SubscribeResponse.FromString)
+Response: TypeAlias = wire.MessagesColumns | dispatch_pb2.SubscribeResponse
+"""What comes on the stream: due positions, or something else."""
+
+
+def read(response: bytes) -> Response:
+    return wire.decode_messages(response) or dispatch_pb2.SubscribeResponse.FromString(response)
+
+
+METHOD: streams.StreamMethod[Response] = streams.StreamMethod("/tarry.v1.Dispatch/Subscribe", read)
 
 PERMITS_MAX = 2**32 - 1
 _UNCONFIRMED_PER_PERMIT = 8
@@ -153,14 +161,16 @@ class Receiving(Generic[Answer]):
         self._opening = sending
         sending.put(wire.encode_open(self._topic, self._subscription, dispatch_pb2.SUBSCRIPTION_TYPE_SHARED, declared))
 
-    def received(self, response: dispatch_pb2.SubscribeResponse) -> tuple[bool, Settled[Answer] | None]:
+    def received(self, response: Response) -> tuple[bool, Settled[Answer] | None]:
         """Whether the answer shows progress, and the acknowledgement that is settled now, if any.
 
         Raises Unavailable, NotOwner: the stream is of no use any more.
         """
+        if isinstance(response, wire.MessagesColumns):
+            return self._take_in(response), None
         match response.WhichOneof("response"):
             case "messages":
-                return self._take_in(response.messages), None
+                return self._take_in(wire.messages_columns(response.messages)), None
             case "done":
                 settled = self._settled(response.done)
                 return settled is not None and settled.error is None, settled
@@ -225,14 +235,14 @@ class Receiving(Generic[Answer]):
         self.streams_opened += 1
         self.rebuild_needed = tuple(results.RebuildNeeded.from_message(each) for each in opened.rebuild_needed)
 
-    def _take_in(self, messages: dispatch_pb2.Messages) -> bool:
+    def _take_in(self, messages: wire.MessagesColumns) -> bool:
         self._granted = max(0, self._granted - len(messages.entry_id))
         if messages.epoch < self.epoch:
             self._grant()
             return False
         self.epoch = messages.epoch
         self._last_batch += 1
-        received = batch.Batch.from_message(messages, self._last_batch)
+        received = batch.Batch.from_columns(messages, self._last_batch)
         self._held.add(received)
         self._inbox.append(received)
         return True

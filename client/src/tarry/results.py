@@ -51,8 +51,8 @@ class AddResult:
             accepted=message.accepted,
             duplicates=message.duplicates,
             late_on_arrival=message.late_on_arrival,
-            returned_index=np.array(message.returned_index, dtype=np.int64),
-            raised_index=np.array(message.raised_index, dtype=np.int64),
+            returned_index=wire.decode_indexes(message.returned_index),
+            raised_index=wire.decode_indexes(message.raised_index),
             raised_deliver_at_ms=wire.decode_u64(message.raised_deliver_at_ms),
         )
 

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from types import TracebackType
 
 from tarry import batch, calls, connections, errors, futures, receiving, results, retry, session, streams
-from tarry.v1 import dispatch_pb2
 
 
 class Subscription:
@@ -162,7 +161,7 @@ class Subscription:
         with self._changed:
             self._state.opened(sending)
 
-    def received(self, response: dispatch_pb2.SubscribeResponse) -> bool:
+    def received(self, response: receiving.Response) -> bool:
         with self._changed:
             is_progress, settled = self._state.received(response)
             if settled is None:

@@ -2,21 +2,32 @@
 
 Owns: the bytes of the requests that carry many rows: adds, acknowledgements, leases, what is asked of `contains`. A
 packed column of fixed-width numbers is its little-endian memory, so `tobytes` replaces a loop over rows (measured: 2 us
-instead of 95 us for 1,000 rows of 3 columns). Also owns the way back, repeated field to array.
+instead of 95 us for 1,000 rows of 3 columns). Also owns the way back, to arrays.
 Does not own: the messages themselves; the generated code in `tarry.v1` is the contract that this is tested against.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tarry import columns, errors
+from tarry.v1 import dispatch_pb2
 
 _LENGTH_DELIMITED = 2
 _VARINT = 0
+
+# Of `SubscribeResponse.messages`, and of the fields of `Messages`.
+_MESSAGES_TAG = 2 << 3 | _LENGTH_DELIMITED
+_EPOCH_TAG = 1 << 3 | _VARINT
+_POSITION_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (2, 3, 4))
+_KEY_HASH_TAG = 5 << 3 | _LENGTH_DELIMITED
+_MESSAGES_COLUMNS = dict.fromkeys(_POSITION_TAGS, np.dtype("<u8")) | {_KEY_HASH_TAG: np.dtype("<u4")}
+_NO_ROWS = np.empty(0, dtype=np.uint64)
 
 U64Column = NDArray[np.uint64]
 U32Column = NDArray[np.uint32]
@@ -88,12 +99,89 @@ def encode_handed_out(topic: bytes, subscription: bytes, positions: columns.Posi
 
 def decode_u64(field: Sequence[int]) -> U64Column:
     """A repeated field of a received message as an array that is the caller's own."""
-    return np.array(field, dtype=np.uint64)
+    return np.array(field, dtype=np.uint64) if field else np.empty(0, dtype=np.uint64)
 
 
 def decode_u32(field: Sequence[int]) -> U32Column:
     """A repeated field of a received message as an array that is the caller's own."""
-    return np.array(field, dtype=np.uint32)
+    return np.array(field, dtype=np.uint32) if field else np.empty(0, dtype=np.uint32)
+
+
+def decode_indexes(field: Sequence[int]) -> NDArray[np.int64]:
+    """A repeated field of row numbers as an array that is the caller's own."""
+    return np.array(field, dtype=np.int64) if field else np.empty(0, dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class MessagesColumns:
+    """What a `Messages` carries; the arrays are the caller's own."""
+
+    epoch: int
+    ledger_id: U64Column
+    entry_id: U64Column
+    deliver_at_ms: U64Column
+    key_hash: U32Column | None
+    """None when no row has one."""
+
+
+def messages_columns(messages: dispatch_pb2.Messages) -> MessagesColumns:
+    """The columns of a message that the generated code has read."""
+    return MessagesColumns(
+        messages.epoch,
+        decode_u64(messages.ledger_id),
+        decode_u64(messages.entry_id),
+        decode_u64(messages.deliver_at_ms),
+        decode_u32(messages.key_hash) if messages.key_hash else None,
+    )
+
+
+def decode_messages(response: bytes) -> MessagesColumns | None:
+    """The columns of the bytes of a `SubscribeResponse` that holds a `Messages`.
+
+    None when it holds something else, or is not written as every writer of packed columns does: the generated code is
+    to read it then. Measured with protobuf 7: half of what parsing and copying 100 to 10,000 rows cost; older runtimes
+    copy 45 ns a number.
+    """
+    try:
+        if response[0] != _MESSAGES_TAG:
+            return None
+        size, at = _read_varint(response, 1)
+        if at + size != len(response):
+            return None
+        epoch = 0
+        columns_read: dict[int, NDArray[Any]] = {}
+        while at < len(response):
+            tag = response[at]
+            number, at = _read_varint(response, at + 1)
+            if tag == _EPOCH_TAG:
+                epoch = number
+                continue
+            dtype = _MESSAGES_COLUMNS.get(tag)
+            if dtype is None or tag in columns_read or number % dtype.itemsize or at + number > len(response):
+                return None
+            columns_read[tag] = np.frombuffer(response, dtype, number // dtype.itemsize, at).astype(
+                dtype.newbyteorder("=")
+            )
+            at += number
+    except (IndexError, OverflowError):
+        return None
+    ledger_id, entry_id, deliver_at_ms = (columns_read.get(tag, _NO_ROWS) for tag in _POSITION_TAGS)
+    return MessagesColumns(epoch, ledger_id, entry_id, deliver_at_ms, columns_read.get(_KEY_HASH_TAG))
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, and the place after it. Raises IndexError, OverflowError."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            break
+        shift += 7
+    if value >> 64:
+        raise OverflowError(f"a varint holds {value}")
+    return value, at
 
 
 def _column(number: int, column: U64Column | U32Column) -> bytes:

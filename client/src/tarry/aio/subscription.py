@@ -13,7 +13,6 @@ from typing import Any
 
 from tarry import batch, calls, errors, futures, receiving, results, retry, streams
 from tarry.aio import changes, connections, session
-from tarry.v1 import dispatch_pb2
 
 
 class Subscription:
@@ -136,7 +135,7 @@ class Subscription:
     def opened(self, sending: streams.Sending) -> None:
         self._state.opened(sending)
 
-    def received(self, response: dispatch_pb2.SubscribeResponse) -> bool:
+    def received(self, response: receiving.Response) -> bool:
         is_progress, settled = self._state.received(response)
         if settled is None:
             self._changes.notify()
