@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 # The wall clock when the loop's time is 0.
 EPOCH_MS = 1_700_000_000_000
+# A killed daemon's tasks are cancelled, and end in a few turns of the loop.
+BURIED_AFTER_TURNS = 30
 TIMEOUT_S = 600.0
 """Virtual seconds in which anything that a test waits for must have come."""
 
@@ -124,6 +126,18 @@ class Daemon(Process):
             task.cancel()
         for gate in self._gates:
             gate.set()
+        self._bury()
+
+    def _bury(self, turns: int = BURIED_AFTER_TURNS) -> None:
+        """Its tasks have had the time to end; what is left of them never runs again."""
+        if turns:
+            self.loop.call_soon(self._bury, turns - 1, context=contextvars.Context())
+            return
+        self.end()
+        for task in self._tasks.values():
+            if not task.done():
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                asyncio.tasks._unregister_task(task)
 
     def freeze(self) -> None:
         """Its calls to the store, from now on, wait until it is thawed."""

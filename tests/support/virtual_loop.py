@@ -65,10 +65,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         job = _Job(func, args, self.create_future(), contextvars.copy_context())
         worker.job = job
         self._jobs += 1
-        self.call_soon(self._give_turn, worker)
+        self.call_soon(_Turn(self, worker))
         return job.answer
 
-    def _give_turn(self, worker: _Worker) -> None:
+    def give_turn(self, worker: _Worker) -> None:
         self._worker = worker
         worker.turn.release()
         if not self._turn.acquire(timeout=TURN_MAX_S):
@@ -105,7 +105,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         worker = self._worker
         if worker is None or worker.job is None:
             raise RuntimeError("no job runs")
-        return lambda: self._give_turn(worker)
+        return _Turn(self, worker)
 
     def give_back_turn(self) -> None:
         """The job that runs now waits until its turn comes again."""
@@ -149,6 +149,7 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(_process.set, self)
         self._held_back: list[asyncio.Handle] | None = None
+        self._ended = False
 
     @staticmethod
     def of(context: contextvars.Context | None) -> Process | None:
@@ -170,11 +171,16 @@ class Process:
         for handle in held_back or ():
             self.loop.go_on_with(handle)
 
-    def holds_back(self, handle: asyncio.Handle) -> bool:
-        if self._held_back is None:
+    def end(self) -> None:
+        """From now on it is not there: nothing of it runs but the jobs that have begun, so that they can end."""
+        self._ended = True
+
+    def runs(self, handle: asyncio.Handle) -> bool:
+        """Whether a callback of the process runs now."""
+        if self._held_back is not None:
+            self._held_back.append(handle)
             return False
-        self._held_back.append(handle)
-        return True
+        return not self._ended or isinstance(handle._callback, _Turn)  # type: ignore[attr-defined]
 
 
 class _Handle(asyncio.Handle):
@@ -184,7 +190,7 @@ class _Handle(asyncio.Handle):
 
     def _run(self) -> None:
         process = self._context.get(_process)  # type: ignore[attr-defined]
-        if process is None or not process.holds_back(self):
+        if process is None or process.runs(self):
             super()._run()
 
 
@@ -195,7 +201,7 @@ class _TimerHandle(asyncio.TimerHandle):
 
     def _run(self) -> None:
         process = self._context.get(_process)  # type: ignore[attr-defined]
-        if process is None or not process.holds_back(self):
+        if process is None or process.runs(self):
             super()._run()
 
 
@@ -231,6 +237,19 @@ class _Job:
             self.answer.set_result(self._result)
         else:
             self.answer.set_exception(self._error)
+
+
+class _Turn:
+    """A job goes on, on the loop."""
+
+    __slots__ = ("_loop", "_worker")
+
+    def __init__(self, loop: VirtualLoop, worker: _Worker) -> None:
+        self._loop = loop
+        self._worker = worker
+
+    def __call__(self) -> None:
+        self._loop.give_turn(self._worker)
 
 
 class _Worker:
