@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ _NO_ROWS = np.empty(0, dtype=np.uint64)
 
 U64Column = NDArray[np.uint64]
 U32Column = NDArray[np.uint32]
+_Piece: TypeAlias = bytes | memoryview
+"""Of a message; they are joined once, so that columns are copied once."""
 
 
 def utf8(name: str, text: str) -> bytes:
@@ -43,58 +45,62 @@ def utf8(name: str, text: str) -> bytes:
 
 def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int) -> bytes:
     """The bytes of an `AddMessagesRequest`. `topic` is UTF-8; `already_due` is the enum's number."""
-    parts = [_field(1, topic), _column(2, rows.ledger_id), _column(3, rows.entry_id)]
+    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
     if rows.deliver_at_ms is not None:
-        parts.append(_column(4, rows.deliver_at_ms))
+        pieces += _column(4, rows.deliver_at_ms)
     if rows.delay_ms is not None:
-        parts.append(_column(5, rows.delay_ms))
+        pieces += _column(5, rows.delay_ms)
     if rows.key_hash is not None:
-        parts.append(_column(6, rows.key_hash))
+        pieces += _column(6, rows.key_hash)
     if already_due:
-        parts.append(_number(7, already_due))
-    return b"".join(parts)
+        pieces.append(_number(7, already_due))
+    return b"".join(pieces)
 
 
 def encode_stream_add(request_id: int, add: bytes) -> bytes:
     """The bytes of a `StreamAddMessagesRequest`; `add` comes from `encode_add`."""
-    return _number(1, request_id) + _field(2, add)
+    return b"".join((_number(1, request_id), *_field(2, add)))
 
 
 def encode_open(topic: bytes, subscription: bytes, kind: int, held: columns.Positions) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Open`; both names are UTF-8, `kind` is the enum's number."""
-    parts = [_field(1, topic), _field(2, subscription), _number(3, kind)]
-    if len(held[1]):
-        parts += (_column(number, column) for number, column in enumerate(held, start=4))
-    return _field(1, b"".join(parts))
+    pieces = [*_field(1, topic), *_field(2, subscription), _number(3, kind)]
+    for number, column in enumerate(held, start=4):
+        pieces += _column(number, column)
+    return _message(1, pieces)
 
 
 def encode_flow(permits: int) -> bytes:
     """The bytes of a `SubscribeRequest` that holds a `Flow`."""
-    return _field(2, _number(1, permits))
+    return _message(2, [_number(1, permits)])
 
 
 def encode_acknowledge(request_id: int, positions: columns.Positions) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Acknowledge`."""
-    number = _number(1, request_id) if request_id else b""
-    return _field(3, number + b"".join(_column(number, column) for number, column in enumerate(positions, start=2)))
+    pieces: list[_Piece] = [_number(1, request_id)] if request_id else []
+    for number, column in enumerate(positions, start=2):
+        pieces += _column(number, column)
+    return _message(3, pieces)
 
 
 def encode_contains(topic: bytes, subscription: bytes, rows: columns.EntryColumns) -> bytes:
     """The bytes of a `ContainsMessagesRequest`; both names are UTF-8, `subscription` empty for any."""
-    parts = [_field(1, topic), _column(2, rows.ledger_id), _column(3, rows.entry_id)]
+    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
     if rows.last_entry_id is not None:
-        parts.append(_column(4, rows.last_entry_id))
+        pieces += _column(4, rows.last_entry_id)
     if subscription:
-        parts.append(_field(5, subscription))
-    return b"".join(parts)
+        pieces += _field(5, subscription)
+    return b"".join(pieces)
 
 
 def encode_handed_out(topic: bytes, subscription: bytes, positions: columns.Positions, *, lease_ms: int = 0) -> bytes:
     """The bytes of an `AcknowledgeRequest`, or with `lease_ms` of an `ExtendLeaseRequest`; both names are UTF-8."""
-    ledger_id, entry_id, deliver_at_ms = positions
-    names = _field(1, topic) + _field(2, subscription)
-    rows = b"".join((_column(3, ledger_id), _column(4, entry_id), _column(5, deliver_at_ms)))
-    return names + rows + (_number(6, lease_ms) if lease_ms else b"")
+    pieces = [*_field(1, topic), *_field(2, subscription)]
+    for number, column in enumerate(positions, start=3):
+        pieces += _column(number, column)
+    if lease_ms:
+        pieces.append(_number(6, lease_ms))
+    return b"".join(pieces)
 
 
 def decode_u64(field: Sequence[int]) -> U64Column:
@@ -184,13 +190,27 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     return value, at
 
 
-def _column(number: int, column: U64Column | U32Column) -> bytes:
-    data = column.astype(column.dtype.newbyteorder("<"), copy=False).tobytes()
-    return _field(number, data)
+def _column(number: int, column: U64Column | U32Column) -> tuple[_Piece, ...]:
+    """A packed field: what stands before the numbers, and their memory. No numbers, no field."""
+    if not len(column):
+        return ()
+    # Copied only when its memory is not what is sent.
+    memory = np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("<"))
+    return _head(number, memory.nbytes), memory.data
 
 
-def _field(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data
+def _field(number: int, data: bytes) -> tuple[_Piece, ...]:
+    return _head(number, len(data)), data
+
+
+def _message(number: int, pieces: list[_Piece]) -> bytes:
+    """A message that holds one message, whose fields the pieces are."""
+    size = sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in pieces)
+    return b"".join((_head(number, size), *pieces))
+
+
+def _head(number: int, size: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED) + _varint(size)
 
 
 def _number(number: int, value: int) -> bytes:
