@@ -126,7 +126,7 @@ def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
 
 
 def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
-    """As many of the pieces as one call looks at: (they, their keys, where the rest begins: range of the request, key)."""
+    """As many of the pieces as one call looks at: (they, their keys, where the rest begins: (range, key))."""
     asked = BitMap64()
     rows_left = SCAN_ROWS_MAX
     end = None

@@ -43,8 +43,7 @@ class QuarantinedBucket(Bucket):
     """One damaged bucket of the topic's manifest. `present`: the positions that are missing, empty where nobody knows
     them; nothing of it is due.
 
-    `gone`, `acknowledged`: as stored, or as the bucket had them when it was found to be damaged. What was acknowledged
-    of a row that is added again stays acknowledged.
+    `gone`, `acknowledged`: as stored, or as the bucket had them when it was found to be damaged.
     """
 
     def __init__(
@@ -62,8 +61,9 @@ class QuarantinedBucket(Bucket):
         self.acknowledged = acknowledged
         self.positions_known = present is not None
         self._pages = pages
-        # A page has one ordinal as long as anything is known of it.
-        self.pages = frozenset().union(*map(pages_of, (self.present, *gone.freeze(), *acknowledged.values())))
+        # What is gone of a page of which nothing is missing is not asked for again, unless nobody knows what is missing.
+        kept = (self.present,) if self.positions_known else (*gone.freeze(), *acknowledged.values())
+        self.pages = frozenset().union(*map(pages_of, kept))
         pages.hold(self.pages)
 
     @property
@@ -128,22 +128,11 @@ class QuarantinedBucket(Bucket):
         self._pages.release(self.pages)
 
 
-def added_again(damaged: Collection[QuarantinedBucket], added: BitMap64, slot: int, into: Bucket) -> None:
-    """Positions were added to a bucket in a slot: they are missing no longer.
-
-    Who had acknowledged one of them is not owed it again.
-    """
+def added_again(damaged: Collection[QuarantinedBucket], added: BitMap64, slot: int) -> None:
+    """Positions were added in a slot: they are missing no longer. They are new rows, owed to every subscription."""
     for bucket in damaged:
-        if not bucket.positions_known and slot <= bucket.live.quarantined_slot:
-            continue
-        healed = bucket.missing(added)
-        if not healed:
-            continue
-        for number, keys in bucket.acknowledged.items():
-            again = keys & healed
-            if again:
-                into.acknowledged_by(number).update(again)
-        bucket.remove(healed)
+        if bucket.positions_known or slot > bucket.live.quarantined_slot:
+            bucket.remove(added)
 
 
 def learns_positions(damaged: Collection[QuarantinedBucket]) -> bool:

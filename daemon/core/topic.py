@@ -107,6 +107,8 @@ class Topic:
         self._staged = BitMap64()
         self._staged_pages: set[int] = set()
         self._not_owed = BitMap64()
+        # Positions of damaged buckets that were being acknowledged when these were quarantined.
+        self._acknowledging_lost = BitMap64()
 
     # ---- adds
 
@@ -160,8 +162,9 @@ class Topic:
         `asked`: the set of the keys.
         """
         present = self.index.present_among(asked)
-        if self._staged.intersect(asked):
-            present |= self._staged & asked
+        for staged in (self._staged, self._acknowledging_lost):
+            if staged.intersect(asked):
+                present |= staged & asked
         if not present and len(asked) == len(keys):
             return None
         chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
@@ -264,7 +267,7 @@ class Topic:
             rows = KeyedRows(record.rows, self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id))
             added = bitmap_of(rows.keys)
             self.index.mutable.add(rows, added, elapsed_ms=elapsed_ms)
-            quarantine.added_again(self.index.quarantined.values(), added, slot, self.index.mutable)
+            quarantine.added_again(self.index.quarantined.values(), added, slot)
             self._release_staged(added)
         elif isinstance(record, AcknowledgeRecord):
             self._apply_acknowledge(record, slot)
@@ -312,6 +315,8 @@ class Topic:
             state.backlog -= passed_rows
             if len(state.acknowledging):
                 state.acknowledging -= bitmap_of(rows.keys)
+        if self._acknowledging_lost:
+            self._acknowledging_lost -= bitmap_of(rows.keys)
         if learns:
             self.index.pages.forget_unheld(pages_of(bitmap_of(rows.keys)))
 
@@ -462,6 +467,8 @@ class Topic:
         """
         bucket = self.index.quarantine(live)
         for state in self._states:
+            # An add would stand in one slot with the acknowledgement, in any order: until then there is the row.
+            self._acknowledging_lost |= state.acknowledging & bucket.present
             lost = bucket.passed - bucket.acknowledged.get(state.subscription_id, BitMap64())
             state.drop(lost)
             if state.reader is not None:

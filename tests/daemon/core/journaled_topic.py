@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from daemon.core.departures import Departure
 from daemon.core.index import SeenRows
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import MutableBucket
@@ -26,6 +27,7 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
+from daemon.core.trimming import LedgerRanges
 from daemon.durability import bucket_objects, checkpoint, recovery, sealing
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
@@ -206,6 +208,38 @@ class JournaledTopic:
         self._set_subscriptions((*self.tip.subscriptions, stored), number)
         return self.core.add_subscription()
 
+    def pass_due(self, limit: int) -> int:
+        passed = self.core.pass_due(self.now_ms, limit)
+        for record in self.core.take_not_owed():
+            self.staged.append(record)
+        return passed
+
+    # ---- trims and damage
+
+    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> Departure:
+        self.commit()
+        return self.core.trim(ranges, subscription_id)
+
+    def trim_at_once(self, ranges: LedgerRanges | None = None, subscription_id: int | None = None) -> int:
+        departure = self.trim(ranges, subscription_id)
+        for records in departure.slots():
+            self.commit_together(records)
+        return departure.rows
+
+    def commit_together(self, records: Iterable[journal.Record]) -> None:
+        """They are in one slot, with whatever else is staged."""
+        for record in records:
+            self.staged.append(record)
+        self.commit()
+
+    def quarantine(self, name: str, damage: str = "damaged") -> None:
+        operation = topic_manifest.Quarantine(bucket=name, damage=damage, slot=self.slot, epoch=EPOCH)
+        assert operation.precondition(self.tip) is None
+        self.tip = operation.apply(self.tip)
+        self.core.quarantine(next(live for live in self.tip.live if live.object.name == name))
+
+    # ---- subscriptions that go
+
     def gone_with(self, subscription_id: int) -> list[journal.GoneRecord]:
         """What deleting the subscription will make gone: first of its two steps."""
         self.commit()
@@ -230,7 +264,7 @@ class JournaledTopic:
     def pass_all(self) -> None:
         """Every row that is due now is passed, whatever must be loaded for it."""
         for _ in range(TURNS_MAX):
-            if self.core.pass_due(self.now_ms, 1_000):
+            if self.pass_due(1_000):
                 continue
             wanted = self.core.index.wanted_segments(self.now_ms)
             if not wanted:

@@ -10,6 +10,16 @@ import dataclasses
 from collections.abc import Iterable
 
 Position = tuple[int, int]
+# Of each ledger its last entry, or (ledger, entry) and every lower ledger; None for everything.
+Ranges = dict[int, int] | Position | None
+
+
+def in_ranges(at: Position, ranges: Ranges) -> bool:
+    if ranges is None:
+        return True
+    if isinstance(ranges, tuple):
+        return at <= ranges
+    return at[0] in ranges and at[1] <= ranges[at[0]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,6 +37,16 @@ class Subscriber:
     # Position -> (dispatcher, time it was handed out with).
     in_flight: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     acknowledging: set[Position] = dataclasses.field(default_factory=set)
+    leases: set[int] = dataclasses.field(default_factory=set)
+
+    def let_go(self, positions: Iterable[Position]) -> None:
+        """They left the backlog."""
+        for at in positions:
+            self.in_flight.pop(at, None)
+            self.acknowledging.discard(at)
+
+    def leased(self) -> set[Position]:
+        return {at for at, (dispatcher, _) in self.in_flight.items() if dispatcher in self.leases}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +65,12 @@ class Oracle:
         self.subscribers: dict[int, Subscriber] = {}
         self.staged_adds: dict[Position, Row] = {}
         self.staged_acknowledgements: list[tuple[int, Position]] = []
+        # Passed when nobody was owed it.
+        self.staged_gone: set[Position] = set()
+        # Since when a subscription that is being created is owed what comes due.
+        self.coming_since_ms: int | None = None
+        # By damaged bucket, what is missing.
+        self.missing: dict[str, dict[Position, Row]] = {}
 
     # ---- who is owed what
 
@@ -53,6 +79,10 @@ class Oracle:
 
     def owed_by_nobody(self, row: Row, *, without: int | None = None) -> bool:
         return not any(self.is_owed(number, row) for number in self.subscribers if number != without)
+
+    def may_be_owed(self, number: int, row: Row) -> bool:
+        """The same before the row's time has been seen."""
+        return number not in row.acknowledged and (not row.passed or self.is_owed(number, row))
 
     def backlog(self, number: int) -> dict[Position, Row]:
         return {at: row for at, row in self.rows.items() if row.passed and self.is_owed(number, row)}
@@ -72,10 +102,11 @@ class Oracle:
         """Rows of (position, deliver_at_ms, key_hash)."""
         floor_ms = max((each.since_ms for each in self.subscribers.values()), default=0)
         seen: set[Position] = set()
+        acknowledged = {at for _, at in self.staged_acknowledgements}
         accepted = duplicates = late = 0
         returned, raised, raised_ms = [], [], []
         for number, (at, deliver_at_ms, key_hash) in enumerate(rows):
-            if at in self.rows or at in self.staged_adds or at in seen:
+            if at in self.rows or at in self.staged_adds or at in seen or at in acknowledged:
                 duplicates += 1
                 continue
             seen.add(at)
@@ -107,22 +138,67 @@ class Oracle:
         return ignored
 
     def commit(self) -> None:
+        everything = [self.rows, *self.missing.values()]
         for number, at in self.staged_acknowledgements:
             self.subscribers[number].acknowledging.discard(at)
-            row = self.rows[at]
-            row.acknowledged.add(number)
-        for _, at in self.staged_acknowledgements:
-            if at in self.rows and self.owed_by_nobody(self.rows[at]):
-                del self.rows[at]
+            for rows in everything:
+                if at in rows:
+                    rows[at].acknowledged.add(number)
+                    if self.owed_by_nobody(rows[at]):
+                        del rows[at]
+        for at in self.staged_gone:
+            self.rows.pop(at, None)
+        for at in self.staged_adds:
+            for missing in self.missing.values():
+                missing.pop(at, None)
         self.rows |= self.staged_adds
         self.staged_acknowledgements.clear()
+        self.staged_gone.clear()
         self.staged_adds.clear()
+
+    # ---- trims
+
+    def trimmed(self, ranges: Ranges, number: int | None) -> tuple[set[Position], set[Position]]:
+        """What a trim makes (gone, waived for the subscription)."""
+        gone: set[Position] = set()
+        waived: set[Position] = set()
+        for rows in (self.rows, *self.missing.values()):
+            for at, row in rows.items():
+                if not in_ranges(at, ranges) or (number is not None and not self.may_be_owed(number, row)):
+                    continue
+                others = [other for other in self.subscribers if other != number and self.may_be_owed(other, row)]
+                (waived if number is not None and others else gone).add(at)
+        return gone, waived
+
+    def leave(self, gone: set[Position], waived: set[Position], number: int | None) -> None:
+        for rows in (self.rows, *self.missing.values()):
+            for at in gone & rows.keys():
+                del rows[at]
+            for at in waived & rows.keys():
+                assert number is not None
+                rows[at].acknowledged.add(number)
+        for each, subscriber in self.subscribers.items():
+            subscriber.let_go(gone | waived if each == number else gone)
+
+    # ---- damage
+
+    def quarantine(self, bucket: str, positions: set[Position]) -> None:
+        missing = self.missing[bucket] = {at: self.rows.pop(at) for at in positions}
+        for row in missing.values():
+            row.acknowledged |= {number for number in self.subscribers if not self.may_be_owed(number, row)}
+            row.passed = False
+        for subscriber in self.subscribers.values():
+            subscriber.let_go(positions)
 
     # ---- what time and crashes do
 
     def passed(self, positions: Iterable[Position]) -> None:
         for at in positions:
-            self.rows[at].passed = True
+            row = self.rows[at]
+            row.passed = True
+            coming = self.coming_since_ms is not None and row.deliver_at_ms > self.coming_since_ms
+            if self.subscribers and not coming and self.owed_by_nobody(row):
+                self.staged_gone.add(at)
 
     def close(self, number: int, dispatcher: int) -> None:
         subscriber = self.subscribers[number]
@@ -132,6 +208,7 @@ class Oracle:
     def crash(self) -> None:
         self.staged_adds.clear()
         self.staged_acknowledgements.clear()
+        self.staged_gone.clear()
         for row in self.rows.values():
             row.passed = False
         for number, subscriber in self.subscribers.items():

@@ -6,20 +6,27 @@ Does not own: the topic's surroundings (`journaled_topic`) and what is right (`o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from daemon.core import departures
 from daemon.core.positions import KeyedRows, keys_of
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentRange
 from daemon.core.subscription import SubscriptionState
+from daemon.core.trimming import LedgerRanges
 from storage_backends.formats import position_bitmap
+from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
+from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.segment import SegmentLimits
+from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, claims_of, key_hashes_of, listed
-from tests.daemon.core.oracle import Oracle, Subscriber
+from tests.daemon.core.oracle import Oracle, Ranges, Subscriber
 
 U64_MAX = (1 << 64) - 1
 LEDGERS = (7, 0, U64_MAX)
@@ -35,6 +42,24 @@ batches = st.lists(
     st.tuples(positions, st.sampled_from(DELAYS_MS), st.sampled_from((0, 0, 3, 2**32 - 1))), min_size=1, max_size=10
 )
 picks = st.integers(0, 1 << 16)
+trims = st.one_of(
+    st.none(),
+    positions,
+    st.dictionaries(st.sampled_from(LEDGERS), st.sampled_from(ENTRIES), min_size=1, max_size=3),
+)
+
+
+def ledger_ranges(ranges: Ranges) -> LedgerRanges | None:
+    if ranges is None:
+        return None
+    named = [ranges] if isinstance(ranges, tuple) else list(ranges.items())
+    ledgers, entries = (np.array(column, np.uint64) for column in zip(*named, strict=True))
+    return LedgerRanges(ledgers, entries, all_lower_ledgers=isinstance(ranges, tuple))
+
+
+def positions_in(record: GoneRecord | WaiveRecord) -> set[Position]:
+    ledger_id, entry_id = position_bitmap.positions_of(record.positions)
+    return set(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
 
 
 class TopicMachine(RuleBasedStateMachine):
@@ -132,7 +157,7 @@ class TopicMachine(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from((1, 3, 1_000)))
     def pass_due(self, limit: int) -> None:
-        self.passing(lambda: self.topic.core.pass_due(self.topic.now_ms, limit))
+        self.passing(lambda: self.topic.pass_due(limit))
 
     def passing(self, action: Callable[[], object]) -> None:
         """Rows may be passed: those that are, are due."""
@@ -192,8 +217,12 @@ class TopicMachine(RuleBasedStateMachine):
         def time_passes() -> None:
             passed_before.update(self.passed_positions())
             self.topic.now_ms += meanwhile_ms
+            coming = self.topic.core._coming
+            assert coming is not None
+            self.oracle.coming_since_ms = coming.stored.since_ms
             if meanwhile_ms:
-                self.passing(lambda: self.topic.core.pass_due(self.topic.now_ms, 1_000))
+                self.passing(lambda: self.topic.pass_due(1_000))
+            self.oracle.coming_since_ms = None
 
         now_ms = self.topic.now_ms
         state = self.topic.create_subscription(time_passes)
@@ -215,17 +244,15 @@ class TopicMachine(RuleBasedStateMachine):
         self.passing(lambda: self.topic.commit())
         gone: list[Any] = []
         self.passing(lambda: gone.extend(self.topic.gone_with(number)))
-        columns = [position_bitmap.positions_of(record.positions) for record in gone]
-        named = {at for ledgers, entries in columns for at in zip(ledgers.tolist(), entries.tolist(), strict=True)}
-        last = len(self.oracle.subscribers) == 1
-        for at, row in list(self.oracle.rows.items()):
-            waived = self.oracle.owed_by_nobody(row, without=number) and (row.passed or not last)
-            assert waived or at not in named, f"{at} is made gone, but others are owed it"
-            if waived and (row.passed or row.acknowledged & (self.oracle.subscribers.keys() - {number})):
-                assert at in named, f"{at} is owed to nobody any more"
-            if at in named:
-                del self.oracle.rows[at]
+        named = set().union(*map(positions_in, gone))
+        others = self.oracle.subscribers.keys() - {number}
+        everything = [self.oracle.rows, *self.oracle.missing.values()]
+        for at, row in [each for rows in everything for each in rows.items()]:
+            still_owed = any(self.oracle.may_be_owed(other, row) for other in others) or (not others and not row.passed)
+            assert (at in named) != still_owed, f"{at} is owed to somebody: {still_owed}"
         self.topic.delete_subscription(number, gone)
+        self.oracle.leave(named, set(), None)
+        self.oracle.commit()
         del self.oracle.subscribers[number]
 
     def number(self, pick: int) -> int:
@@ -233,6 +260,143 @@ class TopicMachine(RuleBasedStateMachine):
 
     def state(self, number: int) -> SubscriptionState:
         return self.topic.core.subscriptions[number]
+
+    # ---- trims and damage
+
+    @rule(ranges=trims, pick=picks, whole=st.booleans(), slots=st.sampled_from((0, 1, 1_000, 1_000, 1_000)))
+    def trim(self, ranges: Ranges, pick: int, whole: bool, slots: int) -> None:
+        """`slots`: how many of them are written before a crash."""
+        number = None if whole or not self.oracle.subscribers else self.number(pick)
+        self.oracle.commit()
+        departure = self.topic.trim(ledger_ranges(ranges), number)
+        gone, waived = self.oracle.trimmed(ranges, number)
+        assert departure.rows == len(gone | waived)
+        left = gone | waived
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(departures, "SLOT_ROWS_MAX", 3)
+            for count, records in enumerate(departure.slots()):
+                if count == slots:
+                    self.crash()
+                    return
+                assert sum(record.row_count for record in records) <= 3
+                self.topic.commit_together(records)
+                left -= self.departed(records, gone, waived, number)
+                self.all_holds()
+        assert not left, f"{left} are not trimmed"
+
+    def departed(
+        self, records: Sequence[Record], gone: set[Position], waived: set[Position], number: int | None
+    ) -> set[Position]:
+        """What the records name leaves the oracle, too; it is what was expected."""
+        all_named: set[Position] = set()
+        for record in records:
+            assert isinstance(record, GoneRecord | WaiveRecord)
+            named = positions_in(record)
+            assert named <= (gone if isinstance(record, GoneRecord) else waived)
+            all_named |= named
+        self.oracle.leave(all_named & gone, all_named & waived, number)
+        return all_named
+
+    @precondition(lambda self: self.topic.core.index.sealed)
+    @rule(pick=picks, really=st.sampled_from((False, True)))
+    def a_bucket_is_damaged(self, pick: int, really: bool) -> None:
+        sealed = self.topic.core.index.sealed
+        if really:
+            name = sorted(sealed)[pick % len(sealed)]
+            held = self.positions_of(sealed[name].present)
+            self.topic.quarantine(name)
+            self.oracle.quarantine(name, held)
+
+    # ---- what is there
+
+    @rule(
+        asked=st.lists(test_containment.ranges, min_size=1, max_size=4),
+        pick=picks,
+        ranges_max=st.sampled_from((1, 100)),
+    )
+    def contains(self, asked: list[test_containment.Range], pick: int, ranges_max: int) -> None:
+        number = None if pick % 2 or not self.oracle.subscribers else self.number(pick)
+        state = None if number is None else self.state(number)
+        pending, due, _ = test_containment.asked_until_done(self.topic, asked, state, ranges_max=ranges_max)
+        for found, passed in ((pending, False), (due, True)):
+            rows = {
+                at
+                for at, row in self.oracle.rows.items()
+                if row.passed == passed and (number is None or self.oracle.may_be_owed(number, row))
+            }
+            expected = test_containment.expected_of(rows, asked)
+            assert test_containment.joined(found, asked) == test_containment.joined(expected, asked)
+
+    # ---- leases
+
+    @precondition(lambda self: self.oracle.subscribers)
+    @rule(pick=picks, limit=st.sampled_from((1, 2, 1_000)))
+    def get(self, pick: int, limit: int) -> None:
+        """Rows are leased to a puller; somebody must listen."""
+        number = self.number(pick)
+        state, subscriber = self.state(number), self.oracle.subscribers[number]
+        if not subscriber.dispatchers:
+            self.open(pick)
+        self.passing(self.topic.pass_all)
+        self.topic.catch_up(state)
+        self.dispatchers += 1
+        rows = state.hand_out(self.dispatchers, limit)
+        self.handed_out(number, self.dispatchers, rows)
+        if len(rows):
+            subscriber.leases.add(self.dispatchers)
+
+    @precondition(lambda self: any(each.leases for each in self.oracle.subscribers.values()))
+    @rule(which=picks)
+    def a_lease_ends(self, which: int) -> None:
+        leases = [(number, each) for number, sub in self.oracle.subscribers.items() for each in sorted(sub.leases)]
+        number, lease = leases[which % len(leases)]
+        self.end_lease(number, lease)
+
+    def end_lease(self, number: int, lease: int) -> None:
+        held = {at for at, each in self.oracle.subscribers[number].in_flight.items() if each[0] == lease}
+        assert self.state(number).return_held(lease) == len(held)
+        self.oracle.subscribers[number].let_go(held)
+        self.oracle.subscribers[number].leases.discard(lease)
+
+    @precondition(lambda self: any(each.leases for each in self.oracle.subscribers.values()))
+    @rule(
+        pick=picks,
+        claimed=st.lists(st.tuples(picks, st.sampled_from((0, 0, 1))), min_size=1, max_size=6),
+        over=st.booleans(),
+    )
+    def extend_leases(self, pick: int, claimed: list[tuple[int, int]], over: bool) -> None:
+        numbers = sorted(number for number, each in self.oracle.subscribers.items() if each.leases)
+        number = numbers[pick % len(numbers)]
+        subscriber = self.oracle.subscribers[number]
+        held = sorted(subscriber.in_flight) or [(1, 1)]
+        claims = {held[which % len(held)]: off_ms for which, off_ms in claimed}
+        times = {at: subscriber.in_flight.get(at, (0, 5))[1] + off_ms for at, off_ms in claims.items()}
+        self.dispatchers += 1
+        expected = {at for at, off_ms in claims.items() if not off_ms} & subscriber.leased()
+        state = self.state(number)
+        moved_rows = self.topic.core.move_held(state, claims_of(times.items()), subscriber.leases, self.dispatchers)
+        assert moved_rows == len(expected)
+        for at in expected:
+            subscriber.in_flight[at] = (self.dispatchers, times[at])
+        if expected:
+            subscriber.leases.add(self.dispatchers)
+        if over:
+            self.end_lease(number, self.dispatchers)
+
+    @precondition(lambda self: any(each.dispatchers for each in self.oracle.subscribers.values()))
+    @rule(which=picks, in_flight_rows_max=st.sampled_from((1, 3, 8)))
+    def hand_out_under_a_limit(self, which: int, in_flight_rows_max: int) -> None:
+        opened = [(number, each) for number, sub in self.oracle.subscribers.items() for each in sorted(sub.dispatchers)]
+        number, dispatcher = opened[which % len(opened)]
+        state = self.state(number)
+        before, stored = len(state.in_flight), state.stored
+        policy = SubscriptionPolicy(in_flight_rows_max=in_flight_rows_max)
+        state.stored = dataclasses.replace(stored, policy=policy)
+        available, ready = state.available_rows, state.ready_rows
+        rows = state.hand_out(dispatcher, 1_000)
+        state.stored = stored
+        assert len(rows) == available == min(ready, max(0, in_flight_rows_max - before))
+        self.handed_out(number, dispatcher, rows)
 
     # ---- dispatchers
 
@@ -260,8 +424,9 @@ class TopicMachine(RuleBasedStateMachine):
         self.topic.core.open(state, self.dispatchers)
         self.topic.core.hold(state, self.dispatchers, found)
         subscriber.dispatchers.add(self.dispatchers)
-        ready = self.oracle.ready(number)
-        expected = {at for at, time in declared.items() if at in ready and ready[at].deliver_at_ms == time}
+        # What a lease holds is taken from it.
+        backlog = {at: row for at, row in self.oracle.backlog(number).items() if at not in subscriber.acknowledging}
+        expected = {at for at, time in declared.items() if at in backlog and backlog[at].deliver_at_ms == time}
         assert {(ledger, entry) for _, ledger, entry in listed(found)} == expected
         for at in expected:
             subscriber.in_flight[at] = (self.dispatchers, declared[at])
@@ -394,6 +559,12 @@ class TopicMachine(RuleBasedStateMachine):
     def buckets_are_consistent(self) -> None:
         index = self.topic.core.index
         present: list[Position] = []
+        assert index.quarantined.keys() == self.oracle.missing.keys()
+        for name, damaged in index.quarantined.items():
+            assert self.positions_of(damaged.present) == self.oracle.missing[name].keys()
+            assert damaged.missing_rows == len(self.oracle.missing[name])
+        needed = {each.bucket: each.rows for each in self.topic.core.rebuild_needed()}
+        assert needed == {name: len(rows) for name, rows in self.oracle.missing.items() if rows}
         for bucket in index.buckets:
             assert bucket.passed <= bucket.present
             assert len(bucket.present) == bucket.present_rows
@@ -423,6 +594,10 @@ class TopicMachine(RuleBasedStateMachine):
             assert len(in_hand) == state.ready_rows + len(state.in_flight) + len(state.acknowledging)
             assert self.positions_of(state.in_flight.keys()) == subscriber.in_flight.keys()
             assert self.positions_of(state.acknowledging) == subscriber.acknowledging
+            assert state.leased_rows == len(subscriber.leased())
+            holders = [dispatcher for dispatcher, _ in subscriber.in_flight.values()]
+            for dispatcher in subscriber.dispatchers | subscriber.leases:
+                assert state.held_rows(dispatcher) == holders.count(dispatcher)
             if state.is_fed:
                 assert in_hand == backlog.keys(), "nothing that is due is forgotten while a subscription is fed"
 
@@ -456,6 +631,7 @@ class TopicMachine(RuleBasedStateMachine):
         self.topic.seal()
         index = self.topic.core.index
         assert not index.sealed
-        assert len(index.pages) == 0, "pages are held of which nothing is left"
+        damaged = set().union(*(bucket.pages for bucket in index.quarantined.values()))
+        assert set(index.pages._ordinals.values()) == damaged, "pages are held of which nothing is left"
         assert index.cache.rows == 0
         assert np.all(index.pending_rows == 0)
