@@ -26,7 +26,7 @@ class SetTopicPolicyRequest(_message.Message):
     topic: _builtins.str
     @_builtins.property
     def policy(self) -> _policy_pb2.TopicPolicy:
-        """The whole policy: a field that is not set has the daemon's default from now on."""
+        """The whole policy, required: a field that is not set has the daemon's default from now on."""
 
     def __init__(
         self,

@@ -63,7 +63,7 @@ class AdminServicer(object):
 
     def SetTopicPolicy(self, request, context):
         """Replaces a topic's policy, and creates the topic if it is new; it counts from the answer on. Rows keep their times,
-        buckets their form. INVALID_ARGUMENT: a value outside its limits, by its name.
+        buckets their form. INVALID_ARGUMENT: no policy, or a value outside its limits, by its name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,7 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     SetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]
     """Replaces a topic's policy, and creates the topic if it is new; it counts from the answer on. Rows keep their times,
-    buckets their form. INVALID_ARGUMENT: a value outside its limits, by its name.
+    buckets their form. INVALID_ARGUMENT: no policy, or a value outside its limits, by its name.
     """
     GetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
@@ -53,7 +53,7 @@ class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetTopicPolicyRequest, _admin_pb2.SetTopicPolicyResponse]  # type: ignore[assignment]
     """Replaces a topic's policy, and creates the topic if it is new; it counts from the answer on. Rows keep their times,
-    buckets their form. INVALID_ARGUMENT: a value outside its limits, by its name.
+    buckets their form. INVALID_ARGUMENT: no policy, or a value outside its limits, by its name.
     """
     GetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]  # type: ignore[assignment]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
@@ -74,7 +74,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.SetTopicPolicyResponse]]:
         """Replaces a topic's policy, and creates the topic if it is new; it counts from the answer on. Rows keep their times,
-        buckets their form. INVALID_ARGUMENT: a value outside its limits, by its name.
+        buckets their form. INVALID_ARGUMENT: no policy, or a value outside its limits, by its name.
         """
 
     @_abc_1.abstractmethod

@@ -430,7 +430,7 @@ class UpdateSubscriptionRequest(_message.Message):
     subscription: _builtins.str
     @_builtins.property
     def policy(self) -> _policy_pb2.SubscriptionPolicy:
-        """The whole policy: a field that is not set has its default from now on."""
+        """The whole policy, required: a field that is not set has its default from now on."""
 
     def __init__(
         self,

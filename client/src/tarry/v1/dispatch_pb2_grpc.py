@@ -97,7 +97,7 @@ class DispatchServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateSubscription(self, request, context):
-        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND.
+        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT: no policy, or a bad one. NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,7 +118,7 @@ class DispatchServicer(object):
         again.
 
         INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
-        RESOURCE_EXHAUSTED: too many leases.
+        RESOURCE_EXHAUSTED: too many leases. UNAVAILABLE also when the deadline is too near to lease rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

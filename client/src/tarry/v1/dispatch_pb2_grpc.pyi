@@ -46,7 +46,7 @@ class DispatchStub:
     subscriptions.
     """
     UpdateSubscription: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.UpdateSubscriptionRequest, _dispatch_pb2.UpdateSubscriptionResponse]
-    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
+    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT: no policy, or a bad one. NOT_FOUND."""
     DeleteSubscription: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.DeleteSubscriptionRequest, _dispatch_pb2.DeleteSubscriptionResponse]
     """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
@@ -58,7 +58,7 @@ class DispatchStub:
     again.
 
     INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
-    RESOURCE_EXHAUSTED: too many leases.
+    RESOURCE_EXHAUSTED: too many leases. UNAVAILABLE also when the deadline is too near to lease rows.
     """
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]
     """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
@@ -85,7 +85,7 @@ class DispatchAsyncStub(DispatchStub):
     subscriptions.
     """
     UpdateSubscription: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.UpdateSubscriptionRequest, _dispatch_pb2.UpdateSubscriptionResponse]  # type: ignore[assignment]
-    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
+    """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT: no policy, or a bad one. NOT_FOUND."""
     DeleteSubscription: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.DeleteSubscriptionRequest, _dispatch_pb2.DeleteSubscriptionResponse]  # type: ignore[assignment]
     """Deletes a subscription and waives its claims; deleting the last one drops what is due.
 
@@ -97,7 +97,7 @@ class DispatchAsyncStub(DispatchStub):
     again.
 
     INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
-    RESOURCE_EXHAUSTED: too many leases.
+    RESOURCE_EXHAUSTED: too many leases. UNAVAILABLE also when the deadline is too near to lease rows.
     """
     Acknowledge: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]  # type: ignore[assignment]
     """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
@@ -139,7 +139,7 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         request: _dispatch_pb2.UpdateSubscriptionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_dispatch_pb2.UpdateSubscriptionResponse, _abc.Awaitable[_dispatch_pb2.UpdateSubscriptionResponse]]:
-        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT, NOT_FOUND."""
+        """Replaces a subscription's policy; it counts from the answer on. INVALID_ARGUMENT: no policy, or a bad one. NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def DeleteSubscription(
@@ -163,7 +163,7 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         again.
 
         INVALID_ARGUMENT: `max_rows`, `lease_ms` or `wait_ms` over the limit. NOT_FOUND: no such topic or subscription.
-        RESOURCE_EXHAUSTED: too many leases.
+        RESOURCE_EXHAUSTED: too many leases. UNAVAILABLE also when the deadline is too near to lease rows.
         """
 
     @_abc_1.abstractmethod

@@ -160,7 +160,7 @@ class SubscriptionPolicy(_message.Message):
     """Lease of `GetScheduledMessages` that names none; 1 ms to 12 hours."""
     @_builtins.property
     def properties(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Free for the user: at most 64, names of at most 128 bytes, values of at most 1,024 bytes."""
+        """Free for the user: at most 64, names of 1 to 128 bytes, values of at most 1,024 bytes."""
 
     def __init__(
         self,
