@@ -451,9 +451,7 @@ async def test_many_ranges_are_several_requests(daemon: FakeDaemon, connect: Any
 
 
 async def test_columns_of_different_lengths_are_refused(client: tarry.aio.Client) -> None:
-    with pytest.raises(
-        tarry.InvalidArgument, match="entry_id has 2 rows; it must have 1 or 3"
-    ):
+    with pytest.raises(tarry.InvalidArgument, match="entry_id has 2 rows; it must have 1 or 3"):
         await client.contains("t", 1, [0, 1], last_entry_id=[1, 2, 3])
     with pytest.raises(tarry.InvalidArgument, match="entry_id has no rows"):
         await client.trim("t", 1, [])
