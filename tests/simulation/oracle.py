@@ -22,11 +22,11 @@ Position = tuple[int, int]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
-    """A row that is not gone. `slot`: the slot that brought it."""
+    """A row that is not gone. `slot`: the slot that brought it. `acknowledged`: by which subscription in which slot."""
 
     deliver_at_ms: int
     slot: int
-    acknowledged: set[int] = dataclasses.field(default_factory=set)
+    acknowledged: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +37,7 @@ class TopicTruth:
 
     name: str = ""
     incarnation: int = 0
+    deleted: bool = False
     epoch: int = 0
     rows: dict[Position, Row] = dataclasses.field(default_factory=dict)
     subscriptions: dict[int, manifest.Subscription] = dataclasses.field(default_factory=dict)
@@ -44,7 +45,6 @@ class TopicTruth:
     removed: dict[Position, int] = dataclasses.field(default_factory=dict)
     removed_at_s: dict[Position, float] = dataclasses.field(default_factory=dict)
     asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
-    waived: set[tuple[Position, int, int]] = dataclasses.field(default_factory=set)
 
     def owes(self, row: Row) -> Iterator[int]:
         """The subscriptions that are owed the row and have not acknowledged it."""
@@ -56,12 +56,17 @@ class TopicTruth:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Removal:
     """A request that removes rows: a subscription is deleted, or (`positions`) rows are trimmed, for one subscription
-    or (None) for all.
+    or (None) for all, or (everything) the topic is deleted.
     """
 
     topic: str
     subscription: str | None
     positions: Callable[[Position], bool] | None = None
+
+
+def everything(position: Position) -> bool:
+    """What is removed with a topic, or cleared."""
+    return True
 
 
 class Oracle:
@@ -113,13 +118,22 @@ class Oracle:
                 f"topic {topic.name}: a manifest of epoch {landed.owner_epoch} follows epoch {topic.epoch}"
             )
         topic.epoch = landed.owner_epoch
-        if landed.incarnation > topic.incarnation:
+        if landed.deleted and not topic.deleted:
+            asked = (each for each in self.removals.values() if each.topic == topic.name)
+            if not any(each.positions is everything for each in asked):
+                self._history.breach(f"topic {topic.name} is deleted and nobody asked for it")
             for position in list(topic.rows):
-                self._remove(topic, landed.applied, position)
+                # Whoever saw it before is answered after.
+                self._remove(topic, landed.applied + 1, position)
+        if landed.incarnation != topic.incarnation + (landed.deleted and not topic.deleted) and topic.incarnation:
+            self._history.breach(f"topic {topic.name}: incarnation {landed.incarnation} follows {topic.incarnation}")
         topic.incarnation = landed.incarnation
+        topic.deleted = landed.deleted
         topic.subscriptions = {each.subscription_id: each for each in landed.subscriptions}
         for row in topic.rows.values():
-            row.acknowledged &= topic.subscriptions.keys()
+            row.acknowledged = {
+                number: slot for number, slot in row.acknowledged.items() if number in topic.subscriptions
+            }
 
     def _slot(self, header: journal.SlotHeader, records: Iterable[journal.Record]) -> None:
         slot, epoch = self._journal.get(header.shard, (0, 0))
@@ -145,7 +159,7 @@ class Oracle:
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 self._acknowledge(topic, slot, record.subscription_id, (ledger_id, entry_id), deliver_at_ms)
         elif isinstance(record, journal.WaiveRecord):
-            self._waive(topic, record)
+            self._waive(topic, slot, record)
         else:
             self._gone(topic, slot, record)
 
@@ -174,7 +188,7 @@ class Oracle:
             self._history.breach(
                 f"topic {topic.name}: position {position} of {row.deliver_at_ms} is acknowledged as of {deliver_at_ms}"
             )
-        row.acknowledged.add(subscription_id)
+        row.acknowledged[subscription_id] = slot
         if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
             self._remove(topic, slot, position)
 
@@ -200,7 +214,7 @@ class Oracle:
         trimmed = {each.subscription for each in asked if each.positions is not None and each.positions(position)}
         return None in trimmed or owed <= trimmed
 
-    def _waive(self, topic: TopicTruth, record: journal.WaiveRecord) -> None:
+    def _waive(self, topic: TopicTruth, slot: int, record: journal.WaiveRecord) -> None:
         stored = topic.subscriptions[record.subscription_id]
         asked = [
             each.positions
@@ -215,8 +229,7 @@ class Oracle:
                 self._history.breach(
                     f"topic {topic.name}: {position} is waived and nobody trimmed it for {stored.name}"
                 )
-            row.acknowledged.add(record.subscription_id)
-            topic.waived.add((position, row.slot, record.subscription_id))
+            row.acknowledged[record.subscription_id] = slot
 
     def _remove(self, topic: TopicTruth, slot: int, position: Position) -> None:
         del topic.rows[position]

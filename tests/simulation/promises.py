@@ -11,7 +11,8 @@ slot may have landed and its writer not know it yet.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from daemon.core.topic import AddOutcome
 from tests.simulation.history import History
@@ -20,13 +21,18 @@ from tests.support.engine_fixture import Daemon
 
 # A daemon that does not know that it was superseded hands out for so long at most (R8), virtual seconds.
 STALE_HAND_OUT_S = 15.0
+# Two sums of times may differ by as much.
+LEASE_ROUNDING_S = 0.001
 
 Claim = tuple[Position, int]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class OpenStream:
-    """A dispatcher of one subscription. `held`: what it was handed out and has not asked to acknowledge."""
+    """A dispatcher of one subscription, by a stream or a lease.
+
+    `held`: what it was handed out and has not asked to acknowledge.
+    """
 
     daemon: Daemon
     topic: str
@@ -35,7 +41,15 @@ class OpenStream:
     epoch: int
     handed_out: dict[Position, int] = dataclasses.field(default_factory=dict)
     held: dict[Position, int] = dataclasses.field(default_factory=dict)
-    closed: bool = False
+    ends_s: float = math.inf
+    """When what it holds may be handed to others: at its end, or that of its lease."""
+
+    @property
+    def closed(self) -> bool:
+        return self.daemon.elapsed_s() > self.ends_s - LEASE_ROUNDING_S
+
+    def close(self) -> None:
+        self.ends_s = min(self.ends_s, self.daemon.elapsed_s())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -180,6 +194,50 @@ class Promises:
             for position, _ in claims:
                 if topic.added[position] <= sent.slot:
                     self._done.add((stream.topic, position, topic.added[position], stream.subscription_id))
+
+    # ---- what is there
+
+    def sending(self, daemon: Daemon, topic: str) -> Sent:
+        """A request without positions of its own."""
+        return Sent(self._oracle.topic(topic), (), applied_slot(daemon, topic))
+
+    def contains_answered(
+        self, sent: Sent, asked: Iterable[Position], found: Collection[Position], subscription: str | None
+    ) -> None:
+        """`found`: what of the asked was said to be in the index, or owed to the subscription."""
+        for position in asked:
+            if position in found and not self._was_there(sent, position, subscription):
+                self._breach(sent, f"{position} is said to be there for {subscription}, and was not")
+            if position not in found and self._was_there_all_the_time(sent, position, subscription):
+                self._breach(sent, f"{position} is said not to be there for {subscription}, and was")
+
+    def _was_there(self, sent: Sent, position: Position, subscription: str | None) -> bool:
+        """At some time since the request was sent."""
+        row = sent.topic.rows.get(position)
+        if sent.topic.removed.get(position, 0) > sent.slot:
+            return True
+        number = self._number_of(sent, subscription)
+        return row is not None and (number is None or row.acknowledged.get(number, sent.slot + 1) > sent.slot)
+
+    def _was_there_all_the_time(self, sent: Sent, position: Position, subscription: str | None) -> bool:
+        row = sent.topic.rows.get(position)
+        if row is None or row.slot > sent.slot:
+            return False
+        number = self._number_of(sent, subscription)
+        if number is None:
+            return subscription is None
+        stored = sent.topic.subscriptions[number]
+        return stored.created_slot < sent.slot and number in sent.topic.owes(row)
+
+    @staticmethod
+    def _number_of(sent: Sent, subscription: str | None) -> int | None:
+        return next((number for number, each in sent.topic.subscriptions.items() if each.name == subscription), None)
+
+    def trim_answered(self, sent: Sent, positions: Callable[[Position], bool], subscription: str | None) -> None:
+        """What was there when the request was sent is gone."""
+        for position in sent.topic.rows:
+            if positions(position) and self._was_there_all_the_time(sent, position, subscription):
+                self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
     @staticmethod
     def _unacknowledged(topic: TopicTruth, subscription_id: int, claim: Claim) -> bool:

@@ -24,7 +24,7 @@ SETTLED_AFTER_S = 60.0
 async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
     """Breaches whatever differs, once everything that is due has been passed."""
     for truth in oracle.topics.values():
-        if truth.incarnation:
+        if truth.incarnation and not truth.deleted:
             await _compare(daemon, truth, history)
 
 

@@ -31,7 +31,7 @@ from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, WatchedStore
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
-from tests.simulation.workload import Clients, held_positions
+from tests.simulation.workload import Clients, held_positions, rows_of
 from tests.support.engine_fixture import Daemon, Killed
 from tests.support.virtual_loop import VirtualLoop
 
@@ -184,7 +184,7 @@ class _Course:
     async def _drain(self, daemon: Daemon) -> None:
         """Every row comes to every subscription that is owed it; acknowledged, it is gone."""
         for truth in self._oracle.topics.values():
-            if not truth.incarnation:
+            if not truth.incarnation or truth.deleted:
                 continue
             if not truth.subscriptions:
                 await daemon.call(daemon.engine.requests.create_subscription(truth.name, "last"))
@@ -210,15 +210,13 @@ class _Course:
             except TimeoutError:
                 self._history.breach(f"topic {topic}: {owed} did not come to {stored.name} in {DRAIN_S:.0f} s")
                 return
-            rows = handed_out.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-            self._promises.handed_out(view, list(zip(*columns, strict=True)))
+            self._promises.handed_out(view, rows_of(handed_out.rows))
         if view.held:
             claims = held_positions(view.held)
             ignored = await daemon.call(stream.acknowledge(claims.ledger_id, claims.entry_id, claims.deliver_at_ms))
             if ignored:
                 self._history.breach(f"topic {topic}: {ignored} acknowledgements of rows just handed out were ignored")
-        view.closed = True
+        view.close()
         stream.close()
 
 

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from daemon.engine.calls import AddBatch, HeldPositions
+from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions, LedgerRanges
 from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
+from storage_backends.formats.rows import Rows
 from tests.simulation.cluster import Cluster
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, Position, Removal
+from tests.simulation.oracle import Oracle, Position, Removal, everything
 from tests.simulation.promises import Claim, OpenStream, Promises
 from tests.support.engine_fixture import Daemon
 
@@ -58,6 +59,9 @@ class Clients:
             self._begin(f"subscriber {topic}", functools.partial(self._change_subscriptions, topic))
             for number in range(2):
                 self._begin(f"adder {topic} {number}", functools.partial(self._add, topic))
+            self._begin(f"puller {topic}", functools.partial(self._pull, topic))
+            self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
+            self._begin(f"reader {topic}", functools.partial(self._read, topic))
             for subscription in ("a", "a", "b"):
                 self._begin(
                     f"receiver {topic} {subscription} {len(self._tasks)}",
@@ -216,7 +220,7 @@ class Clients:
             await self._acknowledge_some(draw, daemon, stream, view)
             if stream.permits < 5:
                 stream.grant(draw.choice((1, 20, 1_000)))
-        view.closed = True
+        view.close()
         if not daemon.dead:
             stream.close()
         return view.held
@@ -228,9 +232,7 @@ class Clients:
                 handed_out = await stream.next_messages()
             except (TarryError, StreamClosed):
                 return
-            rows = handed_out.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-            taken = list(zip(*columns, strict=True))
+            taken = rows_of(handed_out.rows)
             self._history.note(f"{view.daemon.name} hands out {view.topic} {view.subscription_id} {taken}")
             self._promises.handed_out(view, taken)
 
@@ -253,6 +255,153 @@ class Clients:
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)
+
+    # ---- leases
+
+    async def _pull(self, topic: str, draw: random.Random) -> None:
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            lease_ms = draw.choice((300, 2_000, 20_000))
+            view = await self.call(daemon, self._get(daemon, topic, draw.choice("ab"), lease_ms, draw))
+            if view is None:
+                await asyncio.sleep(draw.random() * 4)
+                continue
+            if view.held and draw.random() < 0.4:
+                await self._extend(draw, daemon, view)
+            if draw.random() < 0.8:
+                await self._acknowledge_leased(draw, daemon, view)
+            await asyncio.sleep(draw.random() * 3)
+
+    async def _get(
+        self, daemon: Daemon, topic: str, subscription: str, lease_ms: int, draw: random.Random
+    ) -> OpenStream | None:
+        """Runs in the daemon's process: what is handed out counts from that moment on."""
+        wait_ms = draw.choice((0, 100, 5_000))
+        leased = await daemon.engine.requests.get_scheduled(
+            topic, subscription, max_rows=draw.choice((1, 4, 100)), lease_ms=lease_ms, wait_ms=wait_ms
+        )
+        served = daemon.topic(topic)
+        view = OpenStream(
+            daemon,
+            topic,
+            served.shard.number,
+            served.subscription(subscription).subscription_id,
+            leased.handed_out.epoch,
+        )
+        view.ends_s = daemon.elapsed_s() + lease_ms / 1000
+        taken = rows_of(leased.handed_out.rows)
+        self._history.note(f"{daemon.name} leases {topic} {subscription} {taken}")
+        self._promises.handed_out(view, taken)
+        return view
+
+    async def _extend(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:
+        claims = held_positions(view.held)
+        lease_ms = draw.choice((0, 500, 5_000))
+        sent_s = view.ends_s = daemon.elapsed_s()
+        extending = daemon.engine.requests.extend_lease(view.topic, self._name_of(view), claims, lease_ms)
+        ignored = await self.call(daemon, extending)
+        if ignored == 0 and lease_ms:
+            view.ends_s = sent_s + lease_ms / 1000
+
+    async def _acknowledge_leased(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:
+        claims = sorted(draw.sample(sorted(view.held.items()), draw.randrange(len(view.held) + 1)))
+        if not claims:
+            return
+        sent = self._promises.sending_acknowledgement(view, claims)
+        acknowledging = daemon.engine.requests.acknowledge(
+            view.topic, self._name_of(view), held_positions(dict(claims))
+        )
+        ignored = await self.call(daemon, acknowledging)
+        if ignored is not None:
+            self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
+            self._promises.acknowledgement_answered(view, sent, claims, ignored)
+
+    def _name_of(self, view: OpenStream) -> str:
+        stored = self._oracle.topic(view.topic).subscriptions.get(view.subscription_id)
+        return "deleted" if stored is None else stored.name
+
+    # ---- the topic as a whole
+
+    async def _change_topic(self, topic: str, draw: random.Random) -> None:
+        await asyncio.sleep(draw.random() * 10)
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            kind = draw.choice(("trim", "trim", "trim", "clear", "seal", "seal", "delete"))
+            subscription = draw.choice((None, None, "a", "b"))
+            if kind == "trim":
+                await self._trim(draw, daemon, topic, subscription)
+            elif kind == "clear":
+                clearing = functools.partial(daemon.engine.requests.clear, topic, subscription)
+                await self._remove(daemon, Removal(topic, subscription, everything), clearing)
+            elif kind == "seal":
+                await self.call(daemon, daemon.engine.requests.seal(topic))
+            elif draw.random() < 0.4:
+                deleting = functools.partial(daemon.engine.requests.delete_topic, topic)
+                await self._remove(daemon, Removal(topic, None, everything), deleting)
+            await asyncio.sleep(draw.random() * 12)
+
+    async def _trim(self, draw: random.Random, daemon: Daemon, topic: str, subscription: str | None) -> None:
+        ledgers = sorted(draw.sample(LEDGERS, draw.choice((1, 1, 3))))
+        last = {ledger_id: draw.randrange(ENTRIES) for ledger_id in ledgers}
+        lower = len(ledgers) == 1 and draw.random() < 0.5
+
+        def trimmed(position: Position) -> bool:
+            ledger_id, entry_id = position
+            return (lower and ledger_id < ledgers[0]) or entry_id <= last.get(ledger_id, -1)
+
+        ranges = LedgerRanges(
+            ledger_id=np.array(ledgers, np.uint64),
+            last_entry_id=np.array([last[ledger_id] for ledger_id in ledgers], np.uint64),
+            all_lower_ledgers=lower,
+        )
+        trimming = functools.partial(daemon.engine.requests.trim, topic, subscription, ranges)
+        await self._remove(daemon, Removal(topic, subscription, trimmed), trimming)
+
+    async def _remove(self, daemon: Daemon, removal: Removal, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        sent = self._promises.sending(daemon, removal.topic)
+        answer = await self.removing(daemon, removal, work)
+        if answer is not None and removal.positions is not None:
+            self._history.note(f"{daemon.name} removed {removal.topic} {removal.subscription} -> {answer[0]}")
+            self._promises.trim_answered(sent, removal.positions, removal.subscription)
+
+    # ---- asking
+
+    async def _read(self, topic: str, draw: random.Random) -> None:
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            ledger_id, first = draw.choice(LEDGERS), draw.randrange(ENTRIES)
+            last = first + draw.choice((0, 3, 20))
+            subscription = draw.choice((None, "a", "b"))
+            sent = self._promises.sending(daemon, topic)
+            columns = (np.array([number], np.uint64) for number in (ledger_id, first, last))
+            found = await self.call(daemon, daemon.engine.requests.contains(topic, EntryRanges(*columns), subscription))
+            if found is not None and found.continuation is None:
+                said = {*entries_of(found.pending), *entries_of(found.due)}
+                self._history.note(f"{daemon.name} contains {topic} {subscription} {sorted(said)}")
+                asked = [(ledger_id, entry_id) for entry_id in range(first, last + 1)]
+                self._promises.contains_answered(sent, asked, said, subscription)
+            await asyncio.sleep(draw.random() * 2)
+
+
+def rows_of(rows: Rows) -> list[tuple[int, int, int]]:
+    """(ledger, entry, deliver_at_ms) of each row."""
+    columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+    return list(zip(*columns, strict=True))
+
+
+def entries_of(ranges: EntryRanges) -> list[Position]:
+    columns = (ranges.ledger_id.tolist(), ranges.first_entry_id.tolist(), ranges.last_entry_id.tolist())
+    return [
+        (ledger_id, entry_id)
+        for ledger_id, first, last in zip(*columns, strict=True)
+        for entry_id in range(first, last + 1)
+    ]
 
 
 def held_positions(held: dict[Position, int]) -> HeldPositions:

@@ -150,6 +150,10 @@ class Daemon(Process):
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """A call to the engine, made in its process: it ends with it."""
+        if self.dead:
+            work.close()
+            nobody: asyncio.Task[T] = asyncio.get_running_loop().create_task(_nobody(), context=contextvars.Context())
+            return nobody
         return asyncio.get_running_loop().create_task(work, context=self.context)
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
@@ -339,6 +343,8 @@ class EngineFixture:
             daemon.thaw()
             daemon.kill()
         await self.loop.jobs_ended()
+        for _ in range(BURIED_AFTER_TURNS + 1):
+            await asyncio.sleep(0)
 
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""
@@ -349,6 +355,11 @@ def no_positions() -> HeldPositions:
     """What a dispatcher declares that holds nothing."""
     nothing = np.empty(0, np.uint64)
     return HeldPositions(nothing, nothing, nothing)
+
+
+async def _nobody() -> Any:
+    """There is no process that could answer."""
+    raise asyncio.CancelledError
 
 
 def _task_of_daemon(
