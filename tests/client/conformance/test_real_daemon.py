@@ -359,3 +359,39 @@ async def test_a_daemon_that_is_stopped_in_order_is_found_again(
             seen |= set(batch.entry_id.tolist())
             _ = subscription.ack(batch)
     await nothing_is_left(client, topic)
+
+
+async def test_when_the_owner_is_gone_the_daemon_that_takes_over_is_found(
+    tmp_path: Path, connect: Connect, topic: str
+) -> None:
+    """The target names two daemons: the owner, which dies for good, and the one that stands by."""
+    daemons = Daemons(tmp_path)
+    settings = SETTINGS | processes.local_store(tmp_path / "root")
+    owner, standby = daemons.make("owner", settings), daemons.make("standby", settings)
+    try:
+        await in_thread(owner.start_serving)
+        await in_thread(standby.start)
+        client = connect(f"ipv4:{owner.address},{standby.address}", timeout_s=60.0)
+        beside = connect(standby.address, timeout_s=60.0)
+        async with client.subscribe(topic, "sub", create=True) as subscription, client.add_stream(topic) as stream:
+            assert (await (await stream.add(7, range(10), delay_ms=0))).accepted == 10
+            first = await subscription.receive(PATIENCE_S)
+            assert first is not None
+            assert (await beside.lookup(topic)).owner_address == owner.address
+            assert (await beside.add(topic, 9, 1, delay_ms=FAR_MS)).accepted == 1, "the owner that it names is asked"
+            epoch = subscription.epoch
+            confirmed = subscription.ack(first)
+            await in_thread(owner.kill)
+            assert (await (await stream.add(8, range(10), delay_ms=0))).accepted == 10
+            await confirmed
+            seen = set(zip(first.ledger_id.tolist(), first.entry_id.tolist(), strict=True))
+            while len(seen) < 20:
+                batch = await subscription.receive(PATIENCE_S)
+                assert batch is not None
+                seen |= set(zip(batch.ledger_id.tolist(), batch.entry_id.tolist(), strict=True))
+                _ = subscription.ack(batch)
+            assert subscription.epoch > epoch
+        assert (await beside.lookup(topic)).served_here
+        assert (await beside.stats(topic)).pending == 1
+    finally:
+        daemons.end()
