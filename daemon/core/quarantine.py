@@ -61,7 +61,7 @@ class QuarantinedBucket(Bucket):
         self.acknowledged = acknowledged
         self.positions_known = present is not None
         self._pages = pages
-        # What is gone of a page of which nothing is missing is not asked for again, unless nobody knows what is missing.
+        # Of a page of which nothing is missing nothing is asked again, unless nobody knows what is missing.
         kept = (self.present,) if self.positions_known else (*gone.freeze(), *acknowledged.values())
         self.pages = frozenset().union(*map(pages_of, kept))
         pages.hold(self.pages)
