@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import ulid
 
-from daemon import config, errors, metrics
+from daemon import config, errors, memory, metrics
 from daemon.durability import counted_store
 from daemon.engine import loop_pause
 from daemon.engine.engine import Engine
@@ -68,6 +68,7 @@ async def serve(
     `probed`: ends when the store was found to keep its promises, or with what it breaks; nothing is served before.
     Raises NotDrained, what the start raises, and what ended a task of the engine.
     """
+    memory.keep_little()
     signals = _Signals()
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
@@ -200,6 +201,7 @@ def _environment(
         blocking_sleep=time.sleep,
         jitter=random.random,
         new_id=_new_id,
+        give_back_memory=memory.give_back,
     )
 
 

@@ -29,10 +29,10 @@ class SlotDamaged(Corruption):
 
 
 class Slot(NamedTuple):
-    """A slot as it was read; its records in the order in which they are applied."""
+    """A slot as it was read; its records in the order in which they are applied, not decoded yet."""
 
     header: journal.SlotHeader
-    records: tuple[journal.Record, ...]
+    records: tuple[journal.StoredRecord, ...]
 
 
 def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | None:
@@ -40,7 +40,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
     key = names.journal_slot_key(shard, slot)
     try:
         body = store.get(key)
-        header, records = journal.decode_slot(body)
+        header, records = journal.read_slot(body)
     except object_store.NotFound:
         return None
     except object_store.Damaged as error:

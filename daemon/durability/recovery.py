@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pyroaring import BitMap64
 
@@ -30,13 +30,31 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pa
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
-from daemon.durability import bucket_objects, journal_tail, progress
+from daemon.durability import bucket_objects, progress
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
 from storage_backends.formats import bucket, checkpoint, errors, journal, manifest
 from storage_backends.formats.checkpoint import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.rows import Rows
+
+AnyRecord = journal.Record | journal.StoredRecord
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TailSlot:
+    """The records of one slot that name one topic, in order. Most are never asked for: a later seal holds the rows."""
+
+    slot: int
+    records: tuple[AnyRecord, ...]
+
+    def decoded(self) -> CarriedSlot:
+        """Raises Corruption."""
+        try:
+            records = (each.decoded() if isinstance(each, journal.StoredRecord) else each for each in self.records)
+            return CarriedSlot(self.slot, tuple(records))
+        except errors.FormatError as error:
+            raise Corruption(f"slot {self.slot}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +66,7 @@ class TopicTail:
     """
 
     part: checkpoint.TopicPart | None = None
-    slots: tuple[CarriedSlot, ...] = ()
+    slots: tuple[TailSlot, ...] = ()
 
     @property
     def part_slot(self) -> int:
@@ -58,23 +76,25 @@ class TopicTail:
 NOTHING = TopicTail()
 
 
-def tails_of(loaded: checkpoint.Checkpoint | None, slots: Iterable[journal_tail.Slot]) -> dict[str, TopicTail]:
+def tails_of(
+    loaded: checkpoint.Checkpoint | None, slots: Iterable[tuple[journal.SlotHeader, Sequence[AnyRecord]]]
+) -> dict[str, TopicTail]:
     """By topic, all topics that the checkpoint or the slots name."""
     parts: dict[str, checkpoint.TopicPart] = {}
-    above: dict[str, list[CarriedSlot]] = {}
+    above: dict[str, list[TailSlot]] = {}
     covered = 0 if loaded is None else loaded.slot
     for part in () if loaded is None else loaded.topics:
-        above[part.topic_id] = list(part.carried)
+        above[part.topic_id] = [TailSlot(each.slot, each.records) for each in part.carried]
         slot = covered if part.slot is None else part.slot
         parts[part.topic_id] = dataclasses.replace(part, slot=slot, carried=())
     for header, records in slots:
         if header.slot <= covered:
             continue
-        named: dict[str, list[journal.Record]] = {}
+        named: dict[str, list[AnyRecord]] = {}
         for record in records:
             named.setdefault(record.topic_id, []).append(record)
         for topic_id, own in named.items():
-            above.setdefault(topic_id, []).append(CarriedSlot(header.slot, tuple(own)))
+            above.setdefault(topic_id, []).append(TailSlot(header.slot, tuple(own)))
     return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
 
 
@@ -84,7 +104,7 @@ def carried_part(topic_id: str, tail: TopicTail) -> checkpoint.TopicPart:
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
         part = checkpoint.TopicPart(topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0)
-    return dataclasses.replace(part, carried=tail.slots)
+    return dataclasses.replace(part, carried=tuple(slot.decoded() for slot in tail.slots))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -136,7 +156,9 @@ def _progress(
         return tip.progress or manifest.Progress()
     key = tip.progress_object.name
     try:
-        return manifest.decode_progress(store.get(key))
+        body = store.get(key)
+        manifest.check_bytes(tip.progress_object, body, "progress")
+        return manifest.decode_progress(body)
     except errors.FormatError as error:
         raise Corruption(f"progress {key}: {error}") from error
     except (object_store.NotFound, object_store.Damaged) as error:
@@ -237,10 +259,10 @@ def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapse
     """Applies the decisions above the state that `restore` has put in, in order; how many rows they name."""
     state_slot = max(tip.applied, tail.part_slot)
     rows = 0
-    for slot, records in ((each.slot, each.records) for each in tail.slots):
-        if slot <= state_slot:
+    for slot in tail.slots:
+        if slot.slot <= state_slot:
             continue
-        for record in records:
-            topic.apply(record, slot, elapsed_ms=elapsed_ms)
+        for record in slot.decoded().records:
+            topic.apply(record, slot.slot, elapsed_ms=elapsed_ms)
             rows += record.row_count
     return rows

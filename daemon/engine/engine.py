@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 LOOK_AFTER_S = 1.0
 # Whether a damaged shard was mended is looked at this often.
 DAMAGED_LOOK_S = 30.0
+# While the shards are being claimed a caller may come again so soon.
+TAKING_OVER_RETRY_MS = 25
+STARTING = "starting"
 # A slot that is uncertain for longer makes health say NOT_SERVING.
 STALLED_S = 2.0
 STOPPED = Unavailable("the daemon is stopping; try again")
@@ -56,7 +59,7 @@ class Engine:
         self._epochs: dict[int, int] = {}
         self._acknowledgements_from_s = 0.0
         self._candidate = Candidate(environment, waiting=self._wait_for)
-        self._health = Health(serving=False, reason="starting")
+        self._health = Health(serving=False, reason=STARTING)
         self._health_callbacks: list[Callable[[Health], None]] = []
         self._lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -215,6 +218,8 @@ class Engine:
         rows = sum(shard.loading.rows_replayed for shard in shards)
         seconds = self._environment.clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
+        # The journal's tail and the bytes of what was loaded are free now.
+        await self._environment.run(self._environment.give_back_memory)
         topics = sum(len(shard.topics) for shard in shards)
         damaged = sum(len(shard.loading.damaged) for shard in shards)
         log.info(
@@ -370,7 +375,11 @@ class Engine:
             return
         if self._candidate.owner_address and not self._shards:
             raise NotOwner(f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address)
-        raise Unavailable(f"this daemon does not serve yet: {self._health.reason}")
+        soon = self._candidate.is_taking_over or self._health.reason == STARTING
+        raise Unavailable(
+            f"this daemon does not serve yet: {self._health.reason}",
+            retry_after_ms=TAKING_OVER_RETRY_MS if soon else None,
+        )
 
     def shard_of(self, topic: str) -> ServedShard:
         """The shard of a topic. Raises as `check_serving` does, and Corruption when the shard is damaged."""

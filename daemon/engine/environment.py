@@ -55,6 +55,7 @@ class CommitObserver:
 class Environment:
     """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
     for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
+    `give_back_memory`: what is free in the process goes back to the machine; for a thread.
     """
 
     config: Config
@@ -68,6 +69,7 @@ class Environment:
     blocking_sleep: backoff.BlockingSleep
     jitter: backoff.Jitter
     new_id: Callable[[], str]
+    give_back_memory: Callable[[], None] = lambda: None
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work that may block in a thread."""

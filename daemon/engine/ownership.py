@@ -48,6 +48,8 @@ class Candidate:
         self._environment = environment
         self._waiting = waiting
         self.shard_logs: tuple[commit.ManifestLog[ShardManifest], ...] = ()
+        # Whether it waits for no other daemon: its claims are under way.
+        self.is_taking_over = False
         # Shards that could not be read when they were claimed: they are claimed again only when they can be.
         self._damaged: dict[int, str] = {}
 
@@ -93,6 +95,7 @@ class Candidate:
                 claimable = await self._standby.until_claimable(self._waiting)
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
+                self.is_taking_over = True
                 claims, damaged = await self._claim_all()
             except (StoreError, commit.CommitOutcomeUnknown) as error:
                 self._waiting(f"the store cannot be reached: {error}")
@@ -101,6 +104,8 @@ class Candidate:
             else:
                 wait_s = 0.0 if claimable.former_owner_gone else HAND_OUT_UNCONFIRMED_S
                 return Claimed(claims, damaged, self._environment.clock.elapsed_s() + wait_s)
+            finally:
+                self.is_taking_over = False
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 

@@ -134,6 +134,20 @@ class WaiveRecord:
 Record: TypeAlias = AddRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class StoredRecord:
+    """A record of a slot that was read, whose columns are not decoded yet: they may never be asked for."""
+
+    topic_id: str
+    row_count: int
+    _message: journal_pb2.Record
+    _what: str
+
+    def decoded(self) -> Record:
+        """Raises FormatError."""
+        return record_of(self._message, self._what, HEADER_BYTES)
+
+
 def _check_order(positions: Sequence[PositionBitmap]) -> None:
     if not position_bitmap.in_order(positions):
         raise ValueError("the bitmaps of positions do not ascend by ledger and page")
@@ -166,13 +180,20 @@ def decode_slot(data: bytes) -> tuple[SlotHeader, tuple[Record, ...]]:
 
     Raises FormatError on damage, UnsupportedVersion on a version that is not known here.
     """
+    header, records = read_slot(data)
+    return header, tuple(record.decoded() for record in records)
+
+
+def read_slot(data: bytes) -> tuple[SlotHeader, tuple[StoredRecord, ...]]:
+    """As `decode_slot`, which finds the same damage but what is inside columns that have the right checksum."""
     header, payload = _checked(data)
     message = framing.parse(journal_pb2.Slot, payload, _WHAT, HEADER_BYTES)
     if len(message.records) != header.records:
         detail = f"the header says {header.records} records, the payload has {len(message.records)}"
         raise errors.FormatError(_WHAT, HEADER_BYTES, detail)
     return header, tuple(
-        record_of(record, f"{_WHAT} record {number}", HEADER_BYTES) for number, record in enumerate(message.records)
+        StoredRecord(record.topic_id, record.rows, record, f"{_WHAT} record {number}")
+        for number, record in enumerate(message.records)
     )
 
 

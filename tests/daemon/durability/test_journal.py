@@ -98,7 +98,7 @@ async def test_slots_follow_each_other_and_hold_their_records() -> None:
     slot = journal_tail.read_slot(store, SHARD, 10)
     assert slot is not None
     assert slot.header == journal.SlotHeader(SHARD, 5, 10, journal.SlotKind.DATA, 2)
-    first = slot.records[0]
+    first = slot.records[0].decoded()
     assert isinstance(first, journal.AddRecord)
     assert first.rows.entry_id.tolist() == [1, 2]
     assert [(written.slot, written.tries, written.sent_at_s) for written in owner.reported] == [

@@ -84,7 +84,7 @@ def entries_of(records: tuple[journal.Record, ...]) -> set[int]:
 
 def entries_known_by(claim: takeover.ShardClaim) -> set[int]:
     """What the checkpoint and the slots of a claim give together."""
-    known = entries_of(tuple(record for slot in claim.slots for record in slot.records))
+    known = entries_of(tuple(record.decoded() for slot in claim.slots for record in slot.records))
     for part in claim.checkpoint.topics if claim.checkpoint else ():
         known |= set(part.mutable_rows.entry_id.tolist())
     return known
