@@ -281,7 +281,7 @@ async def test_nothing_is_lost_when_the_daemon_is_killed_while_rows_go_in_and_ou
         await subscription.flush(PATIENCE_S)
         for each in confirmed:
             await each
-        assert subscription.streams_opened == 1 + kills == 3
+        assert 2 <= subscription.streams_opened <= 1 + kills
     assert seen == set(range(batches * rows))
     await nothing_is_left(client, topic)
 
