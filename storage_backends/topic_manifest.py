@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from storage_backends import commit
-from storage_backends.formats import manifest, names
+from storage_backends.formats import errors, framing, manifest, names
 from storage_backends.formats.manifest import (
     LiveBucket,
     ObjectReference,
@@ -49,11 +49,18 @@ def topic_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[TopicManifest]:
-    """The manifests of one topic."""
+    """The manifests of one topic; one of another topic among them is damage."""
+
+    def decode(body: bytes) -> TopicManifest:
+        found = CODEC.decode(body)
+        if found.topic_id != topic_id:
+            raise errors.FormatError("topic manifest", framing.HEADER_BYTES, f"it is of topic {found.topic!r}")
+        return found
+
     return commit.ManifestLog(
         store,
         names.topic_manifest_prefix(shard, topic_id),
-        CODEC,
+        dataclasses.replace(CODEC, decode=decode),
         monotonic=monotonic,
         sleep=sleep,
         jitter=jitter,

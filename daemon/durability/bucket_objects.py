@@ -49,7 +49,9 @@ def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.Buc
         offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
         table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
         entry = store.get_range(key, table.metadata.offset, table.metadata.length)
-        return table, bucket.decode_metadata(entry, table.metadata)
+        metadata = bucket.decode_metadata(entry, table.metadata)
+        bucket.check_head(metadata, table, live)
+        return table, metadata
 
 
 def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:

@@ -65,11 +65,8 @@ def read_checkpoint(
         raise CheckpointDamaged(key, "the object is missing") from None
     except object_store.Damaged as error:
         raise CheckpointDamaged(key, error.reason) from error
-    if len(body) != reference.object.size_bytes:
-        raise CheckpointDamaged(key, f"it has {len(body)} bytes, the manifest says {reference.object.size_bytes}")
-    if hashlib.sha256(body).digest() != reference.object.sha256:
-        raise CheckpointDamaged(key, "its SHA-256 is not the manifest's")
     try:
+        manifest.check_bytes(reference.object, body, "checkpoint")
         checkpoint = checkpoint_format.decode_checkpoint(body)
     except errors.FormatError as error:
         raise CheckpointDamaged(key, str(error)) from error

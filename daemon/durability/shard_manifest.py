@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from storage_backends import commit
-from storage_backends.formats import manifest, names
+from storage_backends.formats import errors, framing, manifest, names
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Tombstone
 from storage_backends.object_store import ObjectStore
 
@@ -31,11 +31,18 @@ def shard_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[ShardManifest]:
-    """The manifests of one shard."""
+    """The manifests of one shard; one of another shard among them is damage."""
+
+    def decode(body: bytes) -> ShardManifest:
+        found = CODEC.decode(body)
+        if found.shard != shard:
+            raise errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
+        return found
+
     return commit.ManifestLog(
         store,
         names.shard_manifest_prefix(shard),
-        CODEC,
+        dataclasses.replace(CODEC, decode=decode),
         monotonic=monotonic,
         sleep=sleep,
         jitter=jitter,

@@ -23,6 +23,7 @@ import numpy as np
 
 from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
+from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits as SegmentLimits
@@ -307,11 +308,14 @@ def _payload(entry: bytes, info: SegmentInfo) -> bytes:
     return payload
 
 
-def verify_bucket(body: bytes, sha256: bytes) -> None:
-    """For a full read: raises FormatError when the bytes are not those that the manifest names."""
-    found = hashlib.sha256(body).digest()
-    if found != sha256:
-        raise errors.FormatError("bucket", 0, f"SHA-256 is {found.hex()}, the manifest says {sha256.hex()}")
+def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -> None:
+    """For a read by range: raises FormatError when this is whole, and not the bucket that the manifest names."""
+    found = (metadata.subscription_id, metadata.rows, metadata.hash_low, metadata.hash_high)
+    named = (live.subscription_id, live.rows, live.hash_low, live.hash_high)
+    if found != named:
+        what, offset = table.metadata.what, table.metadata.offset + _ENTRY.size
+        detail = f"subscription, rows and hash are {found}, the manifest says {named}"
+        raise errors.FormatError(what, offset, detail)
 
 
 def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:

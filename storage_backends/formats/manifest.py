@@ -10,6 +10,7 @@ Each decoder raises FormatError on damage and UnsupportedVersion on a version th
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 from typing import TypeVar
 
@@ -254,6 +255,17 @@ def encode_progress(value: Progress) -> bytes:
 
 def decode_progress(data: bytes) -> Progress:
     return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data)
+
+
+def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:
+    """For a full read: raises FormatError when the bytes are not those that the reference names."""
+    if len(body) != reference.size_bytes:
+        detail = f"it has {len(body)} bytes, the manifest says {reference.size_bytes}"
+        raise errors.FormatError(what, min(len(body), reference.size_bytes), detail)
+    found = hashlib.sha256(body).digest()
+    if found != reference.sha256:
+        detail = f"SHA-256 is {found.hex()}, the manifest says {reference.sha256.hex()}"
+        raise errors.FormatError(what, 0, detail)
 
 
 def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:

@@ -364,6 +364,7 @@ def test_in_every_order_a_reported_commit_is_in_the_lineage_and_none_is_applied_
     assert explore(bounds, commits) > 100, "the bounds leave room for what they are to try"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bounds", "commits"), IN_A_LONG_RUN)
 def test_in_every_order_within_wider_bounds_the_same_holds(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from storage_backends.local_directory import LOCKS_FOLDER, TEMPORARY_FOLDER, LocalDirectory, LocalLocks
 from storage_backends.object_store import (
@@ -272,6 +274,35 @@ def test_any_flipped_bit_is_found_and_named_with_path_and_place(store: LocalDire
     _damage(path, _flip(place))
     with pytest.raises(Damaged, match=r"journal/00000000000000012000\+/00000000000000012345 is damaged at byte \d+"):
         store.get(SLOT)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=40), metadata=st.sampled_from([{}, {"commitid": "01", "x": "y"}]), drawing=st.data())
+def test_any_bits_that_flip_are_damage_and_never_another_body(
+    store: LocalDirectory, body: bytes, metadata: dict[str, str], drawing: st.DataObject
+) -> None:
+    store.put("object", body, metadata=metadata)
+    path = store.path_of("object")
+    size = path.stat().st_size
+    bits = drawing.draw(st.sets(st.integers(0, 8 * size - 1), min_size=1, max_size=4))
+
+    def flip(data: bytearray) -> None:
+        for bit in bits:
+            data[bit // 8] ^= 1 << bit % 8
+
+    _damage(path, flip)
+    with pytest.raises(Damaged, match=r"^object: .* is damaged at byte \d+"):
+        store.get("object")
+
+
+def test_an_envelope_with_the_body_of_another_object_is_damaged(store: LocalDirectory) -> None:
+    store.put("first", b"one body")
+    store.put("second", b"another.")
+    front = store.path_of("first").stat().st_size - 8
+    _damage(store.path_of("first"), lambda data: data.__setitem__(slice(front, None), b"another."))
+    with pytest.raises(Damaged, match="first"):
+        store.get("first")
+    assert store.get("second") == b"another."
 
 
 def test_damage_of_the_envelope_is_found_by_head_and_ranged_reads(store: LocalDirectory) -> None:

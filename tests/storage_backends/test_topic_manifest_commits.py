@@ -37,11 +37,15 @@ from tests.support.virtual_clock import VirtualClock
 
 
 def log_of(store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:
+    return topic_log_of(TOPIC_ID, store, name)
+
+
+def topic_log_of(topic_id: str, store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:
     clock, ids = VirtualClock(), (f"{name}-{number}" for number in itertools.count())
     return topic_manifest.topic_log(
         store,
         3,
-        TOPIC_ID,
+        topic_id,
         monotonic=clock.now,
         sleep=clock.block,
         jitter=lambda: 0.5,
@@ -131,6 +135,14 @@ def test_a_damaged_manifest_refuses_its_topic_by_name_and_offset() -> None:
     store.put(key, bytes(body))
     with pytest.raises(Damaged, match=f"{key}: topic manifest is damaged at byte {len(body) - 4}"):
         put(log_of(store), CLAIM)
+
+
+def test_a_manifest_of_another_topic_is_damage() -> None:
+    store = with_topic(FIRST_SEAL)
+    log = topic_log_of("another", store)
+    store.put(log.key(1), store.get(names.topic_manifest_key(3, TOPIC_ID, 1)))
+    with pytest.raises(Damaged, match=f"{log.key(1)}: topic manifest is damaged at byte 16: it is of topic 'flights'"):
+        log.read_tip()
 
 
 def test_the_reference_to_an_object_has_its_size_and_hash() -> None:

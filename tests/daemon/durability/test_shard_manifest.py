@@ -10,6 +10,7 @@ import pytest
 from daemon.durability import shard_manifest
 from daemon.durability.shard_manifest import Claim, Release, WriteCheckpoint
 from storage_backends import commit
+from storage_backends.formats import manifest
 from storage_backends.formats.manifest import (
     CheckpointReference,
     ManifestHead,
@@ -18,7 +19,7 @@ from storage_backends.formats.manifest import (
     Tombstone,
 )
 from storage_backends.memory import MemoryStore
-from storage_backends.object_store import ObjectStore
+from storage_backends.object_store import Damaged, ObjectStore
 from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock
 
@@ -225,3 +226,12 @@ def test_the_checkpoint_of_a_replaced_owner_is_refused_and_its_object_left_alone
     with pytest.raises(commit.Refused, match="the epoch is 5, not 4"):
         put(log_of(store), CHECKPOINT)
     assert store.get("c3") == b"state"
+
+
+def test_a_manifest_of_another_shard_is_damage() -> None:
+    store = MemoryStore()
+    log = log_of(store)
+    other = dataclasses.replace(TIP, head=dataclasses.replace(TIP.head, number=1), shard=SHARD + 1)
+    store.put(log.key(1), manifest.encode_shard_manifest(other))
+    with pytest.raises(Damaged, match=f"{log.key(1)}: shard manifest is damaged at byte 16: it is of shard 4"):
+        log.read_tip()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import bucket, errors, position_bitmap
+from storage_backends.formats import bucket, errors, manifest, position_bitmap
 from storage_backends.formats.bucket import EncodedBucket, KeptRows
 from storage_backends.formats.rows import Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits
@@ -115,9 +115,10 @@ def test_no_rows_and_unsorted_rows_are_refused() -> None:
 
 def test_a_full_read_is_checked_against_the_manifest() -> None:
     encoded = encode(examples.random_delays(10))
-    bucket.verify_bucket(encoded.body, encoded.sha256)
+    named = manifest.ObjectReference(name="b", base=1, size_bytes=len(encoded.body), sha256=encoded.sha256)
+    manifest.check_bytes(named, encoded.body, "bucket")
     with pytest.raises(errors.FormatError, match="SHA-256"):
-        bucket.verify_bucket(encoded.body + b"x", encoded.sha256)
+        manifest.check_bytes(named, encoded.body[:-1] + b"x", "bucket")
 
 
 def test_damage_in_a_segment_is_named_with_its_number_and_its_place_and_leaves_the_others() -> None:

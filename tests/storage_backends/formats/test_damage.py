@@ -1,15 +1,21 @@
-"""Every object: truncated anywhere, a bit flipped anywhere, or of another version, it is refused and nothing else."""
+"""Every object and every part that is read by itself: truncated anywhere, bits flipped anywhere, empty, of another
+version, or other bytes than those that were named, it is refused by name and offset and never taken for something else.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import struct
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap
+from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import examples
 
@@ -19,10 +25,17 @@ HEAD = manifest.ManifestHead(number=1, previous_sha256=b"", commit_id="c", write
 LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=15, rows_min=5)
 
 
-def a_bucket(*, compatible: bool) -> bytes:
+OTHER_ROWS = examples.random_delays(40, span_ms=30_000, keyed=True, seed=2)
+
+
+def encoded_bucket(rows: Rows = ROWS, *, compatible: bool = False) -> bucket.EncodedBucket:
     return bucket.encode_bucket(
-        ROWS.sorted_by_due(), topic="orders", subscription_id=0, limits=LIMITS, compatible=compatible
-    ).body
+        rows.sorted_by_due(), topic="orders", subscription_id=0, limits=LIMITS, compatible=compatible
+    )
+
+
+def a_bucket(*, compatible: bool) -> bytes:
+    return encoded_bucket(compatible=compatible).body
 
 
 def a_slot() -> bytes:
@@ -36,111 +49,251 @@ def a_slot() -> bytes:
 
 
 def a_topic_manifest() -> bytes:
+    subscription = manifest.Subscription(
+        subscription_id=1,
+        name="s",
+        since_ms=2,
+        created_slot=3,
+        policy=manifest.SubscriptionPolicy(lease_ms=4, properties=(("a", "b"),)),
+    )
     return manifest.encode_topic_manifest(
-        manifest.TopicManifest(head=HEAD, topic="orders", topic_id="id", incarnation=1, owner_epoch=1, applied=9)
+        manifest.TopicManifest(
+            head=HEAD,
+            topic="orders",
+            topic_id="id",
+            incarnation=1,
+            owner_epoch=1,
+            applied=9,
+            subscriptions=(subscription,),
+            policy=manifest.TopicPolicy(delay_max_ms=5),
+        )
     )
 
 
-OBJECTS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
-    "columnar bucket": (a_bucket(compatible=False), bucket.decode_bucket),
-    "compatible bucket": (a_bucket(compatible=True), bucket.decode_bucket),
-    "journal slot": (a_slot(), journal.decode_slot),
-    "FORMAT": (
+def a_progress(rows: Rows = ROWS) -> bytes:
+    positions = position_bitmap.position_bitmaps(rows.ledger_id[:9], rows.entry_id[:9])
+    return manifest.encode_progress(manifest.Progress(buckets=(manifest.BucketProgress(bucket="b", gone=positions),)))
+
+
+def a_checkpoint(rows: Rows = ROWS) -> bytes:
+    carried = checkpoint.CarriedSlot(3, (journal.AddRecord("id", 1, 0, rows),))
+    parts = (
+        checkpoint.TopicPart("id", "t", 1, rows, (checkpoint.SealingPart("b", 4, rows),)),
+        checkpoint.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
+    )
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, parts))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """What is read at once. `named`: what FormatError says is damaged, or what that begins with. `offset`: where its
+    bytes begin in their object. `has_version`: whether it says of which version it is.
+    """
+
+    data: bytes
+    decode: Callable[[bytes], object]
+    named: str
+    offset: int = 0
+    has_version: bool = True
+
+
+BUCKET = encoded_bucket()
+TAIL = bucket.tail_range(len(BUCKET.body), len(BUCKET.segments))[0]
+ENTRY_0, SEGMENT = BUCKET.table.metadata, BUCKET.segments[1]
+
+
+def part_of(encoded: bucket.EncodedBucket, info: bucket.SegmentInfo) -> bytes:
+    return encoded.body[info.offset : info.offset + info.length]
+
+
+OBJECTS: dict[str, Stored] = {
+    "columnar bucket": Stored(BUCKET.body, bucket.decode_bucket, "bucket"),
+    "compatible bucket": Stored(a_bucket(compatible=True), bucket.decode_bucket, "bucket"),
+    "bucket tail": Stored(
+        BUCKET.body[TAIL:],
+        lambda data: bucket.decode_tail(data, len(BUCKET.body)),
+        "bucket",
+        offset=TAIL,
+        has_version=False,
+    ),
+    "bucket head": Stored(
+        part_of(BUCKET, ENTRY_0),
+        lambda data: bucket.decode_metadata(data, ENTRY_0),
+        "bucket metadata",
+        offset=ENTRY_0.offset,
+        has_version=False,
+    ),
+    "bucket segment": Stored(
+        part_of(BUCKET, SEGMENT),
+        lambda data: bucket.decode_segment(data, SEGMENT),
+        "bucket segment 2",
+        offset=SEGMENT.offset,
+        has_version=False,
+    ),
+    "journal slot": Stored(a_slot(), journal.decode_slot, "journal slot"),
+    "FORMAT": Stored(
         manifest.encode_root_format(manifest.RootFormat(format_version=1, shards=16, created_ms=5, root_id="r")),
         manifest.decode_root_format,
+        "FORMAT",
     ),
-    "shard manifest": (
+    "shard manifest": Stored(
         manifest.encode_shard_manifest(manifest.ShardManifest(head=HEAD, shard=1, epoch=2, owner="o")),
         manifest.decode_shard_manifest,
+        "shard manifest",
     ),
-    "topic manifest": (a_topic_manifest(), manifest.decode_topic_manifest),
-    "progress": (
-        manifest.encode_progress(manifest.Progress(buckets=(manifest.BucketProgress(bucket="b"),))),
-        manifest.decode_progress,
-    ),
-    "checkpoint": (
-        checkpoint.encode_checkpoint(
-            checkpoint.Checkpoint(
-                1, 2, 3, (checkpoint.TopicPart("id", "t", 1, ROWS, (checkpoint.SealingPart("b", 4, ROWS),)),)
-            )
-        ),
-        checkpoint.decode_checkpoint,
-    ),
+    "topic manifest": Stored(a_topic_manifest(), manifest.decode_topic_manifest, "topic manifest"),
+    "progress": Stored(a_progress(), manifest.decode_progress, "progress"),
+    "checkpoint": Stored(a_checkpoint(), checkpoint.decode_checkpoint, "checkpoint"),
 }
 every_object = pytest.mark.parametrize("name", OBJECTS)
 
 
+def check_refused(stored: Stored, data: bytes) -> errors.FormatError:
+    """Refused by its name, with a place where there are, or should be, bytes of it."""
+    with pytest.raises(errors.FormatError) as refused:
+        stored.decode(data)
+    assert refused.value.what.startswith(stored.named)
+    assert stored.offset <= refused.value.offset <= stored.offset + max(len(stored.data), len(data))
+    assert str(refused.value).startswith(f"{refused.value.what} is damaged at byte {refused.value.offset}: ")
+    return refused.value
+
+
 @every_object
-def test_an_object_truncated_at_any_byte_is_refused(name: str) -> None:
-    data, decode = OBJECTS[name]
-    for kept in range(len(data)):
-        with pytest.raises(errors.FormatError):
-            decode(data[:kept])
+def test_an_object_that_is_whole_is_read(name: str) -> None:
+    OBJECTS[name].decode(OBJECTS[name].data)
+
+
+@every_object
+def test_an_object_truncated_at_any_byte_or_empty_is_refused(name: str) -> None:
+    stored = OBJECTS[name]
+    for kept in range(len(stored.data)):
+        check_refused(stored, stored.data[:kept])
 
 
 @every_object
 def test_an_object_with_a_byte_after_it_is_refused(name: str) -> None:
-    data, decode = OBJECTS[name]
-    with pytest.raises(errors.FormatError):
-        decode(data + b"\0")
+    check_refused(OBJECTS[name], OBJECTS[name].data + b"\0")
 
 
 @every_object
 def test_an_object_with_any_byte_altered_is_refused(name: str) -> None:
-    data, decode = OBJECTS[name]
-    for place in range(len(data)):
-        altered = bytearray(data)
+    stored = OBJECTS[name]
+    for place in range(len(stored.data)):
+        altered = bytearray(stored.data)
         altered[place] ^= 1 << place % 8
-        with pytest.raises(errors.FormatError):
-            decode(bytes(altered))
+        check_refused(stored, bytes(altered))
+
+
+@given(st.sampled_from(sorted(OBJECTS)), st.data())
+def test_an_object_with_any_bits_flipped_is_refused(name: str, drawing: st.DataObject) -> None:
+    stored = OBJECTS[name]
+    altered = bytearray(stored.data)
+    for bit in drawing.draw(st.sets(st.integers(0, 8 * len(altered) - 1), min_size=1, max_size=4)):
+        altered[bit // 8] ^= 1 << bit % 8
+    check_refused(stored, bytes(altered))
+
+
+@every_object
+@pytest.mark.parametrize("filling", [b"\0", b"\xff"])
+def test_an_object_whose_bytes_were_wiped_is_refused(name: str, filling: bytes) -> None:
+    stored = OBJECTS[name]
+    check_refused(stored, filling * len(stored.data))
 
 
 @given(st.sampled_from(sorted(OBJECTS)), st.binary(max_size=300))
 def test_bytes_of_any_kind_are_refused(name: str, data: bytes) -> None:
-    with pytest.raises(errors.FormatError):
-        OBJECTS[name][1](data)
+    check_refused(OBJECTS[name], data)
 
 
 @given(st.sampled_from(sorted(OBJECTS)), st.data())
 def test_an_object_with_any_run_of_bytes_overwritten_is_refused(name: str, drawing: st.DataObject) -> None:
-    data, decode = OBJECTS[name]
+    stored = OBJECTS[name]
+    data = stored.data
     place = drawing.draw(st.integers(0, len(data) - 1))
     run = drawing.draw(st.binary(min_size=1, max_size=min(64, len(data) - place)))
     altered = data[:place] + run + data[place + len(run) :]
     if altered != data:
-        with pytest.raises(errors.FormatError):
-            decode(altered)
+        check_refused(stored, altered)
 
 
 @every_object
-def test_an_object_taken_for_another_is_refused_by_its_magic(name: str) -> None:
-    _, decode = OBJECTS[name]
-    for other, (data, _) in OBJECTS.items():
+def test_an_object_taken_for_one_of_another_kind_is_refused(name: str) -> None:
+    for other, stored in OBJECTS.items():
         if other != name and not {other, name} <= {"columnar bucket", "compatible bucket"}:
-            with pytest.raises(errors.FormatError):
-                decode(data)
+            check_refused(OBJECTS[name], stored.data)
 
 
-@every_object
+@pytest.mark.parametrize("name", [name for name, stored in OBJECTS.items() if stored.has_version])
 def test_a_version_that_is_not_known_is_its_own_error(name: str) -> None:
-    data, decode = OBJECTS[name]
-    newer = bytearray(data)
+    newer = bytearray(OBJECTS[name].data)
     newer[4] = 2
-    with pytest.raises(errors.UnsupportedVersion, match="format version 2 is not known, this release reads version 1"):
-        decode(bytes(newer))
+    refused = check_refused(OBJECTS[name], bytes(newer))
+    assert isinstance(refused, errors.UnsupportedVersion)
+    assert refused.detail == "format version 2 is not known, this release reads version 1"
+    assert refused.offset == 4
 
 
 def test_a_reader_of_ranges_learns_the_version_from_the_footer() -> None:
-    data, _ = OBJECTS["columnar bucket"]
-    footer = bytearray(data[-32:])
+    footer = bytearray(BUCKET.body[-32:])
     struct.pack_into("<I", footer, 20, 2)
     with pytest.raises(errors.UnsupportedVersion):
-        bucket.decode_footer(bytes(footer), len(data))
+        bucket.decode_footer(bytes(footer), len(BUCKET.body))
+
+
+# ---- whole objects of the right kind, and others than those that were named
+
+
+@pytest.mark.parametrize(
+    ("what", "named", "found"),
+    [
+        ("bucket", BUCKET.body, encoded_bucket(OTHER_ROWS).body),
+        ("progress", a_progress(), a_progress(ROWS.take(slice(3, 20)))),
+        ("checkpoint", a_checkpoint(), a_checkpoint(OTHER_ROWS)),
+    ],
+)
+def test_another_object_of_the_kind_is_refused_by_size_and_hash(what: str, named: bytes, found: bytes) -> None:
+    reference = manifest.ObjectReference(
+        name="key", base=1, size_bytes=len(named), sha256=hashlib.sha256(named).digest()
+    )
+    manifest.check_bytes(reference, named, what)
+    with pytest.raises(errors.FormatError, match=rf"{what} is damaged at byte \d+: .* the manifest says"):
+        manifest.check_bytes(reference, found, what)
+    same_size = dataclasses.replace(reference, size_bytes=len(found))
+    with pytest.raises(errors.FormatError, match=f"{what} is damaged at byte 0: SHA-256 is"):
+        manifest.check_bytes(same_size, found, what)
+
+
+def test_another_bucket_of_the_same_layout_is_refused_by_its_head_and_each_of_its_segments() -> None:
+    """What a reader of ranges sees when the object of another bucket is under the name."""
+    rows = Rows(ROWS.deliver_at_ms, ROWS.ledger_id + np.uint64(1), ROWS.entry_id, ROWS.key_hash)
+    other = encoded_bucket(rows)
+    assert [info.length for info in other.segments] == [info.length for info in BUCKET.segments]
+    table = bucket.decode_tail(other.body[TAIL:], len(BUCKET.body))
+    metadata = bucket.decode_metadata(part_of(other, table.metadata), table.metadata)
+    bucket.check_head(metadata, table, live_bucket(other))
+    with pytest.raises(errors.FormatError, match="bucket metadata is damaged at byte 16: subscription, rows and hash"):
+        bucket.check_head(metadata, table, live_bucket(BUCKET))
+    for info in BUCKET.segments:
+        with pytest.raises(errors.FormatError, match=f"bucket segment {info.number} is damaged at byte {info.offset}"):
+            bucket.decode_segment(part_of(other, info), info)
+
+
+def live_bucket(encoded: bucket.EncodedBucket) -> manifest.LiveBucket:
+    return manifest.LiveBucket(
+        object=manifest.ObjectReference(name="key", base=1, size_bytes=len(encoded.body), sha256=encoded.sha256),
+        rows=encoded.rows,
+        first_ledger_id=encoded.first_ledger_id,
+        last_ledger_id=encoded.last_ledger_id,
+        min_deliver_at_ms=encoded.min_deliver_at_ms,
+        max_deliver_at_ms=encoded.max_deliver_at_ms,
+        hash_low=encoded.hash_low,
+        hash_high=encoded.hash_high,
+        segments=len(encoded.segments),
+    )
 
 
 def test_damage_in_a_slot_is_named_with_its_offset() -> None:
-    data, _ = OBJECTS["journal slot"]
-    altered = bytearray(data)
+    altered = bytearray(OBJECTS["journal slot"].data)
     altered[100] ^= 4
     with pytest.raises(errors.FormatError, match="journal slot is damaged at byte 40: CRC32C is 0x"):
         journal.decode_slot(bytes(altered))
