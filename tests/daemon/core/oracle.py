@@ -213,3 +213,12 @@ class Oracle:
             row.passed = False
         for number, subscriber in self.subscribers.items():
             self.subscribers[number] = Subscriber(subscriber.since_ms)
+
+    def learn_again(self, known: dict[int, set[Position]]) -> None:
+        """That a subscription is not owed a row because of its time is known when that has come, and may be before."""
+        for rows in (self.rows, *self.missing.values()):
+            for at, row in rows.items():
+                for number, subscriber in self.subscribers.items():
+                    if row.deliver_at_ms <= subscriber.since_ms:
+                        row.acknowledged.discard(number)
+                        row.acknowledged |= {number} if at in known[number] else set()

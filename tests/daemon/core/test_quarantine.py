@@ -8,7 +8,7 @@ import pytest
 
 from daemon.core.quarantine import RebuildNeeded
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of
-from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
+from tests.daemon.core.test_topic import NOW_MS, P, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import left_in, upto
 
 U64_MAX = (1 << 64) - 1
@@ -53,8 +53,10 @@ def test_adding_the_range_again_heals_it_without_doubling() -> None:
     assert (outcome.accepted, outcome.duplicates) == (10, 0)
     assert topic.core.rebuild_needed() == ()
     assert topic.add(ROWS, NOW_MS + 9).duplicates == 10
-    for crash in (topic.crash_and_recover, lambda: (topic.take_checkpoint(), topic.crash_and_recover())):
-        crash()
+    for with_checkpoint in (False, True):
+        if with_checkpoint:
+            topic.take_checkpoint()
+        topic.crash_and_recover()
         topic.now_ms = NOW_MS + 9
         assert topic.core.rebuild_needed() == ()
         assert sorted(handed(topic, opened(topic, 2))) == [(NOW_MS + 9, *at) for at in ROWS]
@@ -146,6 +148,19 @@ def test_rows_whose_positions_nobody_knows_are_counted_exactly_after_the_tail_is
     topic, name = headless()
     (needed,) = topic.core.rebuild_needed()
     assert dataclasses.replace(needed, damage="") == RebuildNeeded(7, 7, 7, name, "", positions_known=False)
+
+
+def test_what_left_in_a_page_of_which_nothing_is_stored_counts_for_rows_that_nobody_knows() -> None:
+    rows = [(7, 0), (8, 0), (9, 0)]
+    topic, name = sealed(rows=rows)
+    state = opened(topic, 1)
+    topic.acknowledge(state, all_of(handed(topic, state))[:1])
+    topic.trim_at_once(upto((8, 0)))
+    topic.quarantine(name)
+    topic.store.put(name, b"no bucket")
+    topic.crash_and_recover()
+    assert missing(topic) == 1
+    assert topic.core.index.quarantined[name].missing_rows == 1
 
 
 def test_any_position_of_its_ledgers_that_is_added_counts_as_one_of_those_that_nobody_knows() -> None:

@@ -175,7 +175,9 @@ def test_the_slots_of_a_large_trim_are_bounded_and_each_leaves_a_state_that_hold
         named = sum(record.row_count for record in records)
         assert 1 <= named <= rows_max
         topic.commit_together(records)
-        gone |= {bitmap.ledger_id for record in records if isinstance(record, GoneRecord) for bitmap in record.positions}
+        gone |= {
+            bitmap.ledger_id for record in records if isinstance(record, GoneRecord) for bitmap in record.positions
+        }
         assert left_in(topic) == {at for at in rows if at[0] not in gone}
     assert gone == {0, 2, 4, 6, 8}
 

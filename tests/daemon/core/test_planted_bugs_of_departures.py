@@ -1,0 +1,371 @@
+"""The tests of trims, leases, damage and what is contained can fail: each of these bugs, planted, is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+import pytest
+from pyroaring import BitMap64
+
+from daemon.core import containment, feeding, quarantine, trimming
+from daemon.core.bucket import Bucket
+from daemon.core.departures import Departure
+from daemon.core.in_flight import InFlight
+from daemon.core.index import Index
+from daemon.core.positions import KeyedRows, PageTable, keys_of
+from daemon.core.quarantine import QuarantinedBucket
+from daemon.core.subscription import SubscriptionState
+from daemon.core.topic import Topic
+from daemon.core.trimming import LedgerRanges
+from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
+from storage_backends.formats.rows import U64
+from tests.daemon.core import test_quarantine, test_trimming
+from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
+
+# ---- what leaves
+
+
+def what_is_trimmed_stays_in_hand(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SubscriptionState, keys: BitMap64) -> None:
+        self.backlog -= len(keys)
+
+    patch.setattr(SubscriptionState, "drop", drop)
+
+
+def what_is_trimmed_stays_counted(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SubscriptionState, keys: BitMap64) -> None:
+        self.acknowledging -= keys
+        self.withdraw(keys)
+
+    patch.setattr(SubscriptionState, "drop", drop)
+
+
+def a_trim_always_takes_lower_ledgers(patch: pytest.MonkeyPatch) -> None:
+    key_ranges = LedgerRanges.key_ranges
+    patch.setattr(
+        LedgerRanges,
+        "key_ranges",
+        lambda self, pages: key_ranges(LedgerRanges(self.ledger_id, self.last_entry_id, True), pages),
+    )
+
+
+def a_trim_takes_a_ledger_by_its_low_entry_bits(patch: pytest.MonkeyPatch) -> None:
+    key_ranges = PageTable.key_ranges
+    patch.setattr(
+        PageTable,
+        "key_ranges",
+        lambda self, ledger_id, first, last: key_ranges(self, ledger_id, first, last & 0xFFFF_FFFF),
+    )
+
+
+def a_trim_for_one_subscription_is_one_for_all(patch: pytest.MonkeyPatch) -> None:
+    split = trimming.split
+
+    def all_gone(
+        parts: Collection[tuple[Bucket, BitMap64]], subscription_id: int, others: Collection[int]
+    ) -> tuple[BitMap64, BitMap64]:
+        return split(parts, subscription_id, ())
+
+    patch.setattr(trimming, "split", all_gone)
+
+
+def what_nobody_else_is_owed_is_waived_only(patch: pytest.MonkeyPatch) -> None:
+    def all_waived(
+        parts: Collection[tuple[Bucket, BitMap64]], subscription_id: int, others: Collection[int]
+    ) -> tuple[BitMap64, BitMap64]:
+        owed = [keys - bucket.acknowledged.get(subscription_id, BitMap64()) for bucket, keys in parts]
+        return BitMap64(), BitMap64.union(BitMap64(), *owed)
+
+    patch.setattr(trimming, "split", all_waived)
+
+
+def only_what_is_due_is_waived(patch: pytest.MonkeyPatch) -> None:
+    waive = Index.waive
+
+    def waive_due(self: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
+        due = [bucket.passed & keys for bucket in self.buckets]
+        return waive(self, BitMap64.union(BitMap64(), *due), subscription_id)
+
+    patch.setattr(Index, "waive", waive_due)
+
+
+def a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed(patch: pytest.MonkeyPatch) -> None:
+    apply = Topic.apply
+
+    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+        if not isinstance(record, WaiveRecord) or self.index.passed_until_ms:
+            apply(self, record, slot, elapsed_ms=elapsed_ms)
+
+    patch.setattr(Topic, "apply", applied)
+
+
+def what_was_waived_counts_when_it_comes_due(patch: pytest.MonkeyPatch) -> None:
+    unacknowledged = Bucket.unacknowledged
+    owed_of = feeding.owed_of
+
+    def everything(self: Bucket, rows: KeyedRows, subscription_id: int) -> KeyedRows:
+        return rows
+
+    def owed(*arguments):  # type: ignore[no-untyped-def]
+        patch.setattr(Bucket, "unacknowledged", everything)
+        try:
+            return owed_of(*arguments)
+        finally:
+            patch.setattr(Bucket, "unacknowledged", unacknowledged)
+
+    patch.setattr(feeding, "owed_of", owed)
+
+
+def gone_rows_of_the_first_slot_only(patch: pytest.MonkeyPatch) -> None:
+    slots = Departure.slots
+    patch.setattr(Departure, "slots", lambda self: iter(list(slots(self))[:1]))
+
+
+def rows_that_nobody_is_owed_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Topic, "take_not_owed", lambda self: [])
+
+
+def a_row_is_gone_when_one_subscription_is_not_owed_it(patch: pytest.MonkeyPatch) -> None:
+    feed = feeding.feed
+
+    def fed(passed, states, coming, reader):  # type: ignore[no-untyped-def]
+        feed(passed, states, coming, reader)
+        unowed = BitMap64()
+        for state in states:
+            for each, owed in zip(passed, feeding.owed_of(state, passed)[0], strict=True):
+                unowed |= BitMap64(each.rows.keys.tolist()) - BitMap64(owed.keys.tolist())
+        return unowed
+
+    patch.setattr(feeding, "feed", fed)
+
+
+# ---- leases
+
+
+def what_a_lease_held_is_lost_when_it_ends(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "return_held", lambda self, number: len(self.in_flight.take_dispatcher(number)))
+
+
+def what_a_stream_holds_is_extended_too(patch: pytest.MonkeyPatch) -> None:
+    move = InFlight.move
+
+    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> int:
+        return move(self, keys, times, [*self._held], number)
+
+    patch.setattr(InFlight, "move", move_any)
+
+
+def a_lease_is_extended_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
+    move = InFlight.move
+
+    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> int:
+        rows = sum(move(self, keys, times + np.uint64(off), holders, number) for off in (0, (1 << 64) - 1))
+        return rows
+
+    patch.setattr(InFlight, "move", move_any)
+
+
+def what_is_in_flight_is_not_counted_for_the_limit(patch: pytest.MonkeyPatch) -> None:
+    def available_rows(self: SubscriptionState) -> int:
+        rows_max = self.stored.policy.in_flight_rows_max
+        return self.ready_rows if rows_max is None else min(self.ready_rows, rows_max)
+
+    patch.setattr(SubscriptionState, "available_rows", property(available_rows))
+
+
+# ---- damage
+
+
+def what_is_missing_is_still_a_duplicate(patch: pytest.MonkeyPatch) -> None:
+    find = Index.present_among
+
+    def present(self: Index, asked: BitMap64) -> BitMap64:
+        return BitMap64.union(find(self, asked), *[bucket.present & asked for bucket in self.quarantined.values()])
+
+    patch.setattr(Index, "present_among", present)
+
+
+def what_is_added_again_is_still_missing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(quarantine, "added_again", lambda damaged, added, slot: None)
+
+
+def what_leaves_is_still_missing(patch: pytest.MonkeyPatch) -> None:
+    """Of a damaged bucket only what is added again is missing no longer."""
+    apply = Topic.apply
+
+    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+        quarantined = self.index.quarantined
+        if isinstance(record, GoneRecord):
+            self.index.quarantined = {}
+        apply(self, record, slot, elapsed_ms=elapsed_ms)
+        self.index.quarantined = quarantined
+
+    patch.setattr(Topic, "apply", applied)
+
+
+def acknowledgements_before_the_damage_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    apply = Topic._apply_acknowledge
+
+    def applied(self, record, slot):  # type: ignore[no-untyped-def]
+        quarantined, self.index.quarantined = self.index.quarantined, {}
+        apply(self, record, slot)
+        self.index.quarantined = quarantined
+
+    patch.setattr(Topic, "_apply_acknowledge", applied)
+
+
+def the_rows_of_a_damaged_bucket_stay_counted(patch: pytest.MonkeyPatch) -> None:
+    def leave(self, live):  # type: ignore[no-untyped-def]
+        bucket = self.index.quarantine(live)
+        for state in self.subscriptions.values():
+            state.withdraw(bucket.present)
+
+    patch.setattr(Topic, "quarantine", leave)
+
+
+def a_reader_keeps_its_place_in_a_damaged_bucket(patch: pytest.MonkeyPatch) -> None:
+    """And hands out what it finds there."""
+    leave = Topic.quarantine
+
+    def quarantined(self, live):  # type: ignore[no-untyped-def]
+        held = [(state, list(state._ready)) for state in self.subscriptions.values()]
+        leave(self, live)
+        for state, ready in held:
+            state._ready.extend(ready)
+            state.ready_rows += sum(map(len, ready))
+
+    patch.setattr(Topic, "quarantine", quarantined)
+
+
+def the_progress_of_damaged_buckets_is_not_stored(patch: pytest.MonkeyPatch) -> None:
+    cut = Index.cut
+
+    def without(self: Index):  # type: ignore[no-untyped-def]
+        quarantined, self.quarantined = self.quarantined, {}
+        taken = cut(self)
+        self.quarantined = quarantined
+        return taken
+
+    patch.setattr(Index, "cut", without)
+
+
+def an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket(patch: pytest.MonkeyPatch) -> None:
+    leave = Topic.quarantine
+
+    def quarantined(self, live):  # type: ignore[no-untyped-def]
+        leave(self, live)
+        self._acknowledging_lost = BitMap64()
+
+    patch.setattr(Topic, "quarantine", quarantined)
+
+
+def adds_before_the_damage_count_as_added_again(patch: pytest.MonkeyPatch) -> None:
+    added_again = quarantine.added_again
+    patch.setattr(quarantine, "added_again", lambda damaged, added, slot: added_again(damaged, added, 1 << 60))
+
+
+def what_left_before_the_restart_is_not_asked_of_pages_that_nobody_holds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(quarantine, "learns_positions", lambda damaged: False)
+
+
+def a_trim_does_not_take_what_nobody_knows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(QuarantinedBucket, "stand_in", lambda self: BitMap64())
+
+
+def a_trim_of_a_part_takes_all_that_nobody_knows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LedgerRanges, "cover", lambda self, first, last: True)
+
+
+# ---- what is contained
+
+
+def acknowledged_rows_are_contained(patch: pytest.MonkeyPatch) -> None:
+    sets = containment._sets
+    patch.setattr(containment, "_sets", lambda index, asked, number: sets(index, asked, None))
+
+
+def ranges_run_on_into_the_next_page_of_the_table(patch: pytest.MonkeyPatch) -> None:
+    def runs_of(keys: BitMap64, pages: U64) -> tuple[U64, U64]:
+        return keys_of(keys - keys.shift(1)), keys_of(keys - keys.shift(-1))
+
+    patch.setattr(containment, "_runs_of", runs_of)
+
+
+def a_cut_answer_goes_on_behind_the_next_range(patch: pytest.MonkeyPatch) -> None:
+    first_ones = containment._first_ones
+
+    def skipping(pending, due, ranges_max):  # type: ignore[no-untyped-def]
+        pending, due, cut = first_ones(pending, due, ranges_max)
+        return pending, due, None if cut is None else (cut[0], cut[1] + 1)
+
+    patch.setattr(containment, "_first_ones", skipping)
+
+
+BY_ANY_ORDER: tuple[Plant, ...] = (
+    what_is_trimmed_stays_in_hand,
+    what_is_trimmed_stays_counted,
+    a_trim_always_takes_lower_ledgers,
+    a_trim_takes_a_ledger_by_its_low_entry_bits,
+    a_trim_for_one_subscription_is_one_for_all,
+    what_nobody_else_is_owed_is_waived_only,
+    only_what_is_due_is_waived,
+    a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed,
+    what_was_waived_counts_when_it_comes_due,
+    gone_rows_of_the_first_slot_only,
+    a_row_is_gone_when_one_subscription_is_not_owed_it,
+    what_a_lease_held_is_lost_when_it_ends,
+    what_a_stream_holds_is_extended_too,
+    a_lease_is_extended_whatever_the_time,
+    what_is_in_flight_is_not_counted_for_the_limit,
+    what_is_missing_is_still_a_duplicate,
+    what_is_added_again_is_still_missing,
+    what_leaves_is_still_missing,
+    acknowledgements_before_the_damage_are_not_replayed,
+    the_rows_of_a_damaged_bucket_stay_counted,
+    a_reader_keeps_its_place_in_a_damaged_bucket,
+    the_progress_of_damaged_buckets_is_not_stored,
+    acknowledged_rows_are_contained,
+    ranges_run_on_into_the_next_page_of_the_table,
+    a_cut_answer_goes_on_behind_the_next_range,
+)
+BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (rows_that_nobody_is_owed_stay, test_trimming.test_a_row_that_nobody_is_owed_when_it_comes_due_is_gone),
+    (
+        an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket,
+        test_quarantine.test_an_acknowledgement_that_is_staged_when_the_bucket_is_found_damaged_counts,
+    ),
+    (
+        adds_before_the_damage_count_as_added_again,
+        test_quarantine.test_rows_whose_positions_nobody_knows_are_counted_exactly_after_the_tail_is_replayed,
+    ),
+    (
+        what_left_before_the_restart_is_not_asked_of_pages_that_nobody_holds,
+        test_quarantine.test_what_left_in_a_page_of_which_nothing_is_stored_counts_for_rows_that_nobody_knows,
+    ),
+    (
+        a_trim_does_not_take_what_nobody_knows,
+        lambda: test_quarantine.test_a_trim_of_all_its_ledgers_takes_what_nobody_knows(None, True),
+    ),
+    (
+        a_trim_of_a_part_takes_all_that_nobody_knows,
+        lambda: test_quarantine.test_a_trim_of_all_its_ledgers_takes_what_nobody_knows(
+            test_trimming.upto((7, 5), all_lower=True), False
+        ),
+    ),
+)
+
+
+@pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found_by_the_state_machine()
+
+
+@pytest.mark.parametrize(("plant", "story"), BY_A_STORY, ids=lambda each: each.__name__)
+def test_a_planted_bug_is_found_by_a_story(
+    plant: Plant, story: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        story()
