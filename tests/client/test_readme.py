@@ -1,0 +1,66 @@
+"""The examples of the client's README run as they stand, against a real daemon."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tarry
+import tarry.aio
+from examples import processes
+from tests.support.processes import Daemons
+
+README = Path(__file__).resolve().parents[2] / "client" / "README.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
+    directory = tmp_path_factory.mktemp("daemon")
+    daemons = Daemons(directory)
+    try:
+        made = daemons.make("tarryd", processes.local_store(directory / "root"))
+        made.start_serving()
+        yield made
+    finally:
+        daemons.end()
+
+
+@pytest.fixture
+def one_batch_a_subscription(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples receive as long as they run: here a subscription ends after its first batch."""
+    received: set[int] = set()
+
+    def is_second(subscription: object) -> bool:
+        if id(subscription) in received:
+            return True
+        received.add(id(subscription))
+        return False
+
+    threads, loop = tarry.Subscription.receive, tarry.aio.Subscription.receive
+
+    def receive(self: tarry.Subscription, timeout_s: float | None = None) -> tarry.Batch | None:
+        return None if is_second(self) else threads(self, timeout_s)
+
+    async def receive_on_loop(self: tarry.aio.Subscription, timeout_s: float | None = None) -> tarry.Batch | None:
+        return None if is_second(self) else await loop(self, timeout_s)
+
+    monkeypatch.setattr(tarry.Subscription, "receive", receive)
+    monkeypatch.setattr(tarry.aio.Subscription, "receive", receive_on_loop)
+
+
+@pytest.mark.usefixtures("one_batch_a_subscription")
+@pytest.mark.parametrize("number", range(len(EXAMPLES)), ids=[str(number + 1) for number in range(len(EXAMPLES))])
+def test_it_runs(daemon: processes.DaemonProcess, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    example = EXAMPLES[number].replace("127.0.0.1:7461", daemon.address)
+    for client in (tarry.Client, tarry.aio.Client):
+        # The target is the one argument that may be given by place.
+        monkeypatch.setattr(client.__init__, "__defaults__", (daemon.address,))
+    with tarry.Client(daemon.address) as client_before:
+        client_before.create_subscription("flights", "departures")
+        client_before.add("flights", 2_000, range(10), deliver_at_ms=time.time_ns() // 1_000_000)
+    exec(compile(example, f"example {number + 1} of {README.name}", "exec"), {"__name__": "example"})
