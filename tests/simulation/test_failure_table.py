@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from daemon.errors import OutcomeUnknown, TarryError, Unavailable
+from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
@@ -56,7 +56,7 @@ TABLE = {
     "topic deleted, then a stale merge": WAITS + "merge",
     "tombstone deleted, crash before it is dropped": WAITS + "collection",
     "reader holds an old manifest past the grace": WAITS + "collection",
-    "store loses or corrupts an object": "test_store_corrupts_a_bucket",
+    "store loses or corrupts an object": "test_store_loses_or_corrupts_a_bucket",
     "store ignores conditions": "test_store_ignores_conditions",
     "daemon reaches clients but not the store": "test_store_out_of_reach",
     "disk full, out of memory, SIGKILL": "test_sigkill",
@@ -306,7 +306,28 @@ async def test_topic_deleted_then_a_stale_tail(machines: EngineFixture, born_aga
     assert await everything(two, 5) == {(2, entry) for entry in range(5)}
 
 
-async def test_store_corrupts_a_bucket(machines: EngineFixture) -> None:
+async def test_topic_deleted_then_a_journal_tail(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    receiver = await one.receiver("t")
+    await one.add("t", 1, range(10), delay_ms=5_000)
+    await one.add("t", 2, range(10), delay_ms=60_000)
+    await receiver.received(10)
+    assert await receiver.acknowledge(receiver.rows[:5]) == 0
+    await one.call(one.engine.requests.delete_topic("t"))
+    one.kill()
+    two = await machines.served_by()
+    with pytest.raises(NotFound):
+        await two.call(two.engine.requests.topic_stats("t"))
+    assert (await two.add("t", 1, range(3), delay_ms=5_000)).accepted == 3
+    two.kill()
+    assert len(machines.keys(JOURNAL)) >= 6, "the slots of both incarnations are there to be replayed"
+    assert await everything(await machines.served_by(), 3) == {(1, entry) for entry in range(3)}
+
+
+@pytest.mark.parametrize("what", ["lost", "corrupted"])
+async def test_store_loses_or_corrupts_a_bucket(
+    machines: EngineFixture, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
     one = await machines.served_by("one", *SMALL)
     for ledger_id in (1, 2):
         await one.add("t", ledger_id, range(20), delay_ms=60_000)
@@ -314,13 +335,26 @@ async def test_store_corrupts_a_bucket(machines: EngineFixture) -> None:
     one.kill()
     damaged = machines.keys(BUCKETS)[0]
     body = bytearray(machines.store.get(damaged))
-    body[len(body) // 2] ^= 1
-    machines.store.put(damaged, bytes(body))
+    if what == "lost":
+        machines.store.delete(damaged)
+    else:
+        body[len(body) // 2] ^= 1
+        machines.store.put(damaged, bytes(body))
     two = await machines.served_by("one", *SMALL)
     receiver = await two.receiver("t")
     await receiver.received(20)
     assert {ledger_id for ledger_id, _ in receiver.positions} == {2}
-    assert damaged in machines.keys(BUCKETS), "what is damaged is never deleted"
+    await two.until(lambda: bool(two.topic("t").core.rebuild_needed()))
+    (needed,) = two.topic("t").core.rebuild_needed()
+    assert (needed.first_ledger_id, needed.last_ledger_id, needed.rows) == (1, 1, 20)
+    assert any(damaged in each.getMessage() for each in caplog.records if each.levelname == "ERROR")
+    assert (await two.add("t", 1, range(20))).accepted == 20
+    two.kill()
+    three = await machines.served_by("one", *SMALL)
+    assert (await three.add("t", 1, range(20))).duplicates == 20
+    assert not three.topic("t").core.rebuild_needed()
+    await everything(three, 40)
+    assert what == "lost" or damaged in machines.keys(BUCKETS), "what is damaged is never deleted"
 
 
 class WithoutConditions(MemoryStore):
