@@ -96,7 +96,6 @@ class TopicCommits:
         self._tip = tip
         self._environment = environment
         self._turn = asyncio.Lock()
-        self._ended: Exception | None = None
 
     @property
     def manifest(self) -> TopicManifest:
@@ -109,19 +108,13 @@ class TopicCommits:
     async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
         """Commits the operation made for the tip; returns when that is certain, however long the store is away.
 
-        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, Corruption
-        when the tip is damaged, and the error of `end` after it.
+        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, and
+        Corruption when the tip is damaged.
         """
         async with self._turn:
-            if self._ended is not None:
-                raise self._ended
             made = operation(self._tip.manifest)
             self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
             return self._tip.manifest
-
-    def end(self, error: Exception) -> None:
-        """Nothing more is committed: the topic was deleted."""
-        self._ended = error
 
 
 async def commit_until_certain(

@@ -91,7 +91,6 @@ class ServedTopic:
         self._ended: Exception | None = None
         # Subscriptions that nothing is handed out to for now.
         self._withheld: frozenset[int] = frozenset()
-        self._resting = False
 
     # ---- requests
 
@@ -129,6 +128,8 @@ class ServedTopic:
         if self._ended is not None:
             raise self._ended
         state = None if subscription is None else self.subscription(subscription)
+        # What is due counts as due from its time on.
+        self._pass_due(self._environment.clock.now_ms())
         found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
         await self.shard.commits.confirmed()
         return found
@@ -225,16 +226,6 @@ class ServedTopic:
         finally:
             self._withheld = frozenset()
             self.notify_all()
-
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """No row is passed: nothing is decided on the topic but by its requests."""
-        self._resting = True
-        try:
-            yield
-        finally:
-            self._resting = False
-            self.changed()
 
     async def settle_due(self) -> None:
         """Returns when every row that is due now has been passed."""
@@ -334,7 +325,7 @@ class ServedTopic:
 
     def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
         """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
-        if not state.ready_rows or state.subscription_id in self._withheld or not self.shard.may_hand_out:
+        if not state.available_rows or state.subscription_id in self._withheld or not self.shard.may_hand_out:
             return KeyedRows.empty()
         rows = state.hand_out(dispatcher, limit)
         if len(rows):
@@ -347,7 +338,7 @@ class ServedTopic:
     def notify(self, state: SubscriptionState) -> None:
         """There may be something to hand out."""
         line = self._lines.get(state.subscription_id)
-        if line is not None and state.ready_rows:
+        if line is not None and state.available_rows:
             line.notify()
 
     def notify_all(self) -> None:
@@ -374,7 +365,7 @@ class ServedTopic:
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:
-        if self._ended is not None or self._resting:
+        if self._ended is not None:
             return None
         self._pass_due(now_ms)
         ahead_ms = self._environment.config.delivery.lookahead_ms
@@ -382,7 +373,7 @@ class ServedTopic:
         return self._next_wake_ms()
 
     def _pass_due(self, now_ms: int) -> int:
-        passed = 0 if self._resting else self.core.pass_due(now_ms, PASS_ROWS)
+        passed = self.core.pass_due(now_ms, PASS_ROWS)
         if passed:
             for state in self.core.subscriptions.values():
                 self.notify(state)
@@ -419,13 +410,14 @@ class ServedTopic:
         needed = self.core.catch_up(state, CATCH_UP_ROWS)
         if needed:
             task = self._behind[number] = asyncio.ensure_future(self._load(needed))
-            task.add_done_callback(lambda _: self._read_on_after(state))
+            task.add_done_callback(lambda task: self._read_on_after(state, task))
         else:
             self.notify(state)
 
-    def _read_on_after(self, state: SubscriptionState) -> None:
+    def _read_on_after(self, state: SubscriptionState, task: asyncio.Task[None]) -> None:
         self._behind.pop(state.subscription_id, None)
-        self._read_on(state)
+        if not task.cancelled():
+            self._read_on(state)
 
     def close(self, error: Exception) -> None:
         """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""

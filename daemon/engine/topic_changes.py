@@ -90,10 +90,9 @@ class TopicChanges:
 
     async def _delete(self, topic: ServedTopic) -> TopicDeleted:
         core, shard = topic.core, self._shard
-        with topic.withholding(core.subscriptions), topic.resting():
-            # Nothing may be decided on the topic after the slot that its deletion names, and no seal may follow it.
-            await shard.commits.settled()
-            life = shard.lives[core.name]
+        life = shard.lives[core.name]
+        with topic.withholding(core.subscriptions):
+            # No seal may follow. What is decided without a request from here on names an incarnation that is no more.
             await life.halt()
             try:
                 lost_rows = sum(needed.rows for needed in core.rebuild_needed())
@@ -115,7 +114,6 @@ class TopicChanges:
     def _forget(self, topic: ServedTopic) -> None:
         name = topic.core.name
         again = Unavailable(f"topic {name} was deleted; try again")
-        self._shard.topic_commits[name].end(again)
         topic.end_streams(NotFound(f"topic {name} was deleted"))
         topic.close(again)
         self._shard.forget_topic(name)

@@ -161,6 +161,32 @@ async def test_requests_that_waited_for_a_deletion_may_bear_the_topic_again(mach
     assert (await stats(one)).incarnation == 2
 
 
+async def test_an_acknowledgement_that_looks_for_its_rows_on_the_store_waits_for_a_deletion(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", *SMALL)
+    receiver = await one.receiver("t", "s")
+    await one.add("t", 1, range(25), delay_ms=0)
+    rows = await receiver.received(25)
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 1)
+    receiver.stream.close()
+    index = one.topic("t").core.index
+    for bucket in index.sealed:
+        index.cache.discard_bucket(bucket)
+    reading, committing = one.pause("get_range", "/buckets/"), one.pause("put_if_absent", TOPICS)
+    acknowledging = acknowledge(one, rows)
+    await reading.reached()
+    deleting = delete_topic(one)
+    await committing.reached()
+    reading.release()
+    await asyncio.sleep(1)
+    assert not acknowledging.done()
+    committing.release()
+    assert (await deleting).rows == 25
+    with pytest.raises(Unavailable, match="was deleted"):
+        await acknowledging
+
+
 async def test_adds_that_were_staged_before_a_deletion_go_with_the_topic(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
     await one.add("t", 0, [0])

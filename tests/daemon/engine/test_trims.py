@@ -304,6 +304,19 @@ async def test_an_owner_that_lost_the_shard_answers_no_trim(machines: EngineFixt
     await receiver.received(10)
 
 
+async def test_that_there_was_nothing_to_trim_is_said_only_by_the_owner(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 1, range(10))
+    await asyncio.sleep(0.1)
+    one.freeze()
+    trimming = trim(one, up_to(99, 2))
+    two = await machines.served_by("two")
+    await two.add("t", 2, range(10))
+    one.thaw()
+    with pytest.raises(TarryError):
+        await trimming
+
+
 async def test_a_trim_whose_slot_lost_its_answer_is_found_and_answered(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await one.add("t", 1, range(10))

@@ -1,0 +1,284 @@
+"""All calls on one topic at the same time, with lost answers and crashes, by a seed.
+
+Owns: a plain record of what was asked and answered, and what may and must be handed out by it.
+Does not own: several daemons, and a whole cluster's faults (`tests/simulation`).
+
+Every position is added once, and again only until that is answered. So a row that is handed out can be judged by what
+was answered before, and what the last streams hand out, when nothing else is left, by everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+from daemon.engine import calls
+from daemon.errors import TarryError
+from tests.daemon.engine.calling import Row, acknowledge, create, delete_topic, extend, get, rows_of, trim, up_to
+from tests.support.engine_fixture import EngineFixture, Receiver, no_positions
+from tests.support.fault_store import Fault
+
+SUBSCRIPTIONS = ("a", "b")
+LEDGERS = 4
+SETTINGS = (
+    "bucket.min_index_count_per_bucket=12",
+    "bucket.rows_max=25",
+    "journal.checkpoint_slots=9",
+    "bucket.max_indexes_per_bucket_snapshot_segment=5",
+    "bucket.min_indexes_per_bucket_snapshot_segment=1",
+    "delivery.ready_rows_max=15",
+)
+Position = tuple[int, int]
+
+
+@dataclasses.dataclass
+class Trim:
+    """`covered`: what had been answered to be there when it began; `named`: everything that it may drop."""
+
+    scope: tuple[str, ...]
+    ledger_id: int
+    last_entry_id: int
+    covered: set[Position]
+    ended: bool = False
+
+    def names(self, position: Position) -> bool:
+        return position[0] == self.ledger_id and position[1] <= self.last_entry_id
+
+
+class Record:
+    """What was asked and answered."""
+
+    def __init__(self) -> None:
+        self.times: dict[Position, int] = {}
+        self.added: set[Position] = set()
+        self.trims: list[Trim] = []
+        self.acknowledging: dict[str, set[Position]] = {name: set() for name in SUBSCRIPTIONS}
+        self.acknowledged: dict[str, set[Position]] = {name: set() for name in SUBSCRIPTIONS}
+        self.in_hand: dict[str, list[Row]] = {name: [] for name in SUBSCRIPTIONS}
+
+    def handed_out(self, subscription: str, rows: list[Row], now_ms: int) -> None:
+        for row in rows:
+            position = row[:2]
+            assert row[2] <= now_ms, f"{row} is early"
+            assert self.times[position] == row[2], f"{row} has another time"
+            assert position not in self.acknowledged[subscription], f"{row} was acknowledged"
+            for each in self.trims:
+                gone = each.ended and subscription in each.scope and position in each.covered
+                assert not gone, f"{row} was trimmed"
+        self.in_hand[subscription] += rows
+
+    def must_be_left(self, subscription: str) -> set[Position]:
+        left = self.added - self.acknowledging[subscription]
+        for each in self.trims:
+            if subscription in each.scope:
+                left = {position for position in left if not each.names(position)}
+        return left
+
+    def may_be_left(self, subscription: str) -> set[Position]:
+        left = set(self.times) - self.acknowledged[subscription]
+        for each in self.trims:
+            if each.ended and subscription in each.scope:
+                left -= each.covered
+        return left
+
+
+class Story:
+    """One seed: actions at random times, several at once."""
+
+    def __init__(self, machines: EngineFixture, seed: int) -> None:
+        self.machines = machines
+        self.random = random.Random(seed)
+        self.record = Record()
+        self.receivers: list[tuple[str, Receiver, list[int]]] = []
+        self.entries = [0] * LEDGERS
+        self.actions: list[Callable[[], Awaitable[object]]] = [
+            *[self.add] * 6,
+            *[self.acknowledge] * 5,
+            *[self.get] * 4,
+            *[self.trim] * 2,
+            self.extend,
+            self.open,
+            self.close,
+            self.seal,
+            self.contains,
+            self.set_policies,
+            self.lose_an_answer,
+        ]
+
+    async def run(self, actions: int) -> None:
+        self.daemon = await self.machines.served_by("one", *SETTINGS)
+        for name in SUBSCRIPTIONS:
+            await create(self.daemon, name)
+        under_way: set[asyncio.Task[None]] = set()
+        for number in range(actions):
+            action = self.random.choice(self.actions)
+            under_way.add(asyncio.ensure_future(self.attempt(action)))
+            await asyncio.sleep(self.random.choice([0, 0, 0.001, 0.05, 0.5]))
+            self.look()
+            if number % 40 == 39:
+                self.daemon.kill()
+                self.receivers.clear()
+                self.daemon = await self.machines.served_by("one", *SETTINGS)
+            for task in [task for task in under_way if task.done()]:
+                under_way.discard(task)
+                task.result()
+        await asyncio.gather(*under_way)
+        await self.end()
+
+    async def attempt(self, action: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await action()
+        except (TarryError, asyncio.CancelledError):
+            # Refused, or its daemon died: the record says only what was asked.
+            return
+
+    def look(self) -> None:
+        """What streams have received since."""
+        for subscription, receiver, seen in self.receivers:
+            fresh = receiver.rows[seen[0] :]
+            seen[0] += len(fresh)
+            self.record.handed_out(subscription, fresh, self.machines.now_ms())
+
+    # ---- actions
+
+    async def add(self) -> None:
+        ledger, count = self.random.randrange(LEDGERS), self.random.randint(1, 12)
+        first = self.entries[ledger]
+        self.entries[ledger] += count
+        delay_ms = self.random.choice([0, 10, 500, 3_000])
+        # The subscriptions were created before: a time that is not after theirs would be raised.
+        due_ms = self.machines.now_ms() + 10 + delay_ms
+        positions = [(ledger, entry) for entry in range(first, first + count)]
+        self.record.times |= dict.fromkeys(positions, due_ms)
+        columns = np.array(positions, np.uint64)
+        batch = calls.AddBatch(
+            columns[:, 0].copy(), columns[:, 1].copy(), np.full(count, due_ms, np.uint64), None, None, False
+        )
+        while True:
+            try:
+                await self.daemon.call(self.daemon.engine.requests.add("t", batch))
+            except (TarryError, asyncio.CancelledError):
+                await asyncio.sleep(0.3)
+                continue
+            self.record.added |= set(positions)
+            return
+
+    async def acknowledge(self) -> None:
+        subscription = self.random.choice(SUBSCRIPTIONS)
+        held = self.record.in_hand[subscription]
+        if held:
+            rows = list(set(self.random.choices(held, k=self.random.randint(1, 8))))
+            positions = {row[:2] for row in rows}
+            self.record.acknowledging[subscription] |= positions
+            ignored = await acknowledge(self.daemon, rows, subscription=subscription)
+            # What was handed out before the answer.
+            self.look()
+            if not ignored:
+                self.record.acknowledged[subscription] |= positions
+
+    async def get(self) -> None:
+        subscription = self.random.choice(SUBSCRIPTIONS)
+        lease_ms, wait_ms = self.random.choice([50, 2_000]), self.random.choice([0, 0, 400])
+        leased = await get(
+            self.daemon, self.random.randint(1, 15), subscription=subscription, lease_ms=lease_ms, wait_ms=wait_ms
+        )
+        self.look()
+        self.record.handed_out(subscription, rows_of(leased), self.machines.now_ms())
+
+    async def extend(self) -> None:
+        subscription = self.random.choice(SUBSCRIPTIONS)
+        held = self.record.in_hand[subscription]
+        if held:
+            rows = list(set(self.random.choices(held, k=4)))
+            await extend(self.daemon, rows, self.random.choice([0, 500]), subscription=subscription)
+
+    async def trim(self) -> None:
+        ledger = self.random.randrange(LEDGERS)
+        last = self.random.randint(0, self.entries[ledger] + 3)
+        subscription = self.random.choice([None, *SUBSCRIPTIONS])
+        scope = SUBSCRIPTIONS if subscription is None else (subscription,)
+        made = Trim(scope, ledger, last, set())
+        made.covered = {position for position in self.record.added if made.names(position)}
+        self.record.trims.append(made)
+        await trim(self.daemon, up_to(last, ledger), subscription=subscription)
+        self.look()
+        made.ended = True
+
+    async def open(self) -> None:
+        subscription = self.random.choice(SUBSCRIPTIONS)
+        daemon = self.daemon
+        stream = await daemon.call(daemon.engine.requests.open_dispatch("t", subscription, no_positions()))
+        stream.grant(self.random.randint(1, 60))
+        if daemon is self.daemon:
+            self.receivers.append((subscription, Receiver(daemon, "t", stream), [0]))
+
+    async def close(self) -> None:
+        if self.receivers:
+            self.look()
+            _, receiver, _ = self.receivers.pop(self.random.randrange(len(self.receivers)))
+            receiver.stream.close()
+
+    async def seal(self) -> None:
+        await self.daemon.call(self.daemon.engine.requests.seal("t"))
+
+    async def contains(self) -> None:
+        ranges = calls.EntryRanges(*(np.array([value], np.uint64) for value in (1, 0, 1 << 40)))
+        subscription = self.random.choice([None, *SUBSCRIPTIONS])
+        await self.daemon.call(self.daemon.engine.requests.contains("t", ranges, subscription))
+
+    async def set_policies(self) -> None:
+        requests = self.daemon.engine.requests
+        await self.daemon.call(
+            requests.set_topic_policy("t", calls.TopicPolicy(bucket_rows_max=self.random.choice([None, 5, 40])))
+        )
+        rows_max = self.random.choice([None, 10, 30])
+        policy = calls.SubscriptionPolicy(in_flight_rows_max=rows_max)
+        await self.daemon.call(requests.update_subscription("t", self.random.choice(SUBSCRIPTIONS), policy))
+
+    async def lose_an_answer(self) -> None:
+        fault = self.random.choice([Fault.FAIL_AFTER, Fault.FAIL_BEFORE])
+        key_part = self.random.choice(["/journal/", "/topics/", "/checkpoint/"])
+        self.daemon.script.plan("put_if_absent", fault, key_part=key_part)
+
+    # ---- the end
+
+    async def end(self) -> None:
+        """Nothing is held any more, and what is left is exactly what it must be."""
+        self.look()
+        for _, receiver, _ in self.receivers:
+            receiver.stream.close()
+        for name in SUBSCRIPTIONS:
+            await self.daemon.call(
+                self.daemon.engine.requests.update_subscription("t", name, calls.SubscriptionPolicy())
+            )
+        await asyncio.sleep(10)
+        core = self.daemon.topic("t").core
+        assert core.index.pending_rows == 0
+        last = [(name, await self.daemon.receiver("t", name)) for name in SUBSCRIPTIONS]
+        await asyncio.sleep(10)
+        states = {state.stored.name: state for state in core.subscriptions.values()}
+        for name, receiver in last:
+            assert len(receiver.rows) == len(receiver.positions)
+            assert self.record.must_be_left(name) <= receiver.positions <= self.record.may_be_left(name)
+            assert states[name].backlog == len(states[name].in_flight) == len(receiver.rows)
+            assert not len(states[name].acknowledging)
+            assert states[name].leased_rows == 0
+        for _, receiver in last:
+            if receiver.rows:
+                assert await receiver.acknowledge(receiver.rows) == 0
+        assert sum(bucket.present_rows for bucket in core.index.buckets) == 0
+        assert all(state.backlog == 0 for state in states.values())
+        await self.daemon.until(lambda: not core.index.sealed)
+        assert (await delete_topic(self.daemon)).rows == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else(
+    machines: EngineFixture, seed: int
+) -> None:
+    await Story(machines, seed).run(110)
