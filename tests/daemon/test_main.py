@@ -16,6 +16,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from daemon import config
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -111,3 +113,10 @@ def test_it_serves_says_where_and_ends_with_status_0_at_a_signal(tmp_path: Path,
         process.wait()
     assert process.returncode == 0, log
     assert [json.loads(line)["level"] for line in log.splitlines() if '"error"' in line] == []
+
+
+def test_the_systemd_unit_waits_longer_than_the_daemon_drains() -> None:
+    unit = (REPOSITORY / "deploy" / "tarryd.service").read_text()
+    (timeout_s,) = (int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec="))
+    settings = config.Config()
+    assert timeout_s > settings.daemon.drain_s + settings.grpc.drain_s
