@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, parsing, pipeline, status, unary
+from daemon.grpc_services import columns, parsing, pipeline, row_requests, status, unary
 from tarry.v1 import delayed_delivery_pb2 as pb
 
 if TYPE_CHECKING:
@@ -112,8 +112,12 @@ class _AddStream:
             self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
             await self._pipeline.room()
 
-    def _parse(self, data: bytes) -> tuple[int, functools.partial[Awaitable[calls.AddOutcome]]]:
+    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[calls.AddOutcome]]]:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
+        plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
+        if plain is not None:
+            plain_id, topic, batch = plain
+            return plain_id, functools.partial(self._engine.requests.add, topic, batch)
         try:
             request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, leasing, parsing, pipeline, policies, records, status, unary
+from daemon.grpc_services import columns, leasing, parsing, pipeline, policies, records, row_requests, status, unary
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
@@ -166,24 +166,40 @@ class _SubscribeStream:
 
     async def _read(self, stream: DispatchStream) -> None:
         while (data := await self._pipeline.read()) is not None:
-            request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
-            match request.WhichOneof("request"):
-                case "flow" if request.flow.permits > 0:
-                    stream.grant(request.flow.permits)
-                case "acknowledge":
-                    request_id = request.acknowledge.request_id
-                    work = functools.partial(_acknowledge, stream, request.acknowledge)
-                    answer = functools.partial(_done, stream.epoch, request_id, answered=request_id != 0)
-                    self._pipeline.submit(len(data), work, answer)
-                case "flow":
-                    self._refuse(stream, len(data), "flow.permits: 0; it must be at least 1")
-                case "open":
-                    raise errors.InvalidArgument(
-                        "open: the stream is open already; a stream has one open, its first message"
-                    )
-                case _:
-                    self._refuse(stream, len(data), "request: it is empty; give flow or acknowledge")
+            self._take(stream, data)
             await self._pipeline.room()
+
+    def _take(self, stream: DispatchStream, data: bytes) -> None:
+        plain = row_requests.acknowledge(data) if len(data) <= self._size_bytes_max else None
+        if plain is not None:
+            request_id, positions = plain
+            self._acknowledge(stream, len(data), request_id, lambda: positions)
+            return
+        request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
+        match request.WhichOneof("request"):
+            case "flow" if request.flow.permits > 0:
+                stream.grant(request.flow.permits)
+            case "acknowledge":
+                given = functools.partial(columns.handed_out, request.acknowledge)
+                self._acknowledge(stream, len(data), request.acknowledge.request_id, given)
+            case "flow":
+                self._refuse(stream, len(data), "flow.permits: 0; it must be at least 1")
+            case "open":
+                raise errors.InvalidArgument(
+                    "open: the stream is open already; a stream has one open, its first message"
+                )
+            case _:
+                self._refuse(stream, len(data), "request: it is empty; give flow or acknowledge")
+
+    def _acknowledge(
+        self, stream: DispatchStream, size_bytes: int, request_id: int, given: Callable[[], calls.HeldPositions]
+    ) -> None:
+        def work() -> Awaitable[int]:
+            held = given()
+            return stream.acknowledge(held.ledger_id, held.entry_id, held.deliver_at_ms, awaited=request_id != 0)
+
+        answer = functools.partial(_done, stream.epoch, request_id, answered=request_id != 0)
+        self._pipeline.submit(size_bytes, work, answer)
 
     def _refuse(self, stream: DispatchStream, size_bytes: int, text: str) -> None:
         def work() -> Awaitable[int]:
@@ -195,13 +211,6 @@ class _SubscribeStream:
 def _close_unused(opening: asyncio.Future[DispatchStream]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
-
-
-def _acknowledge(stream: DispatchStream, request: pb.Acknowledge) -> Awaitable[int]:
-    positions = columns.handed_out(request)
-    return stream.acknowledge(
-        positions.ledger_id, positions.entry_id, positions.deliver_at_ms, awaited=request.request_id != 0
-    )
 
 
 def _done(epoch: int, request_id: int, outcome: int | Exception, *, answered: bool) -> bytes | None:

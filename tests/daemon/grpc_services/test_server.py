@@ -85,8 +85,8 @@ class TestDraining:
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.receive()
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert edge.server.left() == []
         await draining
+        assert edge.server.left() == []
 
 
 async def test_reflection_names_the_services(edge: Edge) -> None:

@@ -1,0 +1,144 @@
+"""The two requests of streams that carry rows, read from their bytes: adds and acknowledgements as clients send them.
+
+Owns: the way past the protobuf runtime. Between other work, with cold caches, the runtime and its way to numpy take
+30 us for an add of 1,000 rows; this takes 15.
+Does not own: refusals, and whatever is not the plain form: each field known, packed and at most once, columns that fit.
+For anything else this module answers None (`parsing`, `columns` read it), and what it reads is what they would read.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.engine import calls
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+# By its tag: where a field's bytes begin, and how many there are; of a varint, its value.
+_Fields = dict[int, tuple[int, int]]
+
+_VARINT: Final = 0
+_LENGTH_DELIMITED: Final = 2
+# Of 63 bits; longer ones are left to the runtime.
+_SHIFT_MAX = 56
+
+_StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
+_Add = delayed_delivery_pb2.AddMessagesRequest
+_Acknowledge = dispatch_pb2.Acknowledge
+
+_REQUEST_ID = _StreamAdd.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
+_ADD = _StreamAdd.ADD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_TOPIC = _Add.TOPIC_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_LEDGER_ID = _Add.LEDGER_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_ENTRY_ID = _Add.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_DELIVER_AT_MS = _Add.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_DELAY_MS = _Add.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_KEY_HASH = _Add.KEY_HASH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
+_ADD_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH))
+
+_OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_ACKNOWLEDGED_ID = _Acknowledge.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
+_ACKNOWLEDGED = (
+    _Acknowledge.LEDGER_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
+    _Acknowledge.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
+    _Acknowledge.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
+)
+_ACKNOWLEDGE_FIELDS = frozenset((_ACKNOWLEDGED_ID, *_ACKNOWLEDGED))
+
+
+class _NotPlainError(Exception):
+    """For the runtime."""
+
+
+def stream_add(data: bytes) -> tuple[int, str, calls.AddBatch] | None:
+    """request_id, topic and rows of a `StreamAddMessagesRequest`; None when it is for the runtime to read."""
+    try:
+        outer = _scan(data, 0, len(data), _STREAM_ADD_FIELDS)
+        start, size = outer[_ADD]
+        fields = _scan(data, start, start + size, _ADD_FIELDS)
+        rows = fields[_ENTRY_ID][1] >> 3
+        if (_DELIVER_AT_MS in fields) == (_DELAY_MS in fields):
+            return None
+        start, size = fields[_TOPIC]
+        return (
+            outer[_REQUEST_ID][1],
+            data[start : start + size].decode(),
+            calls.AddBatch(
+                ledger_id=_u64(data, fields[_LEDGER_ID], rows),
+                entry_id=_u64(data, fields[_ENTRY_ID], rows),
+                deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
+                delay_ms=_u64(data, fields[_DELAY_MS], rows) if _DELAY_MS in fields else None,
+                key_hash=_u32(data, fields[_KEY_HASH], rows) if _KEY_HASH in fields else None,
+                return_already_due=False,
+            ),
+        )
+    except (_NotPlainError, KeyError, IndexError, UnicodeDecodeError):
+        return None
+
+
+def acknowledge(data: bytes) -> tuple[int, calls.HeldPositions] | None:
+    """request_id and positions of a `SubscribeRequest` that acknowledges; None when it is for the runtime to read."""
+    if not data or data[0] != _OF_SUBSCRIBE:
+        return None
+    try:
+        start, size = _scan(data, 0, len(data), frozenset((_OF_SUBSCRIBE,)))[_OF_SUBSCRIBE]
+        fields = _scan(data, start, start + size, _ACKNOWLEDGE_FIELDS)
+        ledger_id, entry_id, deliver_at_ms = (fields[tag] for tag in _ACKNOWLEDGED)
+        rows = entry_id[1] >> 3
+        positions = calls.HeldPositions(
+            _u64(data, ledger_id, rows), _u64(data, entry_id, rows), _u64(data, deliver_at_ms, rows)
+        )
+    except (_NotPlainError, KeyError, IndexError):
+        return None
+    return fields.get(_ACKNOWLEDGED_ID, (0, 0))[1], positions
+
+
+def _scan(data: bytes, place: int, end: int, known: frozenset[int]) -> _Fields:
+    """The fields of the message in data[place:end]."""
+    fields: _Fields = {}
+    while place < end:
+        tag, number = data[place], data[place + 1]
+        place += 2
+        if number > 0x7F:
+            number &= 0x7F
+            shift = 7
+            while (byte := data[place]) > 0x7F:
+                number |= (byte & 0x7F) << shift
+                place += 1
+                shift += 7
+                if shift > _SHIFT_MAX:
+                    raise _NotPlainError
+            number |= byte << shift
+            place += 1
+        if tag not in known or tag in fields:
+            raise _NotPlainError
+        fields[tag] = (place, number)
+        if tag & 7 == _LENGTH_DELIMITED:
+            place += number
+    if place != end:
+        raise _NotPlainError
+    return fields
+
+
+def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
+    """The packed column, or its one value for all rows."""
+    start, size = field
+    if size == rows << 3 and rows:
+        return np.frombuffer(data, "<u8", rows, start).astype(np.uint64)
+    if size != 8 or not rows:
+        raise _NotPlainError
+    column = np.empty(rows, np.uint64)
+    column.fill(int.from_bytes(data[start : start + 8], "little"))
+    return column
+
+
+def _u32(data: bytes, field: tuple[int, int], rows: int) -> U32:
+    start, size = field
+    if size != rows << 2:
+        raise _NotPlainError
+    return np.frombuffer(data, "<u4", rows, start).astype(np.uint32)

@@ -1,0 +1,161 @@
+"""Requests read from their bytes are read as the runtime reads them, or left to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon import errors
+from daemon.grpc_services import columns, row_requests
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+
+U64 = st.integers(0, (1 << 64) - 1)
+COLUMN = st.lists(U64, max_size=4)
+HASHES = st.lists(st.integers(0, (1 << 32) - 1), max_size=4)
+
+ADDS = st.builds(
+    delayed_delivery_pb2.StreamAddMessagesRequest,
+    request_id=U64,
+    add=st.builds(
+        delayed_delivery_pb2.AddMessagesRequest,
+        topic=st.text(max_size=5),
+        ledger_id=COLUMN,
+        entry_id=COLUMN,
+        deliver_at_ms=COLUMN,
+        delay_ms=COLUMN,
+        key_hash=HASHES,
+        already_due=st.integers(0, 3),
+    ),
+)
+ACKNOWLEDGEMENTS = st.builds(
+    dispatch_pb2.SubscribeRequest,
+    acknowledge=st.builds(
+        dispatch_pb2.Acknowledge, request_id=U64, ledger_id=COLUMN, entry_id=COLUMN, deliver_at_ms=COLUMN
+    ),
+)
+# What may stand before, after or between fields: others, twice the same, none at all.
+SPLICES = st.tuples(
+    st.integers(0, 200),
+    st.sampled_from(
+        [b"", b"\x08\x07", b"\x12\x00", b"\x1a\x08abcdefgh", b"\x38\x01", b"\x7a\x01x", b"\x82\x01\x00", b"\x80"]
+    )
+    | st.binary(max_size=4),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """The numbers of a request, for comparison."""
+
+    request_id: int
+    topic: str
+    columns: list[list[int] | None]
+
+
+def listed(*columns_read: Any) -> list[list[int] | None]:
+    return [None if column is None else column.tolist() for column in columns_read]
+
+
+def add_by_runtime(data: bytes) -> Read | None:
+    try:
+        request = delayed_delivery_pb2.StreamAddMessagesRequest.FromString(data)
+        batch = columns.add_batch(request.add)
+    except (message.DecodeError, errors.InvalidArgument):
+        return None
+    assert not batch.return_already_due or request.add.already_due
+    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
+    return Read(request.request_id, request.add.topic, listed(*of_add))
+
+
+def add_by_bytes(data: bytes) -> Read | None:
+    read = row_requests.stream_add(data)
+    if read is None:
+        return None
+    request_id, topic, batch = read
+    assert not batch.return_already_due
+    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
+    return Read(request_id, topic, listed(*of_add))
+
+
+def acknowledge_by_runtime(data: bytes) -> Read | None:
+    try:
+        request = dispatch_pb2.SubscribeRequest.FromString(data)
+        positions = columns.handed_out(request.acknowledge)
+    except (message.DecodeError, errors.InvalidArgument):
+        return None
+    of_request = (positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
+    return Read(request.acknowledge.request_id, "", listed(*of_request))
+
+
+def acknowledge_by_bytes(data: bytes) -> Read | None:
+    read = row_requests.acknowledge(data)
+    if read is None:
+        return None
+    request_id, positions = read
+    return Read(request_id, "", listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms))
+
+
+def spliced(data: bytes, splice: tuple[int, bytes]) -> bytes:
+    place = min(splice[0], len(data))
+    return data[:place] + splice[1] + data[place:]
+
+
+@given(request=ADDS, splice=SPLICES, cut=st.integers(0, 3))
+def test_an_add_is_read_as_the_runtime_reads_it(
+    request: delayed_delivery_pb2.StreamAddMessagesRequest, splice: tuple[int, bytes], cut: int
+) -> None:
+    for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
+        for part in (data, data[: len(data) - cut]):
+            read = add_by_bytes(part)
+            assert read is None or read == add_by_runtime(part)
+
+
+@given(request=ACKNOWLEDGEMENTS, splice=SPLICES, cut=st.integers(0, 3))
+def test_an_acknowledgement_is_read_as_the_runtime_reads_it(
+    request: dispatch_pb2.SubscribeRequest, splice: tuple[int, bytes], cut: int
+) -> None:
+    for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
+        for part in (data, data[: len(data) - cut]):
+            read = acknowledge_by_bytes(part)
+            assert read is None or read == acknowledge_by_runtime(part)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 1000])
+@pytest.mark.parametrize("ledgers", [1, None])
+@pytest.mark.parametrize("time", ["deliver_at_ms", "delay_ms"])
+@pytest.mark.parametrize("hashes", [False, True])
+def test_the_plain_form_is_not_left_to_the_runtime(rows: int, ledgers: int | None, time: str, hashes: bool) -> None:
+    fields: dict[str, Any] = {"ledger_id": range(ledgers or rows), "entry_id": range(rows), time: [1 << 40] * rows}
+    if hashes:
+        fields["key_hash"] = range(rows)
+    add = delayed_delivery_pb2.AddMessagesRequest(topic="persistent://é", **fields)
+    data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=(1 << 40) + 3, add=add).SerializeToString()
+    assert add_by_bytes(data) == add_by_runtime(data) is not None
+
+
+@pytest.mark.parametrize("request_id", [0, 1, (1 << 40) + 3])
+def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request_id: int) -> None:
+    positions = {"ledger_id": [7], "entry_id": range(1000), "deliver_at_ms": range(1000)}
+    request = dispatch_pb2.SubscribeRequest(acknowledge=dispatch_pb2.Acknowledge(request_id=request_id, **positions))
+    data = request.SerializeToString()
+    assert acknowledge_by_bytes(data) == acknowledge_by_runtime(data) is not None
+
+
+def test_columns_are_the_reader_s_own() -> None:
+    """What the engine keeps must not keep the request alive, nor be bound to where it stands in it."""
+    add = delayed_delivery_pb2.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1, 2], deliver_at_ms=[3, 4])
+    data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+    read = row_requests.stream_add(data)
+    assert read is not None
+    for column in (read[2].ledger_id, read[2].entry_id, read[2].deliver_at_ms):
+        assert column is not None
+        assert column.base is None
+        assert column.flags.writeable
+        assert column.flags.aligned
+        assert column.dtype == np.uint64
