@@ -187,7 +187,6 @@ class Receiving(Generic[Answer]):
     def interrupted(self, error: errors.TarryError) -> None:
         """The stream is gone and will be opened again."""
         self._opening = self._sending = None
-        self._granted = 0
         self.last_error = error
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
