@@ -22,8 +22,8 @@ _M_ARENA_MAX = -8
 MMAP_FROM_BYTES = 256 << 10
 # So much may lie free at the end of the heap.
 TRIM_FROM_BYTES = 1 << 20
-# Each arena keeps free memory of its own, and by default there are eight a core; the interpreter's lock lets few threads
-# allocate at once.
+# Each arena keeps free memory of its own, and by default there are eight a core; the interpreter's lock lets few
+# threads allocate at once.
 ARENAS_MAX = 2
 
 

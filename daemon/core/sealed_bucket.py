@@ -6,15 +6,13 @@ Does not own: its object (`storage_backends.formats.bucket`) and the segments in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.positions import KeyedRows, PageTable, pages_of
 from daemon.core.runs import SortedRun
 from daemon.core.segments import SegmentCursor, SegmentTable
-from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.bucket import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
 
 
@@ -28,7 +26,7 @@ class SealedBucket(Bucket):
     def __init__(
         self,
         live: LiveBucket,
-        segments: Sequence[SegmentInfo],
+        segments: SegmentInfos,
         *,
         present: BitMap64,
         gone: GoneSet,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import SortedRun
-from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.bucket import SegmentInfos
 
 # Three u64 columns and the keys; key hashes are counted with them.
 LOADED_ROW_BYTES = 36
@@ -32,17 +31,17 @@ class SegmentRange:
 class SegmentTable:
     """What is known of a bucket's segments without reading them."""
 
-    def __init__(self, segments: Sequence[SegmentInfo]) -> None:
-        self.infos = tuple(segments)
-        self.min_ms = np.array([segment.min_deliver_at_ms for segment in segments], np.uint64)
-        self.max_ms = np.array([segment.max_deliver_at_ms for segment in segments], np.uint64)
+    def __init__(self, segments: SegmentInfos) -> None:
+        self.infos = segments
+        self.min_ms = segments.min_deliver_at_ms
+        self.max_ms = segments.max_deliver_at_ms
 
     def __len__(self) -> int:
         return len(self.infos)
 
     def row_ranges(self) -> list[tuple[int, int]]:
         """The (first, behind the last) row of each segment, counted over the bucket."""
-        ends = np.cumsum([segment.rows for segment in self.infos]).tolist()
+        ends = np.cumsum(self.infos.rows).tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def that_fit(self, first: int, last: int, room_rows: int) -> int:

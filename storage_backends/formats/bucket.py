@@ -17,15 +17,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
 from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import Rows, row_hash
+from storage_backends.formats.rows import U64, Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits as SegmentLimits
 
 FORMAT_VERSION = 1
@@ -33,7 +35,17 @@ MAGIC = b"TyBK"
 FOOTER_MAGIC = b"TyBF"
 _HEAD = struct.Struct("<4sI")
 _ENTRY = struct.Struct("<II")
-_TABLE_ROW = struct.Struct("<QIIIQQ")
+# As SegmentInfo, without the number.
+_TABLE_ROW = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("crc32c", "<u4"),
+        ("rows", "<u4"),
+        ("min_deliver_at_ms", "<u8"),
+        ("max_deliver_at_ms", "<u8"),
+    ]
+)
 _FOOTER = struct.Struct("<QQII")
 _FOOTER_END = struct.Struct("<I4s")
 FOOTER_BYTES = _FOOTER.size + _FOOTER_END.size
@@ -61,6 +73,51 @@ class SegmentInfo:
         return f"bucket segment {self.number}" if self.number else "bucket metadata"
 
 
+class SegmentInfos(Sequence[SegmentInfo]):
+    """The segments of a bucket, numbered from 1, in columns: a large topic has thousands of them in memory for good."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: npt.NDArray[np.void]) -> None:
+        self._rows = rows
+
+    @staticmethod
+    def of(infos: Iterable[SegmentInfo]) -> SegmentInfos:
+        """Of consecutive segments from number 1 on."""
+        return SegmentInfos(np.array([dataclasses.astuple(info)[1:] for info in infos], _TABLE_ROW))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> SegmentInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[SegmentInfo]: ...
+    def __getitem__(self, index: int | slice) -> SegmentInfo | list[SegmentInfo]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        return SegmentInfo(number + 1, *self._rows[number].item())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SegmentInfos) and bool(np.array_equal(self._rows, other._rows))
+
+    def __hash__(self) -> int:
+        return hash(self._rows.tobytes())
+
+    @property
+    def rows(self) -> npt.NDArray[np.uint32]:
+        return np.ascontiguousarray(self._rows["rows"])
+
+    @property
+    def min_deliver_at_ms(self) -> U64:
+        return np.ascontiguousarray(self._rows["min_deliver_at_ms"])
+
+    @property
+    def max_deliver_at_ms(self) -> U64:
+        return np.ascontiguousarray(self._rows["max_deliver_at_ms"])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TableRange:
     """Where the offset table is, from the footer."""
@@ -75,7 +132,7 @@ class BucketTable:
     """The offset table: entry 0 and the segments in due order, numbered from 1."""
 
     metadata: SegmentInfo
-    segments: tuple[SegmentInfo, ...]
+    segments: SegmentInfos
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +176,7 @@ class EncodedBucket:
     compatible: bool
 
     @property
-    def segments(self) -> tuple[SegmentInfo, ...]:
+    def segments(self) -> SegmentInfos:
         return self.table.segments
 
 
@@ -197,15 +254,10 @@ def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, B
         infos.append(SegmentInfo(number, offset, length, crc32c, len(part), int(due[0]), int(due[-1])))
         chunks += (_ENTRY.pack(len(payload), crc32c), payload)
         offset += length
-    table = b"".join(
-        _TABLE_ROW.pack(
-            info.offset, info.length, info.crc32c, info.rows, info.min_deliver_at_ms, info.max_deliver_at_ms
-        )
-        for info in infos
-    )
+    table = np.array([dataclasses.astuple(info)[1:] for info in infos], _TABLE_ROW).tobytes()
     footer = _FOOTER.pack(offset, len(table), framing.crc32c(table), FORMAT_VERSION)
     chunks += (table, footer, _FOOTER_END.pack(framing.crc32c(footer), FOOTER_MAGIC))
-    return b"".join(chunks), BucketTable(infos[0], tuple(infos[1:]))
+    return b"".join(chunks), BucketTable(infos[0], SegmentInfos.of(infos[1:]))
 
 
 def footer_range(size_bytes: int) -> tuple[int, int]:
@@ -217,7 +269,7 @@ def footer_range(size_bytes: int) -> tuple[int, int]:
 
 def tail_range(size_bytes: int, segments: int) -> tuple[int, int]:
     """(offset, length) of offset table and footer of a bucket of that size and so many segments."""
-    length = _TABLE_ROW.size * (segments + 1) + FOOTER_BYTES
+    length = _TABLE_ROW.itemsize * (segments + 1) + FOOTER_BYTES
     if size_bytes < _HEAD.size + length:
         raise errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for {segments} segments")
     return size_bytes - length, length
@@ -237,7 +289,7 @@ def decode_footer(data: bytes, size_bytes: int) -> TableRange:
     if version != FORMAT_VERSION:
         raise errors.UnsupportedVersion("bucket footer", start + 20, found=version, supported=FORMAT_VERSION)
     framing.check_crc32c(data[: _FOOTER.size], crc32c, "bucket footer", start)
-    if table_offset + table_length != start or table_length % _TABLE_ROW.size or not table_length:
+    if table_offset + table_length != start or table_length % _TABLE_ROW.itemsize or not table_length:
         detail = f"the offset table cannot be {table_length} bytes from {table_offset}, the footer begins at {start}"
         raise errors.FormatError("bucket footer", start, detail)
     return TableRange(table_offset, table_length, table_crc32c)
@@ -249,18 +301,23 @@ def decode_table(data: bytes, table: TableRange) -> BucketTable:
     if len(data) != table.length:
         raise errors.FormatError(what, table.offset, f"it has {table.length} bytes, these are {len(data)}")
     framing.check_crc32c(data, table.crc32c, what, table.offset)
-    infos = [SegmentInfo(number, *fields) for number, fields in enumerate(_TABLE_ROW.iter_unpack(data))]
-    expected = _HEAD.size
-    for info in infos:
-        if info.offset != expected or info.length < _ENTRY.size:
-            detail = f"entry {info.number} has {info.length} bytes from {info.offset}, it should begin at {expected}"
-            raise errors.FormatError(what, table.offset + info.number * _TABLE_ROW.size, detail)
-        expected += info.length
-    if expected != table.offset:
-        raise errors.FormatError(what, table.offset, f"the entries end at {expected}, the table is at {table.offset}")
-    if infos[0].rows != sum(info.rows for info in infos[1:]):
+    rows = np.frombuffer(data, _TABLE_ROW)
+    begins = _HEAD.size + np.cumsum(rows["length"], dtype=np.uint64) - rows["length"]
+    wrong = np.flatnonzero((rows["offset"] != begins) | (rows["length"] < _ENTRY.size))
+    if len(wrong):
+        number = int(wrong[0])
+        detail = (
+            f"entry {number} has {rows['length'][number]} bytes from {rows['offset'][number]}, it should begin at "
+            f"{begins[number]}"
+        )
+        raise errors.FormatError(what, table.offset + number * _TABLE_ROW.itemsize, detail)
+    end = int(begins[-1]) + int(rows["length"][-1])
+    if end != table.offset:
+        raise errors.FormatError(what, table.offset, f"the entries end at {end}, the table is at {table.offset}")
+    if int(rows["rows"][0]) != int(rows["rows"][1:].sum(dtype=np.uint64)):
         raise errors.FormatError(what, table.offset, "the rows of the segments are not the rows of the bucket")
-    return BucketTable(infos[0], tuple(infos[1:]))
+    # A copy: what was read is not kept for it.
+    return BucketTable(SegmentInfo(0, *rows[0].item()), SegmentInfos(rows[1:].copy()))
 
 
 def decode_tail(data: bytes, size_bytes: int) -> BucketTable:

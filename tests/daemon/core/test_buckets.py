@@ -15,7 +15,7 @@ from daemon.core.mutable_bucket import HORIZON_STEP_MS, MutableBucket, SealLimit
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import take_due
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentCursor, SegmentRange, SegmentTable
-from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
 from storage_backends.formats.rows import Rows
 from tests.daemon.core.journaled_topic import key_hashes_of, listed
 
@@ -174,14 +174,13 @@ def test_a_bucket_with_enough_rows_is_sealed_when_a_higher_ledger_comes_and_not_
 
 def table_of(*segments: tuple[int, int, int]) -> SegmentTable:
     """Of segments of (rows, min, max)."""
-    return SegmentTable(
-        [
-            SegmentInfo(
-                number=number, offset=0, length=0, crc32c=0, rows=rows, min_deliver_at_ms=low, max_deliver_at_ms=high
-            )
-            for number, (rows, low, high) in enumerate(segments, 1)
-        ]
+    infos = (
+        SegmentInfo(
+            number=number, offset=0, length=0, crc32c=0, rows=rows, min_deliver_at_ms=low, max_deliver_at_ms=high
+        )
+        for number, (rows, low, high) in enumerate(segments, 1)
     )
+    return SegmentTable(SegmentInfos.of(infos))
 
 
 def rows_at(*times: int) -> KeyedRows:
