@@ -181,7 +181,8 @@ def _sets(index: Index, asked: BitMap64, subscription_id: int | None) -> tuple[B
 
 def _overlaps(keys: BitMap64, pieces: _Pieces, count_max: int) -> _Found:
     """The first ranges of keys of the set in each of the pieces, at most so many together."""
-    begins, ends = _runs_of(keys, np.unique(pieces.first >> _SHIFT))
+    # Runs of neighbours; that one may go on in another page of the table does not matter, a piece does not.
+    begins, ends = keys_of(keys - keys.shift(1)), keys_of(keys - keys.shift(-1))
     start = np.searchsorted(ends, pieces.first, side="left")
     counts = np.searchsorted(begins, pieces.last, side="right") - start
     before = np.cumsum(counts) - counts
@@ -189,15 +190,6 @@ def _overlaps(keys: BitMap64, pieces: _Pieces, count_max: int) -> _Found:
     piece = np.repeat(np.arange(len(counts)), counts)
     places = (start - before)[piece] + np.arange(len(piece))
     return _Found(piece, np.maximum(begins[places], pieces.first[piece]), np.minimum(ends[places], pieces.last[piece]))
-
-
-def _runs_of(keys: BitMap64, pages: U64) -> tuple[U64, U64]:
-    """The runs of neighbours in the set: (their first, their last keys). None goes beyond its page."""
-    if not keys:
-        return np.empty(0, np.uint64), np.empty(0, np.uint64)
-    has_lower = keys.shift(1) - bitmap_of(pages << _SHIFT)
-    has_higher = keys.shift(-1) - bitmap_of(pages << _SHIFT | _LOW)
-    return keys_of(keys - has_lower), keys_of(keys - has_higher)
 
 
 def _first_ones(pending: _Found, due: _Found, ranges_max: int) -> tuple[_Found, _Found, tuple[int, int] | None]:

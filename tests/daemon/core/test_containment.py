@@ -136,6 +136,16 @@ def test_ranges_go_on_in_the_next_page_of_a_ledger_and_ranges_that_overlap_are_a
     assert listed(answer.pending) == [(7, page - 1, page + 1), (7, page, page), (7, page - 1, page)]
 
 
+def test_an_answer_that_is_cut_goes_on_where_it_was_cut() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    topic.add([(7, entry) for entry in range(0, 20, 2)], [NOW_MS + 5 * (entry % 3) for entry in range(10)])
+    topic.pass_all()
+    for ranges_max in (1, 2, 3):
+        pending, due, calls = asked_until_done(topic, [(7, 0, 30)], None, ranges_max=ranges_max)
+        assert [entry for _, entry, _ in sorted(pending + due)] == [*range(0, 20, 2)]
+        assert (len(due), calls) == (4, -(-10 // ranges_max))
+
+
 def test_a_range_of_millions_of_rows_is_answered_at_once_and_scattered_rows_in_bounded_steps() -> None:
     topic = JournaledTopic(now_ms=NOW_MS)
     rows = 5_000_000

@@ -13,14 +13,14 @@ from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
 from daemon.core.in_flight import InFlight
 from daemon.core.index import Index
-from daemon.core.positions import KeyedRows, PageTable, keys_of
+from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
 from storage_backends.formats.rows import U64
-from tests.daemon.core import test_quarantine, test_trimming
+from tests.daemon.core import test_containment, test_leases, test_quarantine, test_trimming
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 
 # ---- what leaves
@@ -285,11 +285,9 @@ def acknowledged_rows_are_contained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(containment, "_sets", lambda index, asked, number: sets(index, asked, None))
 
 
-def ranges_run_on_into_the_next_page_of_the_table(patch: pytest.MonkeyPatch) -> None:
-    def runs_of(keys: BitMap64, pages: U64) -> tuple[U64, U64]:
-        return keys_of(keys - keys.shift(1)), keys_of(keys - keys.shift(-1))
-
-    patch.setattr(containment, "_runs_of", runs_of)
+def a_range_of_several_pages_is_looked_for_in_the_first(patch: pytest.MonkeyPatch) -> None:
+    key_ranges = PageTable.key_ranges
+    patch.setattr(PageTable, "key_ranges", lambda self, *entries: key_ranges(self, *entries)[:1])
 
 
 def a_cut_answer_goes_on_behind_the_next_range(patch: pytest.MonkeyPatch) -> None:
@@ -304,32 +302,71 @@ def a_cut_answer_goes_on_behind_the_next_range(patch: pytest.MonkeyPatch) -> Non
 
 BY_ANY_ORDER: tuple[Plant, ...] = (
     what_is_trimmed_stays_in_hand,
-    what_is_trimmed_stays_counted,
     a_trim_always_takes_lower_ledgers,
-    a_trim_takes_a_ledger_by_its_low_entry_bits,
-    a_trim_for_one_subscription_is_one_for_all,
-    what_nobody_else_is_owed_is_waived_only,
-    only_what_is_due_is_waived,
-    a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed,
-    what_was_waived_counts_when_it_comes_due,
-    gone_rows_of_the_first_slot_only,
-    a_row_is_gone_when_one_subscription_is_not_owed_it,
     what_a_lease_held_is_lost_when_it_ends,
-    what_a_stream_holds_is_extended_too,
-    a_lease_is_extended_whatever_the_time,
-    what_is_in_flight_is_not_counted_for_the_limit,
-    what_is_missing_is_still_a_duplicate,
-    what_is_added_again_is_still_missing,
-    what_leaves_is_still_missing,
-    acknowledgements_before_the_damage_are_not_replayed,
     the_rows_of_a_damaged_bucket_stay_counted,
-    a_reader_keeps_its_place_in_a_damaged_bucket,
-    the_progress_of_damaged_buckets_is_not_stored,
     acknowledged_rows_are_contained,
-    ranges_run_on_into_the_next_page_of_the_table,
-    a_cut_answer_goes_on_behind_the_next_range,
 )
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        what_is_trimmed_stays_counted,
+        test_trimming.test_what_is_trimmed_leaves_every_hand_and_every_count_and_may_be_added_again,
+    ),
+    (
+        a_trim_takes_a_ledger_by_its_low_entry_bits,
+        test_trimming.test_a_trim_drops_a_ledger_up_to_an_entry_and_lower_ledgers_only_on_request,
+    ),
+    (
+        a_trim_for_one_subscription_is_one_for_all,
+        test_trimming.test_what_is_trimmed_for_one_subscription_is_still_owed_to_the_others,
+    ),
+    (
+        what_nobody_else_is_owed_is_waived_only,
+        test_trimming.test_a_trim_for_the_only_subscription_makes_gone_what_is_still_pending,
+    ),
+    (only_what_is_due_is_waived, test_trimming.test_what_is_trimmed_for_one_subscription_is_still_owed_to_the_others),
+    (
+        a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed,
+        test_trimming.test_what_is_trimmed_for_one_subscription_is_still_owed_to_the_others,
+    ),
+    (
+        what_was_waived_counts_when_it_comes_due,
+        test_trimming.test_what_is_trimmed_for_one_subscription_is_still_owed_to_the_others,
+    ),
+    (
+        gone_rows_of_the_first_slot_only,
+        lambda: test_trimming.slots_of_a_large_trim_hold(rows_max=3, bytes_max=1 << 20, slots_min=4),
+    ),
+    (
+        a_row_is_gone_when_one_subscription_is_not_owed_it,
+        test_trimming.test_a_row_that_one_subscription_is_not_owed_stays_for_the_other,
+    ),
+    (what_a_stream_holds_is_extended_too, test_leases.test_only_what_a_lease_holds_with_that_time_is_extended),
+    (a_lease_is_extended_whatever_the_time, test_leases.test_only_what_a_lease_holds_with_that_time_is_extended),
+    (
+        what_is_in_flight_is_not_counted_for_the_limit,
+        test_leases.test_all_together_hold_no_more_than_the_subscription_allows,
+    ),
+    (what_is_missing_is_still_a_duplicate, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),
+    (what_is_added_again_is_still_missing, test_quarantine.test_adding_the_range_again_heals_it_without_doubling),
+    (
+        the_progress_of_damaged_buckets_is_not_stored,
+        test_quarantine.test_adding_the_range_again_heals_it_without_doubling,
+    ),
+    (what_leaves_is_still_missing, test_quarantine.test_a_trim_and_a_clear_take_what_is_missing),
+    (
+        acknowledgements_before_the_damage_are_not_replayed,
+        test_quarantine.test_what_was_acknowledged_before_the_damage_is_not_missing_though_only_the_journal_says_so,
+    ),
+    (
+        a_reader_keeps_its_place_in_a_damaged_bucket,
+        test_quarantine.test_a_backlog_that_is_being_read_again_goes_on_without_a_damaged_bucket,
+    ),
+    (
+        a_range_of_several_pages_is_looked_for_in_the_first,
+        test_containment.test_ranges_go_on_in_the_next_page_of_a_ledger_and_ranges_that_overlap_are_answered_each,
+    ),
+    (a_cut_answer_goes_on_behind_the_next_range, test_containment.test_an_answer_that_is_cut_goes_on_where_it_was_cut),
     (rows_that_nobody_is_owed_stay, test_trimming.test_a_row_that_nobody_is_owed_when_it_comes_due_is_gone),
     (
         an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket,
@@ -367,5 +404,5 @@ def test_a_planted_bug_is_found_by_a_story(
     plant: Plant, story: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, OverflowError)):
         story()

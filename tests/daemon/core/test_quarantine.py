@@ -119,9 +119,11 @@ def test_a_backlog_that_is_being_read_again_goes_on_without_a_damaged_bucket() -
     topic.seal()
     topic.pass_all()
     state = opened(topic, 1)
-    topic.catch_up(state, limit=2)
+    topic.catch_up(state, limit=6)
     state.hand_out(1, 1)
+    assert state.ready_rows
     topic.quarantine(name)
+    assert state.ready_rows == 0
     assert [row[1:] for row in handed(topic, state)] == [R]
     assert state.backlog == 1
 

@@ -160,20 +160,24 @@ def test_a_backlog_that_is_being_read_again_is_trimmed_too() -> None:
 
 @pytest.mark.parametrize(("rows_max", "bytes_max", "slots_min"), [(3, 1 << 20, 4), (1 << 20, 700, 3)])
 def test_the_slots_of_a_large_trim_are_bounded_and_each_leaves_a_state_that_holds(
-    rows_max: int, bytes_max: int, slots_min: int, monkeypatch: pytest.MonkeyPatch
+    rows_max: int, bytes_max: int, slots_min: int
 ) -> None:
-    monkeypatch.setattr(departures, "SLOT_ROWS_MAX", rows_max)
-    monkeypatch.setattr(departures, "SLOT_BYTES_MAX", bytes_max)
+    slots_of_a_large_trim_hold(rows_max=rows_max, bytes_max=bytes_max, slots_min=slots_min)
+
+
+def slots_of_a_large_trim_hold(*, rows_max: int, bytes_max: int, slots_min: int) -> None:
     topic = with_subscriptions(2)
     rows = [(ledger, 1) for ledger in range(10)]
     topic.add(rows, NOW_MS + 5)
     topic.trim_at_once(upto(*rows[::2]), 1)
-    slots = list(topic.trim(None, 2).slots())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(departures, "SLOT_ROWS_MAX", rows_max)
+        patch.setattr(departures, "SLOT_BYTES_MAX", bytes_max)
+        slots = list(topic.trim(None, 2).slots())
     assert len(slots) >= slots_min
     gone = set()
     for records in slots:
-        named = sum(record.row_count for record in records)
-        assert 1 <= named <= rows_max
+        assert 1 <= sum(record.row_count for record in records) <= rows_max
         topic.commit_together(records)
         gone |= {
             bitmap.ledger_id for record in records if isinstance(record, GoneRecord) for bitmap in record.positions
@@ -207,6 +211,18 @@ def test_a_row_that_nobody_is_owed_when_it_comes_due_is_gone() -> None:
     topic.crash_and_recover()
     topic.now_ms += 60
     assert handed(topic, opened(topic, 2)) == [(NOW_MS + 60, *P)]
+
+
+def test_a_row_that_one_subscription_is_not_owed_stays_for_the_other() -> None:
+    topic = with_subscriptions(1)
+    topic.add([P], NOW_MS)
+    topic.pass_all()
+    topic.create_subscription()
+    topic.crash_and_recover()
+    topic.pass_all()
+    topic.commit()
+    assert handed(topic, opened(topic, 1)) == [(NOW_MS, *P)]
+    assert handed(topic, opened(topic, 2)) == []
 
 
 def test_what_nobody_is_owed_is_found_again_after_a_crash() -> None:
