@@ -2,7 +2,7 @@
 
 Owns: JSON for programs; tables in a terminal, tab-separated lines in a pipe; progress on stderr; what to do about a
 failure, and the exit status.
-Does not own: what is shown (`tarry.cli.commands`).
+Does not own: what is shown (the modules of the commands).
 
 Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time.
 """
@@ -24,7 +24,7 @@ import rich.markup
 import rich.progress
 import rich.table
 
-from tarry import errors
+from tarry import errors, results
 
 EXIT_REFUSED = 1
 EXIT_INPUT = 2
@@ -74,6 +74,14 @@ def time_text(at_ms: int | None) -> str:
     except (OverflowError, ValueError, OSError):
         return f"{at_ms} ms"
     return at.replace(microsecond=at_ms % 1000 * 1000).isoformat(sep=" ", timespec="milliseconds")
+
+
+def rebuild_text(needed: results.RebuildNeeded) -> str:
+    """What was lost with a damaged bucket, and what to do."""
+    return (
+        f"{needed.rows} rows of ledgers {needed.first_ledger_id} to {needed.last_ledger_id} were lost with a damaged "
+        f"bucket ({needed.damage}): add them again"
+    )
 
 
 class Progress:

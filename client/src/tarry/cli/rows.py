@@ -1,7 +1,7 @@
-"""The rows that `tarry add` is given, as batches of columns.
+"""Rows and positions that commands are given, as columns.
 
-Owns: ranges of entries, durations and times as people write them, and CSV files.
-Does not own: adding them.
+Owns: ranges of entries, durations and times as people write them, CSV files, JSON lines.
+Does not own: what is done with them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import json
 import re
 from collections.abc import Iterable, Iterator
 
@@ -150,3 +151,45 @@ def _batch(numbers: list[list[int]], keys: list[str | None]) -> RowBatch:
     ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in numbers)
     key_hash = hashing.key_hash(keys) if any(key is not None for key in keys) else None
     return RowBatch(ledger_id, entry_id, deliver_at_ms, None, key_hash)
+
+
+Positions = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Columns ledger_id, entry_id and deliver_at_ms."""
+
+
+def positions_from_options(ledger: int, entries: range, deliver_at_ms: int) -> Positions:
+    """Consecutive entries of one ledger that were handed out with one time."""
+    count = len(entries)
+    entry_id = np.arange(count, dtype=np.uint64) + np.uint64(entries.start)
+    return np.full(count, ledger, np.uint64), entry_id, np.full(count, deliver_at_ms, np.uint64)
+
+
+def positions_from_json(lines: Iterable[str], *, name: str) -> Positions:
+    """Objects with ledger_id, entry_id and deliver_at_ms, one a line; other names are ignored.
+
+    Raises click.UsageError, which names the line.
+    """
+    names = ("ledger_id", "entry_id", "deliver_at_ms")
+    columns: tuple[list[int], ...] = ([], [], [])
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise click.UsageError(f"{name}, line {number}: not JSON: {error}") from error
+        for field, column in zip(names, columns, strict=True):
+            value = values.get(field) if isinstance(values, dict) else None
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64_MAX:
+                raise click.UsageError(f"{name}, line {number}: {field} is {value!r}; it must be 0 to {U64_MAX}")
+            column.append(value)
+    ledger_id, entry_id, deliver_at_ms = (np.array(column, np.uint64) for column in columns)
+    return ledger_id, entry_id, deliver_at_ms
+
+
+def name_and_value(text: str, *, option: str) -> tuple[str, str]:
+    """`name=value` in two. Raises click.UsageError."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise click.UsageError(f"{option} {text}: write NAME=VALUE")
+    return name, value

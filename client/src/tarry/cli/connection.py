@@ -1,0 +1,70 @@
+"""What every command shares: the daemon's address, the time to wait, JSON, a client, and being asked.
+
+Owns: these options.
+Does not own: what a command does, and how results are shown (`tarry.cli.output`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from tarry import client
+from tarry.cli import output
+
+DEFAULT_TIMEOUT_S = 10.0
+
+
+def connected(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of every command, and a client."""
+
+    @click.option(
+        "--address",
+        envvar="TARRY_ADDRESS",
+        default=client.DEFAULT_TARGET,
+        show_default=True,
+        show_envvar=True,
+        help="host:port of a daemon.",
+    )
+    @click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=DEFAULT_TIMEOUT_S,
+        show_default=True,
+        help="Seconds to wait for an answer, retries included.",
+    )
+    @click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+    @functools.wraps(command)
+    def run(*, address: str, timeout_s: float, **arguments: Any) -> None:
+        with output.failures(address), client.Client(address, timeout_s=timeout_s) as opened:
+            command(connected=opened, **arguments)
+
+    return run
+
+
+def asked_first(question: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command that takes something away the option --yes, and asks without it.
+
+    `question`: a format string over the command's arguments.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @click.option("--yes", is_flag=True, help="Do not ask.")
+        @functools.wraps(command)
+        def run(*, yes: bool, **arguments: Any) -> None:
+            if not yes:
+                click.confirm(question.format(**arguments), abort=True, err=True)
+            command(**arguments)
+
+        return run
+
+    return decorated
+
+
+def of_subscription(subscription: str | None) -> str:
+    """What stands behind a topic's name in an answer."""
+    return "" if subscription is None else f" for {subscription}"
