@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from daemon import config, errors, logs
+from daemon import config, errors, logs, memory
 from storage_backends import local_directory, object_store, probe
 
 EXIT_CANNOT_SERVE = 1
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("%s", error)
         return EXIT_WRONG_CONFIGURATION
     logs.configure(level=settings.log.level, form=settings.log.format)
+    memory.keep_little()
     try:
         with contextlib.closing(_open_store(settings)) as store:
             probed = _probe(store)

@@ -68,7 +68,6 @@ async def serve(
     `probed`: ends when the store was found to keep its promises, or with what it breaks; nothing is served before.
     Raises NotDrained, what the start raises, and what ended a task of the engine.
     """
-    memory.keep_little()
     signals = _Signals()
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)

@@ -180,13 +180,13 @@ class Engine:
     async def _serve_for_ever(self) -> None:
         while True:
             try:
-                claimed = await self._candidate.become_owner()
+                # Kept nowhere: what was read of the journals is let go when the topics are loaded.
+                shards = self._serve(await self._candidate.become_owner())
             except Corruption as error:
                 self._damaged = dict.fromkeys(range(self._shards_total), error)
                 self._wait_for(f"no shard can be served: {error}")
                 await self._environment.sleep(DAMAGED_LOOK_S)
                 continue
-            shards = self._serve(claimed)
             beside = [asyncio.ensure_future(work) for work in (self._note_loaded(shards), self._mend())]
             for task in beside:
                 task.add_done_callback(self._task_ended)
@@ -248,7 +248,7 @@ class Engine:
             await self._environment.sleep(DAMAGED_LOOK_S)
             for number in list(self._damaged):
                 try:
-                    claim = await self._candidate.claim_mended(number)
+                    self._serve_shard(await self._candidate.claim_mended(number))
                 except Corruption as error:
                     self._damaged[number] = error
                     continue
@@ -257,7 +257,6 @@ class Engine:
                     continue
                 del self._damaged[number]
                 log.info("shard %d can be served again", number)
-                self._serve_shard(claim)
                 self._set_serving()
 
     def _shard_lost(self, number: int, error: BaseException) -> None:
