@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
-from daemon.core.runs import SortedRun, in_due_order, take_due
+from daemon.core.runs import SortedRun, TieredRuns, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentRange
 
@@ -22,10 +22,10 @@ _NO_TIME_LIMIT_MS = (1 << 64) - 1
 
 @dataclasses.dataclass(slots=True)
 class _LogPlace:
-    """How many batches of a mutable bucket's log were read, and the run made of those that were picked up."""
+    """How many batches of a mutable bucket's log were picked up, and what of them is not read yet."""
 
     batches: int
-    run: SortedRun | None = None
+    runs: TieredRuns = dataclasses.field(default_factory=TieredRuns)
 
 
 class BacklogReader:
@@ -49,7 +49,7 @@ class BacklogReader:
         """A mutable bucket became a sealed one. What was read of it is not read again, unless it was only read in part:
         then from the beginning, and the caller leaves out what is in hand."""
         place = self._places.pop(id(memory), _LogPlace(0))
-        all_read = place.batches == len(memory.passed_log) and not (place.run and len(place.run))
+        all_read = place.batches == len(memory.passed_log) and not any(map(len, place.runs.runs))
         self._start(bucket, at_head=all_read)
 
     def dropped(self, bucket: SealedBucket | MutableBucket) -> None:
@@ -78,7 +78,7 @@ class BacklogReader:
         mutable: Sequence[MutableBucket],
         limit: int,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
-        """About `limit` rows, by bucket; empty when everything that was passed has been read.
+        """About `limit` rows, by bucket, unordered; empty when everything that was passed has been read.
 
         Call when nothing is needed.
         """
@@ -97,20 +97,22 @@ class BacklogReader:
                 sources.append(bucket)
                 runs.append(run)
         for memory in mutable:
-            log_run = self._log_run(memory)
-            if log_run is not None:
+            for run in self._log_runs(memory):
                 sources.append(memory)
-                runs.append(log_run)
-        return [(sources[number], rows) for number, rows in take_due(runs, _NO_TIME_LIMIT_MS, limit)]
+                runs.append(run)
+        # One part for each bucket: a row that left and came back as it was is in its log twice.
+        taken: dict[int, tuple[SealedBucket | MutableBucket, list[KeyedRows]]] = {}
+        for number, rows in take_due(runs, _NO_TIME_LIMIT_MS, limit):
+            taken.setdefault(id(sources[number]), (sources[number], []))[1].append(rows)
+        return [(source, KeyedRows.concat(parts)) for source, parts in taken.values()]
 
-    def _log_run(self, memory: MutableBucket) -> SortedRun | None:
+    def _log_runs(self, memory: MutableBucket) -> list[SortedRun]:
         place = self._places.setdefault(id(memory), _LogPlace(0))
         fresh = memory.passed_log[place.batches :]
         if fresh:
             place.batches = len(memory.passed_log)
-            rest = [place.run.take(place.run.stop)] if place.run else []
-            place.run = SortedRun(in_due_order([*rest, *fresh]))
-        return place.run if place.run and len(place.run) else None
+            place.runs.add(KeyedRows.concat(fresh))
+        return [run for run in place.runs.runs if len(run)]
 
 
 def _head_place(bucket: SealedBucket) -> tuple[int, int]:

@@ -111,8 +111,8 @@ def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[Segment
             mask = state.owes(owed) if len(owed) else None
             owed = owed if mask is None else owed.take(mask)
             ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
-        rows = in_due_order(ready)
+        rows = KeyedRows.concat(ready)
         if len(rows):
-            state.derived(rows)
+            state.derived(rows.take(rows.rows.due_order()))
             return []
     return []

@@ -161,9 +161,12 @@ class Index:
                     rows = seen[bucket.name, number] = rows.take(contained(rows.keys, wanted))
                     found.append(rows)
         rows = KeyedRows.concat(found)
-        named = set(zip(keys.tolist(), deliver_at_ms.tolist(), strict=True))
-        same = [row in named for row in zip(rows.keys.tolist(), rows.rows.deliver_at_ms.tolist(), strict=True)]
-        return rows.take(np.array(same, np.bool_)), missing
+        rows = rows.take(np.argsort(rows.keys))
+        places = np.searchsorted(rows.keys, keys)
+        inside = places < len(rows)
+        places, keys, deliver_at_ms = places[inside], keys[inside], deliver_at_ms[inside]
+        same = (rows.keys[places] == keys) & (rows.rows.deliver_at_ms[places] == deliver_at_ms)
+        return rows.take(np.unique(places[same])), missing
 
     # ---- changes
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.key_order import KeyOrder
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.runs import SortedRun, TieredRuns
 from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U32, U64, Rows
@@ -101,6 +102,7 @@ class MutableBucket(Bucket):
         self._left = BitMap64()
         self._came_back = BitMap64()
         self._came_back_rows: list[KeyedRows] = []
+        self._key_order = KeyOrder()
 
     # ---- rows come
 
@@ -221,9 +223,11 @@ class MutableBucket(Bucket):
         return rows.take(kept)
 
     def find_passed(self, keys: U64) -> KeyedRows:
-        """The rows of those positions that are due here. O(rows of the bucket)."""
+        """The rows of those positions that are due here."""
         wanted = bitmap_of(keys) & self.passed
-        return self._snapshot_of(wanted, {}).kept() if wanted else KeyedRows.empty()
+        if not wanted:
+            return KeyedRows.empty()
+        return self._take(self._key_order.last_of(self._keys[: self._rows], keys_of(wanted)))
 
     def _take(self, index: npt.NDArray[np.integer[Any]]) -> KeyedRows:
         keys = self._keys[index]
