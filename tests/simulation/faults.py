@@ -29,21 +29,23 @@ LATE_MAX_S = 40.0
 
 # Where troubles are worth having: (operation, part of the key), and how many such calls there are in a run.
 PLACES: tuple[tuple[str, str, int], ...] = (
+    ("put_if_absent", "/journal/", 15),
     ("put_if_absent", "/journal/", 60),
+    ("put_if_absent", "/journal/", 150),
     ("put_if_absent", "/topics/", 12),
     ("put_if_absent", "00/manifest/", 6),
     ("put", "/buckets/", 6),
     ("put", "/checkpoint/", 6),
     ("delete", "/journal/", 30),
-    ("head", "", 10),
     ("get_with_metadata", "/journal/", 20),
     ("get_with_metadata", "/topics/", 10),
-    ("get_range", "", 10),
-    ("list", "", 10),
-    ("crash_point", "", 60),
+    ("get_with_metadata", "00/manifest/", 30),
+    ("", "", 600),
+    ("crash_point", "takeover", 3),
     ("crash_point", "takeover", 6),
     ("crash_point", "seal", 6),
     ("crash_point", "checkpoint", 6),
+    ("crash_point", "journal", 60),
 )
 TROUBLES = ("kill", "kill", "kill", "suspend", "suspend", "suspend", "cut off", "down", "stop", "step")
 
@@ -60,7 +62,7 @@ class Trouble:
     back_after_s: float
 
     def meets(self, operation: str, key: str, *, before: bool) -> bool:
-        if before is not self.before or operation != self.operation or self.key_part not in key:
+        if before is not self.before or self.operation not in operation or self.key_part not in key:
             return False
         self.left -= 1
         return self.left < 0
@@ -82,7 +84,7 @@ class Faults:
         self._befall = befall
         self._later = later
         self._weights = self._random.choice(WEIGHTS)
-        self._troubles = [self._trouble() for _ in range(self._random.choice((0, 1, 1, 2, 2, 3, 5)))]
+        self._troubles = [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
         self.over = False
 
     def _trouble(self) -> Trouble:

@@ -21,6 +21,8 @@ from tests.support.engine_fixture import Daemon
 
 # A daemon that does not know that it was superseded hands out for so long at most (R8), virtual seconds.
 STALE_HAND_OUT_S = 15.0
+# Nothing is answered on the strength of a confirmation of the epoch that is older (R8), virtual seconds.
+STALE_ANSWER_S = 30.0
 # Two sums of times may differ by as much.
 LEASE_ROUNDING_S = 0.001
 
@@ -56,6 +58,7 @@ class OpenStream:
 class Sent:
     """A request under way. `slot`: the last one that the daemon had applied when it was sent."""
 
+    daemon: Daemon
     topic: TopicTruth
     positions: tuple[Position, ...]
     slot: int
@@ -64,7 +67,8 @@ class Sent:
 class Promises:
     """Holds every answer of a run against the oracle."""
 
-    def __init__(self, oracle: Oracle, history: History) -> None:
+    def __init__(self, oracle: Oracle, history: History, live: Callable[[], Iterable[Daemon]]) -> None:
+        self._live = live
         self._oracle = oracle
         self._history = history
         self._done: set[tuple[str, Position, int, int]] = set()
@@ -81,9 +85,10 @@ class Promises:
         truth = self._oracle.topic(topic)
         for position, time in zip(positions, times, strict=True):
             truth.asked.setdefault(position, set()).add(time)
-        return Sent(truth, tuple(positions), applied_slot(daemon, topic))
+        return Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic))
 
     def add_answered(self, sent: Sent, outcome: AddOutcome) -> None:
+        self._check_confirmed(sent)
         topic = sent.topic
         positions = set(sent.positions)
         repeated = len(sent.positions) - len(positions)
@@ -106,6 +111,11 @@ class Promises:
         row = topic.rows.get(position)
         return row is not None and row.slot <= slot
 
+    def _check_confirmed(self, sent: Sent) -> None:
+        unconfirmed_s = sent.daemon.elapsed_s() - sent.daemon.confirmed_s
+        if unconfirmed_s > STALE_ANSWER_S:
+            self._breach(sent, f"{sent.daemon.name} answers {unconfirmed_s:.1f} s after it was last confirmed")
+
     def _breach(self, sent: Sent, text: str) -> None:
         self._history.breach(f"topic {sent.topic.name}: {text}")
 
@@ -123,6 +133,12 @@ class Promises:
 
     def handed_out(self, stream: OpenStream, rows: Iterable[tuple[int, int, int]]) -> None:
         """Rows (ledger, entry, deliver_at_ms) reach a dispatcher."""
+        daemon = stream.daemon
+        unconfirmed_s = daemon.elapsed_s() - daemon.confirmed_s
+        if unconfirmed_s > STALE_HAND_OUT_S:
+            self._history.breach(
+                f"topic {stream.topic}: {daemon.name} hands out {unconfirmed_s:.1f} s after its last confirmation"
+            )
         for ledger_id, entry_id, deliver_at_ms in rows:
             self._handed_out(stream, (ledger_id, entry_id), deliver_at_ms)
 
@@ -178,10 +194,14 @@ class Promises:
         for position, _ in claims:
             stream.held.pop(position, None)
         positions = tuple(position for position, _ in claims)
-        return Sent(self._oracle.topic(stream.topic), positions, applied_slot(stream.daemon, stream.topic))
+        return Sent(
+            stream.daemon, self._oracle.topic(stream.topic), positions, applied_slot(stream.daemon, stream.topic)
+        )
 
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
+        self._check_confirmed(sent)
         topic = sent.topic
+        self._check_former_owners(stream)
         left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
         if len(left) > ignored:
             self._breach(
@@ -199,12 +219,13 @@ class Promises:
 
     def sending(self, daemon: Daemon, topic: str) -> Sent:
         """A request without positions of its own."""
-        return Sent(self._oracle.topic(topic), (), applied_slot(daemon, topic))
+        return Sent(daemon, self._oracle.topic(topic), (), applied_slot(daemon, topic))
 
     def contains_answered(
         self, sent: Sent, asked: Iterable[Position], found: Collection[Position], subscription: str | None
     ) -> None:
         """`found`: what of the asked was said to be in the index, or owed to the subscription."""
+        self._check_confirmed(sent)
         for position in asked:
             if position in found and not self._was_there(sent, position, subscription):
                 self._breach(sent, f"{position} is said to be there for {subscription}, and was not")
@@ -239,11 +260,23 @@ class Promises:
             if positions(position) and self._was_there_all_the_time(sent, position, subscription):
                 self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
+    def _check_former_owners(self, stream: OpenStream) -> None:
+        """Done is answered when no former owner can hand out any more what was acknowledged."""
+        for daemon in self._live():
+            for shard in daemon.shards.values():
+                if shard.number == stream.shard and shard.epoch < stream.epoch and shard.may_hand_out:
+                    self._history.breach(
+                        f"topic {stream.topic}: Done is answered under epoch {stream.epoch}, and {daemon.name} may "
+                        f"still hand out under epoch {shard.epoch}"
+                    )
+
     @staticmethod
     def _unacknowledged(topic: TopicTruth, subscription_id: int, claim: Claim) -> bool:
         position, deliver_at_ms = claim
         row = topic.rows.get(position)
-        return row is not None and row.deliver_at_ms == deliver_at_ms and subscription_id not in row.acknowledged
+        if row is None or row.deliver_at_ms != deliver_at_ms:
+            return False
+        return subscription_id in topic.subscriptions and subscription_id not in row.acknowledged
 
 
 def applied_slot(daemon: Daemon, topic: str) -> int:

@@ -11,20 +11,29 @@ Owns: the draws, and where a job gives back its turn. Does not own: turns (`test
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore, StoreError
+from storage_backends.object_store import NO_METADATA, ListedObject, NotFound, ObjectInfo, ObjectStore, StoreError
 from tests.simulation.history import History
 from tests.support.engine_fixture import Daemon, Killed
 from tests.support.virtual_loop import VirtualLoop
 
 T = TypeVar("T")
 
+# What tells a daemon that it was still the owner when it asked (R8).
+CONFIRMS = re.compile(
+    r"(put_if_absent shards/\d+/journal|get_with_metadata shards/\d+/manifest|list shards/\d+/manifest)/\d*"
+)
+
 # A step's time: (mean in seconds, share of steps that take SLOW_FACTOR times as long).
 PACES = ((0.000_2, 0.0), (0.004, 0.0), (0.004, 0.01), (0.03, 0.003))
 SLOW_FACTOR = 200.0
+# In some runs everything about one kind of object takes longer: what is usually over at once overlaps with the rest.
+SLOW_KINDS = ("", "", "/buckets/", "/checkpoint/", "/manifest/", "/journal/")
+SLOW_KIND_S = 2.0
 # So often the answer of a call travels as long as the request.
 SLOW_ANSWERS = 0.15
 
@@ -35,17 +44,20 @@ class Pace:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"pace {seed}")
         self._mean_s, self._slow_share = self._random.choice(PACES)
+        self._slow_kind = self._random.choice(SLOW_KINDS)
 
     def calm(self) -> None:
         """From now on nothing is slow."""
-        self._mean_s, self._slow_share = 0.001, 0.0
+        self._mean_s, self._slow_share, self._slow_kind = 0.001, 0.0, ""
 
-    def step_s(self) -> float:
+    def step_s(self, key: str) -> float:
+        if self._slow_kind and self._slow_kind in key and self._random.random() < 0.3:
+            return self._random.random() * SLOW_KIND_S
         seconds = self._random.random() * 2 * self._mean_s
         return seconds * SLOW_FACTOR if self._slow_share and self._random.random() < self._slow_share else seconds
 
-    def answer_s(self) -> float:
-        return self.step_s() if self._random.random() < SLOW_ANSWERS else 0.0
+    def answer_s(self, key: str) -> float:
+        return self.step_s(key) if self._random.random() < SLOW_ANSWERS else 0.0
 
 
 class SteppedStore(ObjectStore):
@@ -92,7 +104,8 @@ class SteppedStore(ObjectStore):
         """Nothing to give up."""
 
     def _call(self, operation: str, key: str, call: Callable[[], T], *, sent: bytes = b"") -> T:
-        self._wait(self._pace.step_s())
+        sent_s = self._loop.time()
+        self._wait(self._pace.step_s(key))
         self._before(self._daemon, operation, key)
         line = f"{self._daemon.name} {operation} {key}"
         if sent:
@@ -101,15 +114,19 @@ class SteppedStore(ObjectStore):
             result = call()
         except StoreError as error:
             self._history.note(f"{line} -> {type(error).__name__}")
+            self._answered(operation, key, sent_s, answered=isinstance(error, NotFound))
             raise
-        else:
-            self._history.note(line)
-        finally:
-            self._after(self._daemon, operation, key)
-            answer_s = self._pace.answer_s()
-            if answer_s:
-                self._wait(answer_s)
+        self._history.note(line)
+        self._answered(operation, key, sent_s, answered=True)
         return result
+
+    def _answered(self, operation: str, key: str, sent_s: float, *, answered: bool) -> None:
+        self._after(self._daemon, operation, key)
+        answer_s = self._pace.answer_s(key)
+        if answer_s:
+            self._wait(answer_s)
+        if answered and CONFIRMS.fullmatch(f"{operation} {key}"):
+            self._daemon.confirmed_s = max(self._daemon.confirmed_s, sent_s)
 
     def _wait(self, seconds: float) -> None:
         self._loop.block(seconds)

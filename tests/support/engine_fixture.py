@@ -57,6 +57,8 @@ class Daemon(Process):
         self.daemon_id = daemon_id
         # Unlike the id, no other process of the test has it.
         self.name = f"{daemon_id}.{number}"
+        self.confirmed_s = fixture.loop.time()
+        """When it last asked the store, and was answered, what an owner that was superseded is told."""
         self._step_ms = 0
         self._latest_ms = 0
         self.script = Script()

@@ -1,0 +1,232 @@
+"""R1 to R9 of the storage protocol, each broken."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from daemon.durability import backoff, slot_put, takeover
+from daemon.durability.epoch_confirmation import EpochConfirmation
+from daemon.durability.journal import JournalWriter, WrittenSlot
+from daemon.durability.journal_truncation import JournalTruncation
+from daemon.engine import group_commit, shard
+from daemon.engine.group_commit import GroupCommit
+from daemon.engine.shard import ServedShard
+from storage_backends import object_store, topic_manifest
+from storage_backends.formats import journal, manifest, names
+from tests.planted.bug import Bug
+
+
+def slots_are_put_without_a_condition(patch: pytest.MonkeyPatch) -> None:
+    def try_once(store: object_store.ObjectStore, slot: slot_put.FrozenSlot) -> slot_put.Outcome:
+        try:
+            store.put(slot.key, slot.body, metadata=slot.metadata)
+        except object_store.StoreError:
+            return slot_put.judge(store, slot)
+        return slot_put.Outcome.CREATED
+
+    patch.setattr(slot_put, "try_once", try_once)
+
+
+def a_slot_is_made_anew_at_each_try(patch: pytest.MonkeyPatch) -> None:
+    tried = JournalWriter._try
+
+    def again(self: JournalWriter, slot: slot_put.FrozenSlot, *, again: bool) -> Any:
+        return tried(self, dataclasses.replace(slot, commit_id=self._new_id()), again=again)
+
+    patch.setattr(JournalWriter, "_try", again)
+
+
+def a_slot_that_head_does_not_see_has_failed(patch: pytest.MonkeyPatch) -> None:
+    """The next decisions take its number; whoever waited is told that it is durable, or nothing."""
+    tried = JournalWriter._try
+
+    def once(self: JournalWriter, slot: slot_put.FrozenSlot, *, again: bool) -> Any:
+        result = tried(self, slot, again=again)
+        if result.outcome is slot_put.Outcome.ABSENT:
+            self._next_slot -= 1
+            return dataclasses.replace(result, outcome=slot_put.Outcome.FOUND)
+        return result
+
+    patch.setattr(JournalWriter, "_try", once)
+
+
+def a_412_means_somebody_else_whoever_wrote_it(patch: pytest.MonkeyPatch) -> None:
+    def judge(store: object_store.ObjectStore, slot: slot_put.FrozenSlot) -> slot_put.Outcome:
+        holder = slot_put.holder_of(store, slot.header.shard, slot.header.slot)
+        if holder is None:
+            return slot_put.Outcome.ABSENT
+        raise slot_put.Occupied(slot.header.slot, holder.epoch + 1)
+
+    patch.setattr(slot_put, "judge", judge)
+
+
+def the_journal_is_read_before_the_claim(patch: pytest.MonkeyPatch) -> None:
+    claim = takeover._claim
+    finish = takeover._Takeover._read_from
+    read: dict[int, Any] = {}
+
+    def early(shard_log: Any, number: int, claimant: takeover.Claimant) -> Any:
+        before = shard_log.read_tip()
+        if before is not None:
+            early_takeover = takeover._Takeover(shard_log.store, shard_log, before, claimant)
+            object.__setattr__(early_takeover, "_epoch", before.manifest.epoch + 1)
+            read[number] = finish(early_takeover, before.manifest.replay_from + 1)
+        return claim(shard_log, number, claimant)
+
+    def read_from(self: takeover._Takeover, slot: int) -> Any:
+        known = read.pop(self._shard, None)
+        return finish(self, slot) if known is None else known
+
+    def put_fence(self: takeover._Takeover, fence_slot: int) -> None:
+        while True:
+            try:
+                put(self, fence_slot)
+                return
+            except slot_put.Occupied:
+                fence_slot += 1
+
+    put = takeover._Takeover._put_fence
+    patch.setattr(takeover, "_claim", early)
+    patch.setattr(takeover._Takeover, "_read_from", read_from)
+    patch.setattr(takeover._Takeover, "_put_fence", put_fence)
+
+
+def there_is_no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(takeover._Takeover, "_put_fence", lambda self, fence_slot: None)
+
+
+def the_shard_manifest_is_not_read_again_after_the_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(takeover._Takeover, "_still_owner", lambda self: None)
+
+
+def topics_are_read_and_not_claimed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(topic_manifest.Seal, "precondition", lambda self, tip: None)
+    patch.setattr(topic_manifest.Claim, "precondition", lambda self, tip: None)
+    patch.setattr(topic_manifest.Claim, "apply", lambda self, tip: tip)
+
+
+def fences_are_deleted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(JournalTruncation, "_is_data", lambda self, slot: True)
+
+
+def slots_are_deleted_that_no_checkpoint_covers(patch: pytest.MonkeyPatch) -> None:
+    truncate = JournalTruncation.truncate
+
+    def further(self: JournalTruncation, newest: manifest.ShardManifest, **limits: int) -> int:
+        reference = newest.checkpoint
+        if reference is None:
+            return truncate(self, newest, **limits)
+        beyond = dataclasses.replace(reference, replay_from=reference.replay_from + 3)
+        newest = dataclasses.replace(newest, previous_checkpoint=beyond, replay_from=beyond.replay_from)
+        return truncate(self, newest, **limits)
+
+    patch.setattr(JournalTruncation, "truncate", further)
+
+
+def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
+    async def write(self: JournalWriter, records: Sequence[journal.Record]) -> int:
+        number, self._next_slot = self._next_slot, self._next_slot + 1
+        header = journal.SlotHeader(self._shard, self._epoch, number, journal.SlotKind.DATA, len(records))
+        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, tuple(records)), self._new_id())
+        delays_s = backoff.delays_s(self._jitter)
+        result = await self._run(lambda: self._try(slot, again=False))
+        while result.outcome is slot_put.Outcome.ABSENT:
+            await self._sleep(next(delays_s))
+            result = await self._run(lambda: self._try(slot, again=True))
+        self._written(WrittenSlot(number, result.sent_at_s, len(slot.body), 0.0, 1))
+        return number
+
+    async def run(self: GroupCommit) -> None:
+        writing = []
+        while True:
+            await self._staged.wait()
+            self._staged.clear()
+            while self._slots:
+                writing.append(asyncio.ensure_future(self._write(self._slots.popleft())))
+                await self._environment.sleep(0.001)
+
+    patch.setattr(JournalWriter, "write", write)
+    patch.setattr(GroupCommit, "run", run)
+
+
+def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
+    append = GroupCommit._append
+
+    def answered(self: GroupCommit, records: Sequence[journal.Record]) -> Any:
+        slot = append(self, records)
+        if not slot.certain.done():
+            slot.certain.set_result(0)
+        return slot
+
+    patch.setattr(GroupCommit, "_append", answered)
+
+
+def duplicates_do_not_wait_for_the_slot_that_they_saw(patch: pytest.MonkeyPatch) -> None:
+    async def at_once(self: GroupCommit) -> None:
+        return
+
+    patch.setattr(GroupCommit, "confirmed", at_once)
+
+
+def the_epoch_counts_as_confirmed_when_the_answer_comes(patch: pytest.MonkeyPatch) -> None:
+    confirmed = EpochConfirmation.confirmed
+    patch.setattr(EpochConfirmation, "confirmed", lambda self, sent_at_s: confirmed(self, self._clock()))
+
+
+def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(shard, "HAND_OUT_UNCONFIRMED_S", math.inf)
+
+
+def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(group_commit, "ANSWER_UNCONFIRMED_S", math.inf)
+
+
+def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    async def open_at_once(self: ServedShard) -> None:
+        return
+
+    patch.setattr(ServedShard, "acknowledgements_open", open_at_once)
+
+
+def slots_are_deleted_because_a_listing_shows_later_ones(patch: pytest.MonkeyPatch) -> None:
+    truncate = JournalTruncation.truncate
+
+    def by_listing(self: JournalTruncation, newest: manifest.ShardManifest, **limits: int) -> int:
+        listed = self._store.list(names.journal_prefix(self._shard))
+        last = max((names.number_of(entry.key) for entry in listed), default=0)
+        reference = newest.checkpoint
+        if reference is None:
+            return truncate(self, newest, **limits)
+        beyond = dataclasses.replace(reference, replay_from=max(reference.replay_from, last - 1))
+        newest = dataclasses.replace(newest, previous_checkpoint=beyond, replay_from=beyond.replay_from)
+        return truncate(self, newest, **limits)
+
+    patch.setattr(JournalTruncation, "truncate", by_listing)
+
+
+BUGS = (
+    Bug("R1", slots_are_put_without_a_condition),
+    Bug("R1", a_slot_is_made_anew_at_each_try),
+    Bug("R2", a_slot_that_head_does_not_see_has_failed),
+    Bug("R2", a_412_means_somebody_else_whoever_wrote_it),
+    Bug("R5", the_journal_is_read_before_the_claim),
+    Bug("R5", there_is_no_fence),
+    Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence),
+    Bug("R5", topics_are_read_and_not_claimed),
+    Bug("R6", fences_are_deleted),
+    Bug("R6", slots_are_deleted_that_no_checkpoint_covers),
+    Bug("R7", the_next_slot_does_not_wait_for_the_last),
+    Bug("R8", answers_do_not_wait_for_their_slot),
+    Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw),
+    Bug("R8", hand_outs_go_on_without_a_confirmation),
+    Bug("R8", the_epoch_counts_as_confirmed_when_the_answer_comes),
+    Bug("R8", slots_are_answered_however_old_the_confirmation),
+    Bug("R8", acknowledgements_are_answered_at_once_after_a_takeover),
+    Bug("R9", slots_are_deleted_because_a_listing_shows_later_ones),
+)

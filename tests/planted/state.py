@@ -1,0 +1,256 @@
+"""The invariants of the models, and every kind of durable state, each broken at the place where it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from daemon.core.bucket import GoneSet
+from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.topic import Topic
+from daemon.durability import checkpoint, recovery, sealing, shard_manifest, takeover
+from daemon.engine.bucket_life import BucketLife
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import journal, manifest
+from storage_backends.formats.journal import AcknowledgeRecord
+from storage_backends.formats.rows import Rows
+from storage_backends.object_store import StoreError
+from tests.planted.bug import Bug
+
+# ---- I1 to I5 of the models
+
+
+def a_checkpoint_claims_a_slot_that_it_does_not_hold(patch: pytest.MonkeyPatch) -> None:
+    """I1: an add that was answered OK is lost."""
+    apply = shard_manifest.WriteCheckpoint.apply
+
+    def further(self: shard_manifest.WriteCheckpoint, tip: Any) -> Any:
+        made = apply(self, tip)
+        reference = dataclasses.replace(self.reference, replay_from=made.replay_from + 1)
+        return dataclasses.replace(made, checkpoint=reference, replay_from=made.replay_from + 1)
+
+    patch.setattr(shard_manifest.WriteCheckpoint, "apply", further)
+
+
+def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPatch) -> None:
+    """I2: a manifest names an object that is not there."""
+    write_bucket = sealing.write_bucket
+
+    class Later:
+        def __init__(self, store: Any) -> None:
+            self.store = store
+            self.write: Any = None
+
+        def put(self, key: str, body: bytes) -> None:
+            self.write = lambda: self.store.put(key, body)
+
+    pending: dict[str, Later] = {}
+    late: list[asyncio.Future[None]] = []
+
+    def unwritten(store: Any, cut: sealing.SealCut, **settings: Any) -> Any:
+        later = pending[cut.key] = Later(store)
+        return write_bucket(later, cut, **settings)  # type: ignore[arg-type]
+
+    finish = BucketLife._finish
+
+    def finished(self: BucketLife, seal: Any, written: Any) -> None:
+        finish(self, seal, written)
+        later = pending.pop(seal.cut.key)
+        if later.write is not None:
+            late.append(asyncio.ensure_future(self._environment.run(later.write)))
+
+    patch.setattr(sealing, "write_bucket", unwritten)
+    patch.setattr(BucketLife, "_finish", finished)
+
+
+def a_commit_without_an_answer_is_reported(patch: pytest.MonkeyPatch) -> None:
+    """I3: a commit was reported and is not in the lineage."""
+    put = commit._Commit._put
+
+    class Trusting:
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+        def put_if_absent(self, key: str, body: bytes, *, metadata: Any) -> None:
+            try:
+                self._store.put_if_absent(key, body, metadata=metadata)
+            except StoreError:
+                return
+
+    def reported(self: commit._Commit[Any], number: int, body: bytes, begun_at: float) -> Any:
+        store, self._log.store = self._log.store, Trusting(self._log.store)  # type: ignore[assignment]
+        try:
+            return put(self, number, body, begun_at)
+        finally:
+            self._log.store = store
+
+    patch.setattr(commit._Commit, "_put", reported)
+
+
+def the_last_slot_before_the_fence_is_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    """I4: a new owner does not know what was answered OK."""
+    finish = takeover._Takeover.finish
+
+    def finished(self: takeover._Takeover) -> takeover.ShardClaim:
+        claim = finish(self)
+        return dataclasses.replace(claim, slots=claim.slots[:-1])
+
+    patch.setattr(takeover._Takeover, "finish", finished)
+
+
+def rows_of_a_committed_seal_are_taken_from_the_checkpoint_too(patch: pytest.MonkeyPatch) -> None:
+    """I5: a row is in two places."""
+    restore = recovery.restore
+
+    def restored(topic: Topic, tip: manifest.TopicManifest, objects: Any, part: Any, *, elapsed_ms: int) -> None:
+        restore(topic, tip, objects, part, elapsed_ms=elapsed_ms)
+        for seal in part.sealing if part else ():
+            if tip.applied >= seal.slot:
+                recovery._restore_mutable(topic.index.mutable, topic.index.pages, seal.rows, None, elapsed_ms)
+
+    patch.setattr(recovery, "restore", restored)
+
+
+# ---- rows of sealed buckets: bucket objects
+
+
+def a_bucket_object_lacks_a_row(patch: pytest.MonkeyPatch) -> None:
+    write_bucket = sealing.write_bucket
+
+    def written(store: Any, cut: sealing.SealCut, **settings: Any) -> Any:
+        kept = cut.rows.kept()
+        if len(kept) > 1:
+            lacking = kept.take(np.arange(len(kept) - 1))
+            cut = dataclasses.replace(cut, rows=_Kept(lacking, cut.rows))  # type: ignore[arg-type]
+        return write_bucket(store, cut, **settings)
+
+    patch.setattr(sealing, "write_bucket", written)
+
+
+class _Kept:
+    def __init__(self, kept: Any, rows: Any) -> None:
+        self._kept = kept
+        self._rows = rows
+
+    def kept(self) -> Any:
+        return self._kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+# ---- everything of a topic as of `applied`: progress, committed with the seal
+
+
+def a_seal_forgets_what_is_gone_and_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sealing, "progress_of", lambda cut: manifest.Progress())
+
+
+def a_seal_forgets_what_was_acknowledged_in_its_own_rows(patch: pytest.MonkeyPatch) -> None:
+    progress_of = sealing.progress_of
+
+    def forgetting(cut: sealing.SealCut) -> manifest.Progress:
+        return progress_of(dataclasses.replace(cut, rows=dataclasses.replace(cut.rows, acknowledged={})))
+
+    patch.setattr(sealing, "progress_of", forgetting)
+
+
+def what_goes_while_a_bucket_is_sealed_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MutableBucket, "gone_since_cut", lambda self: GoneSet())
+
+
+# ---- the same, and the mutable rows, as of slot c: shard checkpoint
+
+
+def a_checkpoint_forgets_the_mutable_rows(patch: pytest.MonkeyPatch) -> None:
+    _patch_part(patch, mutable_rows=Rows.empty())
+
+
+def a_checkpoint_forgets_progress(patch: pytest.MonkeyPatch) -> None:
+    _patch_part(patch, progress=manifest.Progress())
+
+
+def a_checkpoint_forgets_the_rows_of_a_seal_under_way(patch: pytest.MonkeyPatch) -> None:
+    _patch_part(patch, sealing=())
+
+
+def _patch_part(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
+    part_of = checkpoint.part_of
+
+    def forgetting(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+        return dataclasses.replace(part_of(cut), **forgotten)
+
+    patch.setattr(checkpoint, "part_of", forgetting)
+
+
+def a_checkpoint_counts_whatever_the_manifest_has_reached(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery, "counting_part", lambda tip, tail: tail.part)
+
+
+# ---- what happened since: the journal
+
+
+def acknowledgements_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
+    encode_slot = journal.encode_slot
+
+    def without(header: journal.SlotHeader, records: Any) -> bytes:
+        kept = [record for record in records if not isinstance(record, AcknowledgeRecord)]
+        return encode_slot(dataclasses.replace(header, records=len(kept)), kept)
+
+    patch.setattr(journal, "encode_slot", without)
+
+
+def replay_begins_at_the_manifest_and_not_above_the_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    replay = recovery.replay
+
+    def replayed(topic: Topic, tip: Any, tail: Any, *, elapsed_ms: int) -> int:
+        return replay(
+            topic, dataclasses.replace(tip, applied=0), dataclasses.replace(tail, part=None), elapsed_ms=elapsed_ms
+        )
+
+    patch.setattr(recovery, "replay", replayed)
+
+
+# ---- subscriptions, policies, incarnation: the topic manifest
+
+
+def subscriptions_are_not_committed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(topic_manifest.SetSubscriptions, "apply", lambda self, tip: tip)
+
+
+def a_deleted_topic_keeps_its_incarnation(patch: pytest.MonkeyPatch) -> None:
+    apply = topic_manifest.DeleteTopic.apply
+
+    def applied(self: topic_manifest.DeleteTopic, tip: Any) -> Any:
+        return dataclasses.replace(apply(self, tip), incarnation=tip.incarnation)
+
+    patch.setattr(topic_manifest.DeleteTopic, "apply", applied)
+
+
+BUGS = (
+    Bug("I1", a_checkpoint_claims_a_slot_that_it_does_not_hold),
+    Bug("I2", a_bucket_is_written_after_the_manifest_that_names_it),
+    Bug("I3", a_commit_without_an_answer_is_reported),
+    Bug("I4", the_last_slot_before_the_fence_is_not_replayed),
+    Bug("I5", rows_of_a_committed_seal_are_taken_from_the_checkpoint_too),
+    Bug("bucket objects", a_bucket_object_lacks_a_row),
+    Bug("progress", a_seal_forgets_what_is_gone_and_acknowledged),
+    Bug("progress", a_seal_forgets_what_was_acknowledged_in_its_own_rows),
+    Bug("progress", what_goes_while_a_bucket_is_sealed_is_forgotten),
+    Bug("checkpoint", a_checkpoint_forgets_the_mutable_rows),
+    Bug("checkpoint", a_checkpoint_forgets_progress),
+    Bug("checkpoint", a_checkpoint_forgets_the_rows_of_a_seal_under_way),
+    Bug("checkpoint", a_checkpoint_counts_whatever_the_manifest_has_reached),
+    Bug("journal", acknowledgements_are_not_journaled),
+    Bug("journal", replay_begins_at_the_manifest_and_not_above_the_checkpoint),
+    Bug("topic manifest", subscriptions_are_not_committed),
+    Bug("topic manifest", a_deleted_topic_keeps_its_incarnation),
+)
