@@ -9,7 +9,14 @@ from __future__ import annotations
 from storage_backends import commit
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import RootFormat
-from storage_backends.object_store import AlreadyExists, Damaged, NotFound, ObjectStore, OutcomeUnknown
+from storage_backends.object_store import (
+    AlreadyExists,
+    Damaged,
+    NotFound,
+    ObjectStore,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
 
 _SHARDS_PREFIX = "shards/"
 
@@ -29,8 +36,12 @@ def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms:
     made = RootFormat(format_version=manifest.FORMAT_VERSION, shards=shards, created_ms=created_ms, root_id=root_id)
     try:
         store.put_if_absent(names.FORMAT_KEY, manifest.encode_root_format(made), metadata={commit.COMMIT_ID: root_id})
-    except AlreadyExists:
-        pass
+    except AlreadyExists as error:
+        found = _read(store)
+        if found is None:
+            # 409 is answered also while nobody has won: a later try may.
+            raise StoreUnavailable(names.FORMAT_KEY, f"{error.reason}, and it is not there yet") from error
+        return found
     except OutcomeUnknown:
         found = _read(store)
         if found is None:

@@ -16,7 +16,7 @@ from storage_backends.object_store import ObjectStore
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
 from tests.simulation.scheduler import Pace, SteppedStore
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.support.engine_fixture import Daemon, EngineFixture, Killed
 
 # Wall clocks differ by as much at most, and step by as much.
 SKEW_MAX_MS = 3_000
@@ -83,11 +83,14 @@ class Cluster:
         self.live[daemon_id] = daemon
         self._history.note(f"{daemon.name} starts, its clock says {daemon.now_ms()}")
         daemon.engine.failed.add_done_callback(self._failed)
-        self._tasks.append(daemon.call(daemon.engine.start()))
+        starting = daemon.call(daemon.engine.start())
+        starting.add_done_callback(self._failed)
+        self._tasks.append(starting)
 
     def _failed(self, failed: asyncio.Future[None]) -> None:
-        if not failed.cancelled() and failed.exception() is not None:
-            self._history.breach(f"a task of an engine has ended with {failed.exception()!r}")
+        error = None if failed.cancelled() else failed.exception()
+        if error is not None and not isinstance(error, Killed):
+            self._history.breach(f"a task of an engine has ended with {error!r}")
 
     # ---- troubles
 

@@ -68,6 +68,15 @@ def test_a_creation_that_may_still_arrive_is_no_success() -> None:
     assert read_or_create(store, root_id="root-b") == MADE
 
 
+def test_a_creation_that_nobody_won_is_no_damage_and_may_be_tried_again() -> None:
+    script = Script()
+    script.plan("put_if_absent", Fault.ANSWER_EXISTS)
+    store = FaultStore(MemoryStore(), script)
+    with pytest.raises(StoreUnavailable):
+        root_format.read_or_create(store, shards=4, root_id="one", created_ms=1)
+    assert root_format.read_or_create(store, shards=4, root_id="two", created_ms=1).root_id == "two"
+
+
 def test_a_store_that_is_away_is_its_own_error() -> None:
     store = FaultStore(MemoryStore())
     store.go_down()
