@@ -8,14 +8,18 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 import tarry
 import tarry.aio
 from tests.client import conftest, fake_daemon
 from tests.client.fake_daemon import FakeDaemon, Gate, Requests, accept_all, added, hold, messages, opened, refuse, take
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(daemon: FakeDaemon) -> AsyncIterator[tarry.aio.Client]:
     async with tarry.aio.Client(
         daemon.address, timeout_s=fake_daemon.WAIT_S, retry_policy=conftest.AT_ONCE

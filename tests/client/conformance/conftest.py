@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
 
 import pytest
+import pytest_asyncio
 
 import tarry
 import tarry.aio
@@ -22,7 +23,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def connect(kind: str) -> AsyncIterator[Connect]:
     made: list[tarry.aio.Client] = []
 

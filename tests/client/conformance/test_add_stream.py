@@ -16,6 +16,9 @@ from tarry.v1 import delayed_delivery_pb2
 from tests.client.conformance.conftest import Connect
 from tests.client.fake_daemon import FakeDaemon, Gate, Requests, accept_all, added, hold, refuse, refused, status
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 METHOD = "StreamAddMessages"
 
 

@@ -16,6 +16,9 @@ from tests.client import conftest, fake_daemon
 from tests.client.conformance.conftest import Connect
 from tests.client.fake_daemon import FakeDaemon, accept, answer, refuse
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 CODE = grpc.StatusCode
 
 
@@ -117,7 +120,7 @@ async def test_an_answer_that_does_not_come_is_bounded_by_the_deadline(
     daemon: FakeDaemon, client: tarry.aio.Client
 ) -> None:
     release = threading.Event()
-    daemon.script("AddMessages", lambda request, context: release.wait(fake_daemon.WAIT_S))
+    daemon.script("AddMessages", lambda request, context: release.wait(fake_daemon.WAIT_S) and accept(request, context))
     with pytest.raises(tarry.DeadlineExceeded, match=r"no answer within 0\.1 s"):
         await client.add("topic", 1, 1, delay_ms=1, timeout_s=0.1)
     release.set()
@@ -164,6 +167,23 @@ async def test_closing_ends_a_call_that_is_being_retried(daemon: FakeDaemon, con
     await client.close()
     with pytest.raises(tarry.Closed):
         await adding
+
+
+async def test_closing_ends_a_call_that_waits_for_its_answer(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    arrived, go_on = fake_daemon.Gate(), fake_daemon.Gate()
+
+    def silent(request: object, context: grpc.ServicerContext) -> None:
+        arrived.open()
+        go_on.wait()
+        context.abort(CODE.CANCELLED, "too late")
+
+    daemon.script("AddMessages", silent)
+    adding = asyncio.create_task(client.add("topic", 1, 1, delay_ms=1))
+    await arrived.passed()
+    await client.close()
+    with pytest.raises(tarry.Closed, match="the client is closed"):
+        await adding
+    go_on.open()
 
 
 async def test_a_subscription_is_created(daemon: FakeDaemon, client: tarry.aio.Client) -> None:

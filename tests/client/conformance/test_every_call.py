@@ -15,6 +15,9 @@ import tarry.aio
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
 from tests.client.fake_daemon import FakeDaemon, answer, refuse
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 CODE = grpc.StatusCode
 HANDED_OUT = ([7, 7], [1, 2], [10, 11])
 

@@ -18,6 +18,9 @@ from tests.client.conformance.conftest import Connect
 from tests.client.conformance.threaded import in_thread
 from tests.support.processes import Daemons
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 PATIENCE_S = 30.0
 FAR_MS = 3_600_000
 SETTINGS: dict[str, object] = {"daemon.shards": 4, "journal.checkpoint_slots": 40, "delivery.lookahead_ms": 2_000}

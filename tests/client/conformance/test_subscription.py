@@ -30,6 +30,9 @@ from tests.client.fake_daemon import (
     take,
 )
 
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 METHOD = "Subscribe"
 
 
