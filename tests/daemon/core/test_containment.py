@@ -127,6 +127,19 @@ def test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9() -> None:
     assert listed(single.pending) == [(7, entry, entry) for entry in range(1, 9)]
 
 
+def test_what_a_subscription_acknowledged_is_not_contained_for_it() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS)
+    one, two = topic.create_subscription(), topic.create_subscription()
+    topic.now_ms += 1
+    topic.add([(7, entry) for entry in range(4)], topic.now_ms)
+    topic.pass_all()
+    topic.acknowledge(one, [((7, 1), topic.now_ms)])
+    asked = request_of([(7, 0, 9)])
+    assert listed(topic.core.contains(asked, one, ranges_max=10).due) == [(7, 0, 0), (7, 2, 3)]
+    for state in (two, None):
+        assert listed(topic.core.contains(asked, state, ranges_max=10).due) == [(7, 0, 3)]
+
+
 def test_ranges_go_on_in_the_next_page_of_a_ledger_and_ranges_that_overlap_are_answered_each() -> None:
     topic = JournaledTopic(now_ms=NOW_MS)
     page = 1 << 32

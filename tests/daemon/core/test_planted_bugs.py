@@ -257,7 +257,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     rows_are_due_a_tick_early,
     acknowledgements_do_not_look_at_the_time,
     acknowledged_bits_survive_in_the_mutable_bucket,
-    a_checkpoint_counts_always,
     rows_of_a_seal_in_a_checkpoint_are_left_out,
     catching_up_ignores_what_is_in_hand,
     catching_up_ignores_what_is_being_acknowledged,
@@ -267,12 +266,19 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_subscription_is_created_before_what_has_been_passed,
     claims_of_a_deleted_subscription_stay,
     the_last_segment_of_a_bucket_is_not_read,
-    what_comes_back_is_lost_with_its_dispatcher,
     one_acknowledgement_is_enough_for_all,
     a_page_is_only_its_ledger,
 )
 # What takes a rare order of events.
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        a_checkpoint_counts_always,
+        test_topic.test_a_checkpoint_of_the_slot_that_a_manifest_has_reached_does_not_count,
+    ),
+    (
+        what_comes_back_is_lost_with_its_dispatcher,
+        test_topic.test_what_came_back_is_handed_out_first_in_position_order,
+    ),
     (
         a_checkpoint_counts_when_the_manifest_is_as_new,
         test_topic.test_a_checkpoint_of_the_slot_that_a_manifest_has_reached_does_not_count,

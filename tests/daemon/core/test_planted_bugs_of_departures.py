@@ -305,7 +305,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_trim_always_takes_lower_ledgers,
     what_a_lease_held_is_lost_when_it_ends,
     the_rows_of_a_damaged_bucket_stay_counted,
-    acknowledged_rows_are_contained,
 )
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
@@ -366,6 +365,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         a_range_of_several_pages_is_looked_for_in_the_first,
         test_containment.test_ranges_go_on_in_the_next_page_of_a_ledger_and_ranges_that_overlap_are_answered_each,
     ),
+    (acknowledged_rows_are_contained, test_containment.test_what_a_subscription_acknowledged_is_not_contained_for_it),
     (a_cut_answer_goes_on_behind_the_next_range, test_containment.test_an_answer_that_is_cut_goes_on_where_it_was_cut),
     (rows_that_nobody_is_owed_stay, test_trimming.test_a_row_that_nobody_is_owed_when_it_comes_due_is_gone),
     (

@@ -104,6 +104,15 @@ class TopicMachine(RuleBasedStateMachine):
         if acknowledged and any(each.in_flight for each in self.oracle.subscribers.values()):
             self.acknowledge_what_is_in_flight(acknowledged, off_ms=0, now=True)
 
+    @precondition(lambda self: self.oracle.subscribers)
+    @rule(batch=batches, pick=picks, which=picks)
+    def rows_are_leased_and_come_back(self, batch: list[tuple[Position, int, int]], pick: int, which: int) -> None:
+        self.add(batch, relative=False, keyed=True, returned=False, now=True)
+        self.topic.now_ms += 3_000
+        self.get(pick, 1_000)
+        if self.oracle.subscribers[self.number(pick)].leases:
+            self.a_lease_ends(which)
+
     @rule(batch=batches, ahead_ms=st.sampled_from((0, FAR_MS)))
     def a_bucket_is_filled_and_sealed(self, batch: list[tuple[Position, int, int]], ahead_ms: int) -> None:
         self.add(batch, relative=False, keyed=False, returned=False, now=True)
@@ -340,6 +349,7 @@ class TopicMachine(RuleBasedStateMachine):
         self.topic.catch_up(state)
         self.dispatchers += 1
         rows = state.hand_out(self.dispatchers, limit)
+        self.topic.catch_up(state)
         self.handed_out(number, self.dispatchers, rows)
         if len(rows):
             subscriber.leases.add(self.dispatchers)
