@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from daemon.durability import backoff, candidacy, heartbeat
 from daemon.durability.candidacy import ClaimNow, OwnerLock, RecordedOwner, Wait
@@ -79,6 +79,8 @@ class Standby:
         self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
+        # Shards that were recorded as this daemon's at the last look.
+        self._own_epochs: dict[int, int] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
         # host:port of another daemon that owned a shard at the last look, empty when there was none.
         self.owner_address = ""
@@ -88,8 +90,13 @@ class Standby:
         tip = self._tips[shard]
         return None if tip is None else tip.manifest
 
-    async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
+    async def until_claimable(
+        self, waiting: Callable[[str], None], give_up: Callable[[Mapping[int, int]], Awaitable[None]]
+    ) -> Claimable:
         """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
+
+        `give_up` is called with the shards that are recorded as this daemon's while it waits for another, and their
+        epochs: a claim may have landed without its answer, and two daemons must not wait for each other.
 
         A shard whose manifest is damaged has no say. Raises Corruption when that holds for all of them.
         """
@@ -101,6 +108,8 @@ class Standby:
             if isinstance(decision, Claimable):
                 return decision
             waiting(decision.reason)
+            if self._own_epochs:
+                await give_up(self._own_epochs)
             await self._sleep(self._look_interval_s)
 
     def _look(self) -> Claimable | Wait:
@@ -128,11 +137,15 @@ class Standby:
     def _recorded_owners(self) -> list[RecordedOwner | None]:
         """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""
         self._damaged = {}
+        self._own_epochs = {}
         for number, shard_log in enumerate(self._shard_logs):
             try:
-                self._tips[number] = shard_log.read_tip(self._tips[number])
+                tip = self._tips[number] = shard_log.read_tip(self._tips[number])
             except object_store.Damaged as error:
                 self._damaged[number] = error
+                continue
+            if tip is not None and tip.manifest.owner == self._daemon_id:
+                self._own_epochs[number] = tip.manifest.epoch
         if len(self._damaged) == len(self._shard_logs):
             raise self._damaged[0]
         recorded = (

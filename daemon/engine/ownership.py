@@ -92,7 +92,7 @@ class Candidate:
         """
         while True:
             try:
-                claimable = await self._standby.until_claimable(self._waiting)
+                claimable = await self._standby.until_claimable(self._waiting, self.give_up)
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
                 self.is_taking_over = True
@@ -138,13 +138,15 @@ class Candidate:
 
     async def give_up(self, epochs: Mapping[int, int]) -> None:
         """Gives up shards that are still owned under these epochs, so that nobody waits for this daemon."""
-        for shard, epoch in epochs.items():
-            try:
-                await manifests.give_up(self._environment, self.shard_logs[shard], epoch)
-            except commit.Refused:
-                log.info("shard %d belongs to another daemon", shard)
-            except (StoreError, commit.CommitOutcomeUnknown) as error:
-                log.warning("shard %d could not be given up: %s", shard, error)
+        await asyncio.gather(*(self._give_up(shard, epoch) for shard, epoch in epochs.items()))
+
+    async def _give_up(self, shard: int, epoch: int) -> None:
+        try:
+            await manifests.give_up(self._environment, self.shard_logs[shard], epoch)
+        except commit.Refused:
+            log.info("shard %d belongs to another daemon", shard)
+        except (StoreError, commit.CommitOutcomeUnknown) as error:
+            log.warning("shard %d could not be given up: %s", shard, error)
 
     async def claim_mended(self, shard: int) -> takeover.ShardClaim:
         """Claims a shard that was damaged, if it can be read now; else raises Corruption, and claims nothing."""

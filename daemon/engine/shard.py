@@ -415,6 +415,8 @@ class ServedShard:
             )
 
         committed = await environment.run(write)
+        # It may be committed, and have a successor's claim behind it.
+        epoch_confirmation.check_owner(committed, epoch=self.epoch)
         self._bytes_since_checkpoint -= size_bytes
         self._slots_since_checkpoint -= slots
         while await environment.run(lambda: self._truncation.truncate(committed.manifest)):

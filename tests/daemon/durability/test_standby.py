@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +54,7 @@ class Fixture:
         self.shards = [Shard("north"), Shard("north")]
         self.locks: dict[str, OwnerLock] = {}
         self.reasons: list[str] = []
+        self.given_up: list[dict[int, int]] = []
         self.standby = standby.Standby(
             self.store,
             self.shards,
@@ -67,7 +68,12 @@ class Fixture:
         self.beating: dict[str, asyncio.Task[None]] = {}
 
     def stand_by(self) -> asyncio.Task[standby.Claimable]:
-        return asyncio.create_task(self.standby.until_claimable(self.reasons.append))
+        return asyncio.create_task(self.standby.until_claimable(self.reasons.append, self.give_up))
+
+    async def give_up(self, epochs: Mapping[int, int]) -> None:
+        self.given_up.append(dict(epochs))
+        for shard in epochs:
+            self.shards[shard].tip = Shard.tip_of("")
 
     def beat(self, daemon_id: str) -> None:
         self.beating[daemon_id] = asyncio.create_task(
@@ -169,12 +175,26 @@ async def test_an_outage_of_the_store_is_no_silence_of_the_owner(south: Fixture)
     assert "is silent" in (await waiting).reason
 
 
+async def test_what_is_recorded_as_its_own_is_given_up_while_it_waits_so_that_two_do_not_wait_for_each_other(
+    south: Fixture,
+) -> None:
+    south.shards[0] = Shard("south")
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    assert not waiting.done()
+    assert south.given_up == [{0: 1}]
+    south.shards[1].tip = Shard.tip_of("")
+    await south.clock.advance(1.0)
+    assert (await waiting).reason == "its owner gave it up"
+
+
 async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
     for daemon_id in ("north", "east", "west"):
         south.beat(daemon_id)
 
     async def claimed_at_s(candidate: standby.Standby) -> float:
-        await candidate.until_claimable(lambda reason: None)
+        await candidate.until_claimable(lambda reason: None, south.give_up)
         return south.clock.now_s
 
     await south.clock.advance(30.0)
