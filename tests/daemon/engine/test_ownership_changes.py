@@ -9,6 +9,7 @@ import pytest
 from daemon.errors import TarryError, Unavailable
 from storage_backends.formats import names
 from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests.support.fault_store import Fault
 
 SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
 
@@ -119,3 +120,23 @@ async def test_a_damaged_topic_is_refused_by_name_and_keeps_its_slots(machines: 
     machines.store.put(key, whole, metadata=metadata)
     three = await machines.served_by("one")
     assert len(await (await three.receiver("bad")).received(10)) == 10
+
+
+async def test_an_owner_that_is_superseded_while_it_waits_for_its_checkpoints_answer_stands_by(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", "journal.checkpoint_slots=2")
+    reasons: list[str] = []
+    one.engine.on_health_change(lambda health: reasons.append(health.reason))
+    one.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="shards/00/manifest/")
+    held = one.pause("head", "shards/00/manifest/")
+    for ledger_id in range(4):
+        await one.add("t", ledger_id, [0], delay_ms=60_000)
+    await held.reached()
+    one.suspend()
+    two = await machines.served_by("two")
+    one.resume()
+    held.release()
+    await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
+    assert any("epoch 2 belongs to two" in reason for reason in reasons), reasons
+    await (await two.receiver("t")).received(4)
