@@ -21,14 +21,17 @@ from daemon.core.index import Index
 from daemon.core.positions import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
 from storage_backends.formats.rows import U64
 
-# What one call looks at: rows of the index in ranges of the request; a range counts for some rows in any case, and so
-# does each container (65,536 entries) that it spans.
+# What one call looks at: rows of the index in ranges of the request. A range counts for some rows in any case, one of
+# many entries for more, as its rows are counted first; and so does each container (65,536 entries) that it spans.
 SCAN_ROWS_MAX = 4_000_000
-_RANGE_ROWS = 256
+_RANGE_ROWS = 100
+_NARROW_ENTRIES = 1_000
+_WIDE_RANGE_ROWS = 4_000
 _CONTAINER_ROWS = 4
 _CONTAINER_BITS = 16
 
 I64 = npt.NDArray[np.int64]
+Order = npt.NDArray[np.intp]
 _LOW = np.uint64((1 << PAGE_BITS) - 1)
 _SHIFT = np.uint64(PAGE_BITS)
 
@@ -89,8 +92,9 @@ def contained_in(index: Index, request: EntryRanges, subscription_id: int | None
     """
     pieces, asked, end = _bounded(index, _pieces_of(index, request))
     waiting, passed = _sets(index, asked, subscription_id)
-    pending = _overlaps(waiting, pieces, ranges_max + 1)
-    due = _overlaps(passed, pieces, ranges_max + 1)
+    order = np.argsort(pieces.first)
+    pending = _overlaps(waiting, pieces, order, ranges_max + 1)
+    due = _overlaps(passed, pieces, order, ranges_max + 1)
     pending, due, cut = _first_ones(pending, due, ranges_max)
     if cut is not None:
         end = int(pieces.number[cut[0]]), cut[1]
@@ -131,13 +135,18 @@ def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[in
     rows_left = SCAN_ROWS_MAX
     end = None
     count = len(pieces.number)
-    for place in np.flatnonzero(pieces.first != pieces.last).tolist():
-        first, last = int(pieces.first[place]), int(pieces.last[place])
-        if rows_left < _RANGE_ROWS:
+    ranges = np.flatnonzero(pieces.first != pieces.last)
+    firsts, lasts = pieces.first[ranges].tolist(), pieces.last[ranges].tolist()
+    for place, first, last in zip(ranges.tolist(), firsts, lasts, strict=True):
+        if rows_left <= 0:
             count, end = place, (int(pieces.number[place]), first)
             break
+        if last - first < _NARROW_ENTRIES:
+            rows_left -= max(last - first, _RANGE_ROWS)
+            asked.add_range(first, last + 1)
+            continue
         low, high, rows, whole = _fitting(index.that_may_have_page(first >> PAGE_BITS), first, last, rows_left)
-        rows_left -= max(rows, _RANGE_ROWS)
+        rows_left -= max(rows, _WIDE_RANGE_ROWS)
         if high >= low:
             asked.add_range(low, high + 1)
         if not whole:
@@ -179,12 +188,19 @@ def _sets(index: Index, asked: BitMap64, subscription_id: int | None) -> tuple[B
     return waiting, passed
 
 
-def _overlaps(keys: BitMap64, pieces: _Pieces, count_max: int) -> _Found:
-    """The first ranges of keys of the set in each of the pieces, at most so many together."""
+def _overlaps(keys: BitMap64, pieces: _Pieces, order: Order, count_max: int) -> _Found:
+    """The first ranges of keys of the set in each of the pieces, at most so many together.
+
+    `order`: of the pieces by their first keys; looking one after the other up is several times faster so.
+    """
+    if not keys:
+        return _Found(np.empty(0, np.int64), np.empty(0, np.uint64), np.empty(0, np.uint64))
     # Runs of neighbours; that one may go on in another page of the table does not matter, a piece does not.
     begins, ends = keys_of(keys - keys.shift(1)), keys_of(keys - keys.shift(-1))
-    start = np.searchsorted(ends, pieces.first, side="left")
-    counts = np.searchsorted(begins, pieces.last, side="right") - start
+    start, stop = np.empty_like(order), np.empty_like(order)
+    start[order] = np.searchsorted(ends, pieces.first[order], side="left")
+    stop[order] = np.searchsorted(begins, pieces.last[order], side="right")
+    counts = stop - start
     before = np.cumsum(counts) - counts
     counts = np.clip(count_max - before, 0, counts)
     piece = np.repeat(np.arange(len(counts)), counts)
