@@ -122,8 +122,8 @@ class Session(Generic[Response]):
 class _Ending:
     """The status that a stream ended with, read when it comes.
 
-    A write that fails because the stream has ended overwrites the status (grpc/grpc issue 36066); the first one is the
-    daemon's. When the write is told of first, all that is known is that the stream is broken.
+    In grpcio, 1.85 included, a write that fails because the stream has ended overwrites the status; the first one is
+    the daemon's. When the write is told of first, all that is known is that the stream is broken.
     """
 
     def __init__(self) -> None:
