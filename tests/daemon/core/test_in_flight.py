@@ -15,6 +15,7 @@ keys = st.integers(0, 30)
 actions = st.one_of(
     st.tuples(st.just("add"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
+    st.tuples(st.just("move"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
     st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
 )
@@ -43,6 +44,15 @@ def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(steps: list[tu
                     del expected[key]
             found = table.take(*np.array(claims, np.uint64).T)
             assert found.tolist() == wanted
+        elif action == "move":
+            claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
+            # Of whoever is not the one that it goes to.
+            holders = {1, 2, 3} - {dispatcher}
+            moved = {key for key, time in claims if key in expected and expected[key][0] == time}
+            moved = {key for key in moved if expected[key][1] in holders}
+            named, times = np.array(claims, np.uint64).T
+            assert table.move(named, times, holders, dispatcher) == len(moved)
+            expected |= {key: (expected[key][0], dispatcher) for key in moved}
         elif action == "close":
             taken = table.take_dispatcher(dispatcher)
             held = {key: time for key, (time, by) in expected.items() if by == dispatcher}
@@ -53,4 +63,6 @@ def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(steps: list[tu
             assert set(taken.keys.tolist()) == expected.keys() & argument  # type: ignore[operator]
             expected = {key: each for key, each in expected.items() if key not in argument}  # type: ignore[operator]
         assert len(table) == len(expected)
+        holders_of = [by for _, by in expected.values()]
+        assert [table.held_rows(number) for number in (1, 2, 3)] == [holders_of.count(number) for number in (1, 2, 3)]
         assert keys_of(table.keys()).tolist() == sorted(expected)

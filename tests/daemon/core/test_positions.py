@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
-from daemon.core.positions import UNKNOWN_KEY, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.positions import UNKNOWN_KEY, PageTable, bitmap_of, contained, halves, keys_of, pages_of, within
 from storage_backends.formats.position_bitmap import position_bitmaps, positions_of
 
 U64_MAX = (1 << 64) - 1
@@ -45,6 +45,49 @@ def test_a_position_of_an_unknown_page_has_no_key_and_makes_none(
     for (ledger, entry), key in zip(sorted(asked), found.tolist(), strict=True):
         assert (key != int(UNKNOWN_KEY)) == ((ledger, entry >> 32) in pages)
     assert len(table) == len(pages)
+
+
+@given(known=position_sets, gone=position_sets, ledger=u64, entries=st.tuples(u64, u64))
+def test_a_range_of_entries_is_a_range_of_keys_in_each_page_that_is_known(
+    known: set[tuple[int, int]], gone: set[tuple[int, int]], ledger: int, entries: tuple[int, int]
+) -> None:
+    table = PageTable()
+    keys = bitmap_of(table.intern(*columns(sorted(known | gone))))
+    kept_pages = {(each, entry >> 32) for each, entry in known}
+    table.forget_unheld(
+        ordinal
+        for ordinal in pages_of(keys)
+        if (table.ledger_of(ordinal), int(table._pages[ordinal])) not in kept_pages
+    )
+    first, last = sorted(entries)
+    for each in {ledger, *(each for each, _ in known)}:
+        found = [within(keys, [keys_range]) for keys_range in table.key_ranges(each, first, last)]
+        listed = [entry for part in found for entry in table.positions(keys_of(part))[1].tolist()]
+        in_kept_pages = {at for at in known | gone if (at[0], at[1] >> 32) in kept_pages}
+        assert listed == sorted(entry for at, entry in in_kept_pages if at == each and first <= entry <= last)
+        below = {table.ledger_of(ordinal) for ordinal in table.ordinals_of(0, each)}
+        assert below == {at for at, _ in kept_pages if at <= each}
+
+
+@given(
+    members=st.sets(st.integers(0, 300), max_size=60),
+    ranges=st.lists(st.tuples(st.integers(0, 310), st.integers(0, 40)), max_size=5),
+)
+def test_what_lies_within_ranges_is_found_and_a_set_is_halved(members: set[int], ranges: list[tuple[int, int]]) -> None:
+    bitmap = BitMap64(members)
+    bounds = [(first, first + length) for first, length in ranges]
+    assert set(within(bitmap, bounds)) == {key for key in members if any(low <= key <= high for low, high in bounds)}
+    if len(members) > 1:
+        lower, upper = halves(bitmap)
+        assert [*lower, *upper] == sorted(members)
+        assert abs(len(lower) - len(upper)) <= 1
+
+
+@pytest.mark.parametrize("count", [100, 30_000])
+def test_a_set_is_made_of_keys_in_any_order(count: int) -> None:
+    keys = np.random.default_rng(3).permutation(2 * count)[:count].astype(np.uint64)
+    for order in (keys, np.sort(keys)):
+        assert keys_of(bitmap_of(order)).tolist() == sorted(keys.tolist())
 
 
 def test_a_page_stays_while_anybody_holds_it_and_its_ordinal_is_never_given_out_again() -> None:
