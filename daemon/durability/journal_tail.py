@@ -33,6 +33,7 @@ class Slot(NamedTuple):
 
     header: journal.SlotHeader
     records: tuple[journal.StoredRecord, ...]
+    size_bytes: int
 
 
 def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | None:
@@ -49,7 +50,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
         raise SlotDamaged(key, error.offset, error.detail) from error
     if (header.shard, header.slot) != (shard, slot):
         raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
-    return Slot(header, records)
+    return Slot(header, records, len(body))
 
 
 def read_tail(

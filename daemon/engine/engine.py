@@ -215,6 +215,7 @@ class Engine:
         started_s = self._environment.clock.elapsed_s()
         for shard in shards:
             await shard.loading.ended.wait()
+            shard.topics_loaded()
         rows = sum(shard.loading.rows_replayed for shard in shards)
         seconds = self._environment.clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)

@@ -82,6 +82,8 @@ class ServedShard:
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
         self._bytes_since_checkpoint = 0
         self._slots_since_checkpoint = 0
+        self._tail_bytes = sum(slot.size_bytes for slot in claim.slots)
+        self._tail_slots = len(claim.slots)
         self._checkpointing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         run, clock = environment.run, environment.clock.elapsed_s
@@ -110,7 +112,7 @@ class ServedShard:
             shard=claim.shard,
             epoch=claim.epoch,
             fence_slot=claim.fence_slot,
-            tails=recovery.tails_of(claim.checkpoint, claim.slots),
+            tails=recovery.tails_of(claim.checkpoint, ((slot.header, slot.records) for slot in claim.slots)),
             environment=environment,
             new_topic=self._core_topic,
             loaded=self._loaded,
@@ -138,6 +140,12 @@ class ServedShard:
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
         self.loading.start()
+
+    def topics_loaded(self) -> None:
+        """Every topic is loaded or damaged: what former owners left in the journal counts for the next checkpoint."""
+        self._bytes_since_checkpoint += self._tail_bytes
+        self._slots_since_checkpoint += self._tail_slots
+        self._consider_checkpoint()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

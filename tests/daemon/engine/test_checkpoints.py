@@ -70,6 +70,25 @@ async def test_slots_that_the_checkpoint_before_covers_are_deleted_and_fences_st
     assert min(slots(machines, "data")) == tip.previous_checkpoint.replay_from + 1
 
 
+@pytest.mark.parametrize("setting", ["journal.checkpoint_slots=5", "journal.checkpoint_bytes=65536"])
+async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_journal_long(
+    machines: EngineFixture, setting: str
+) -> None:
+    for life in range(12):
+        one = await machines.served_by("one", setting)
+        for number in range(3):
+            entries = [entry**3 for entry in range(1000)]
+            await one.add("t", 10 * life + number, entries, delay_ms=100_000)
+        await asyncio.sleep(1)
+        one.kill()
+    tip = tip_of(machines)
+    assert tip.checkpoint is not None
+    assert max(slots(machines, "data")) - tip.replay_from < 12
+    assert len(slots(machines, "data")) < 24
+    two = await machines.served_by("one")
+    assert two.topic("t").core.index.pending_rows == 36 * 1000
+
+
 async def test_after_truncation_everything_is_still_there(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *OFTEN)
     await add_slots(one, 0, 30)

@@ -253,7 +253,9 @@ async def write_slots(daemon: Daemon, count: int) -> None:
         await asyncio.sleep(0.2)
 
 
-async def story_of_a_carried_topic(machines: EngineFixture, *, lives: int, sealed: bool) -> None:
+async def story_of_a_carried_topic(
+    machines: EngineFixture, *, lives: int, sealed: bool, checkpoint_damaged: bool = False
+) -> None:
     """A topic has rows in a checkpoint and in slots above it, some of them acknowledged, some sealed since. So many
     owners write checkpoints without loading it. The next one finds each row once, and what was acknowledged not at all.
     """
@@ -290,6 +292,10 @@ async def story_of_a_carried_topic(machines: EngineFixture, *, lives: int, seale
         assert part_slot < tip_of(machines).replay_from
         between.kill()
     assert min(data_slots(machines)) > part_slot, "its slots are deleted: what is carried is all there is"
+    if checkpoint_damaged:
+        reference = tip_of(machines).checkpoint
+        assert reference is not None
+        flip(machines, reference.object.name)
 
     last = await machines.served_by("one", *settings)
     index = last.topic("t").core.index
@@ -312,6 +318,10 @@ async def test_checkpoints_carry_over_what_is_known_of_a_topic_that_is_not_loade
     machines: EngineFixture, lives: int, sealed: bool
 ) -> None:
     await story_of_a_carried_topic(machines, lives=lives, sealed=sealed)
+
+
+async def test_what_is_carried_is_in_the_checkpoint_before_a_damaged_one_too(machines: EngineFixture) -> None:
+    await story_of_a_carried_topic(machines, lives=2, sealed=True, checkpoint_damaged=True)
 
 
 def without_the_part(topic_id: str, tail: recovery.TopicTail) -> checkpoint_format.TopicPart:
