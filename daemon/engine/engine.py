@@ -43,7 +43,6 @@ TAKING_OVER_RETRY_MS = 25
 STARTING = "starting"
 # A slot that is uncertain for longer makes health say NOT_SERVING.
 STALLED_S = 2.0
-STOPPED = Unavailable("the daemon is stopping; try again")
 
 
 class Engine:
@@ -145,8 +144,7 @@ class Engine:
             except (NotOwner, commit.Refused, Unavailable) as error:
                 log.warning("shard %d was lost while it was given up: %s", shard.number, error)
             if self._shards.pop(shard.number, None) is not None:
-                self._environment.metrics.set_epoch(shard.number, 0)
-                shard.close(STOPPED)
+                self._close(shard, _stopped())
             return
 
     def left(self) -> list[str]:
@@ -164,7 +162,7 @@ class Engine:
             task.cancel()
         shards, self._shards = self._shards, {}
         for shard in shards.values():
-            shard.close(STOPPED)
+            self._close(shard, _stopped())
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def stop(self) -> list[str]:
@@ -261,8 +259,13 @@ class Engine:
                 self._set_serving()
 
     def _shard_lost(self, number: int, error: BaseException) -> None:
-        if number in self._shards:
-            log.error("shard %d is lost: %s", number, error)
+        if number not in self._shards:
+            return
+        log.error("shard %d is lost: %s", number, error)
+        if self._draining:
+            # The others are still to be given up in order.
+            self._close(self._shards.pop(number), _answer_for(error))
+        else:
             self._drop_all(error)
 
     def _drop_all(self, error: BaseException) -> None:
@@ -272,15 +275,13 @@ class Engine:
         self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
         if isinstance(error, NotOwner):
             self._candidate.succeeded_by(error.owner_address)
-            answer: TarryError = NotOwner(str(error), owner_address=error.owner_address)
-        elif isinstance(error, TarryError):
-            answer = error
-        else:
-            answer = Unavailable(f"the shard is served by this daemon no longer: {error}")
         for shard in shards.values():
-            self._environment.metrics.set_epoch(shard.number, 0)
-            shard.close(answer)
+            self._close(shard, _answer_for(error))
         self._lost.set()
+
+    def _close(self, shard: ServedShard, answer: TarryError) -> None:
+        self._environment.metrics.set_epoch(shard.number, 0)
+        shard.close(answer)
 
     async def _look_after(self) -> None:
         while True:
@@ -370,7 +371,7 @@ class Engine:
     def check_serving(self) -> None:
         """Raises what a caller is told while the shards are not served here."""
         if self._draining:
-            raise STOPPED
+            raise _stopped()
         if self._shards and (self._health.serving or self._store_away):
             return
         if self._candidate.owner_address and not self._shards:
@@ -401,3 +402,16 @@ class Engine:
         if recorded is None or recorded.owner == self._environment.config.daemon_id:
             raise Unavailable(f"the owner of shard {number} is not known yet: {self._health.reason}")
         return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)
+
+
+def _answer_for(error: BaseException) -> TarryError:
+    """What those who wait are told when a shard is lost by that error."""
+    if isinstance(error, NotOwner):
+        return NotOwner(str(error), owner_address=error.owner_address)
+    if isinstance(error, TarryError):
+        return error
+    return Unavailable(f"the shard is served by this daemon no longer: {error}")
+
+
+def _stopped() -> Unavailable:
+    return Unavailable("the daemon is stopping; try again")

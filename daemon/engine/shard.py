@@ -266,9 +266,9 @@ class ServedShard:
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
+        self.commits.answer_stalled()
         if self._releasing:
             return
-        self.commits.answer_stalled()
         for life in self.lives.values():
             life.after_slot(self.applied_slot)
         for topic in self.topics.values():

@@ -8,6 +8,7 @@ import pytest
 
 from daemon.errors import TarryError, Unavailable
 from storage_backends.formats import names
+from storage_backends.formats.manifest import decode_shard_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 from tests.support.fault_store import Fault
 
@@ -140,3 +141,51 @@ async def test_an_owner_that_is_superseded_while_it_waits_for_its_checkpoints_an
     await one.until(lambda: "waiting for daemon two" in one.engine.health.reason)
     assert any("epoch 2 belongs to two" in reason for reason in reasons), reasons
     await (await two.receiver("t")).received(4)
+
+
+async def test_a_shard_that_is_lost_while_the_daemon_stops_leaves_the_others_to_be_given_up(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", "daemon.shards=4")
+    topics = [f"topic-{number}" for number in range(20)]
+    for topic in topics:
+        await one.add(topic, 1, range(10), delay_ms=60_000)
+    holds = [one.pause("put", names.topics_prefix(shard)) for shard in range(4)]
+    stopping = asyncio.ensure_future(one.stop())
+    for held in holds:
+        await held.reached()
+    one.context.run(one.shards[2].lose, Unavailable("the test takes it away"))
+    await asyncio.sleep(1)
+    for held in holds:
+        held.release()
+    await stopping
+    owners = [
+        decode_shard_manifest(machines.store.get(machines.keys(names.shard_manifest_prefix(shard))[-1])).owner
+        for shard in range(4)
+    ]
+    assert owners == ["", "", "one", ""]
+
+
+async def test_a_new_request_is_refused_while_what_was_staged_is_made_durable(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    receiver = await one.receiver("t")
+    await one.add("t", 1, range(10))
+    rows = await receiver.received(10)
+    held = one.pause("put_if_absent", "/journal/")
+    add, acknowledged = one.add("t", 2, range(10), delay_ms=60_000), receiver.acknowledge(rows[:5])
+    await held.reached()
+    stopping = asyncio.ensure_future(one.stop())
+    await asyncio.sleep(0.1)
+    with pytest.raises(Unavailable, match="stopping"):
+        await one.add("t", 3, range(10))
+    assert not add.done()
+    held.release()
+    assert (await add).accepted == 10
+    assert await acknowledged == 0
+    await stopping
+    assert isinstance(receiver.ended, Unavailable)
+    two = await machines.served_by("two")
+    assert two.shards[0].loading.rows_replayed == 0
+    again = await two.receiver("t")
+    await again.received(15)
+    assert again.positions == {row[:2] for row in rows[5:]} | {(2, entry) for entry in range(10)}
