@@ -76,12 +76,31 @@ class BacklogReader:
         self,
         sealed: Sequence[SealedBucket],
         mutable: Sequence[MutableBucket],
+        cache: SegmentCache,
         limit: int,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
         """About `limit` rows, by bucket, unordered; empty when everything that was passed has been read.
 
         Call when nothing is needed.
         """
+        parts: dict[SealedBucket | MutableBucket, list[KeyedRows]] = {}
+        rows_taken = 0
+        # A take ends where a segment of any bucket does.
+        while 2 * rows_taken < limit:
+            taken = self._take_once(sealed, mutable, limit)
+            for bucket, rows in taken:
+                parts.setdefault(bucket, []).append(rows)
+                rows_taken += len(rows)
+            if not taken or self.needs(sealed, cache):
+                break
+        return [(bucket, KeyedRows.concat(each)) for bucket, each in parts.items()]
+
+    def _take_once(
+        self,
+        sealed: Sequence[SealedBucket],
+        mutable: Sequence[MutableBucket],
+        limit: int,
+    ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
         sources: list[SealedBucket | MutableBucket] = []
         runs: list[SortedRun] = []
         for bucket in sealed:

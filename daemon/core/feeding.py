@@ -100,7 +100,7 @@ def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[Segment
         needed = state.reader.needs(sealed, index.cache)
         if needed:
             return needed
-        taken = state.reader.take(sealed, index.memory_buckets, limit)
+        taken = state.reader.take(sealed, index.memory_buckets, index.cache, limit)
         if not taken:
             state.reader = None
             return []

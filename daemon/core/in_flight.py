@@ -4,8 +4,10 @@ Owns: the table from key to the time a position was handed out with, and to the 
 lease, which is a number of its own.
 Does not own: permits, order and what an acknowledgement does (`subscription`, `index`).
 
-A table is a few runs sorted by key, each at least twice as long as the next; a row that leaves is marked, and a run
-without living rows is dropped, so that adding and taking a batch costs a few binary searches and no object a row.
+A dispatcher mostly acknowledges a batch whole and as it came: the latest batches are kept so and found by comparing
+columns. All others are in a few runs sorted by key, each at least twice as long as the next; a row that leaves is
+marked, and a run without living rows is dropped, so that taking positions costs a few binary searches and no object a
+row.
 """
 
 from __future__ import annotations
@@ -23,6 +25,15 @@ from daemon.core.positions import KeyedRows, bitmap_of, contained
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
+# Batches that are kept as they were handed out.
+BATCHES_MAX = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Batch:
+    rows: KeyedRows
+    dispatcher: int
+
 
 @dataclasses.dataclass(slots=True)
 class _Run:
@@ -36,6 +47,7 @@ class InFlight:
     """The IN_FLIGHT positions of one subscription."""
 
     def __init__(self) -> None:
+        self._batches: list[_Batch] = []
         self._runs: list[_Run] = []
         self._living = 0
         self._held: collections.Counter[int] = collections.Counter()
@@ -49,19 +61,36 @@ class InFlight:
 
     def add(self, rows: KeyedRows, dispatcher: int) -> None:
         """Rows none of which is in the table, in any order."""
+        if not len(rows):
+            return
         self._held[dispatcher] += len(rows)
+        self._living += len(rows)
+        self._batches.append(_Batch(rows, dispatcher))
+        if len(self._batches) > BATCHES_MAX:
+            self._sort_in(self._batches.pop(0))
+
+    def _sort_in(self, batch: _Batch) -> None:
+        rows = batch.rows
         order = np.argsort(rows.keys)
-        run = _Run(rows.take(order), np.full(len(rows), dispatcher, np.uint32), np.ones(len(rows), np.bool_), len(rows))
-        self._living += run.living
+        dispatcher = np.full(len(rows), batch.dispatcher, np.uint32)
+        run = _Run(rows.take(order), dispatcher, np.ones(len(rows), np.bool_), len(rows))
         while self._runs and 2 * run.living >= self._runs[-1].living:
             run = _merged(self._runs.pop(), run)
         self._runs.append(run)
+
+    def _sort_all_in(self) -> None:
+        for batch in self._batches:
+            self._sort_in(batch)
+        self._batches = []
 
     def take(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> Mask:
         """Removes the positions that are in the table with that time; a mask of those removed.
 
         A key that is named twice is removed once.
         """
+        if self._take_whole(keys, deliver_at_ms):
+            return np.ones(len(keys), np.bool_)
+        self._sort_all_in()
         found = np.zeros(len(keys), np.bool_)
         for run in self._runs:
             hits, places = _found(run, keys, deliver_at_ms)
@@ -74,6 +103,22 @@ class InFlight:
         self._runs = [run for run in self._runs if run.living]
         return found
 
+    def _take_whole(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> bool:
+        """Removes the batch that was handed out with exactly these columns; whether there is one."""
+        for number, batch in enumerate(self._batches):
+            mine = batch.rows
+            if (
+                len(mine) == len(keys)
+                and mine.keys[0] == keys[0]
+                and np.array_equal(mine.keys, keys)
+                and np.array_equal(mine.rows.deliver_at_ms, deliver_at_ms)
+            ):
+                del self._batches[number]
+                self._living -= len(keys)
+                self._release(batch.dispatcher, len(keys))
+                return True
+        return False
+
     def move(
         self,
         keys: npt.NDArray[np.uint64],
@@ -82,12 +127,13 @@ class InFlight:
         dispatcher: int,
     ) -> int:
         """Gives a dispatcher the positions with that time that one of the holders holds; how many."""
+        self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
         moved_rows = 0
         for run in self._runs:
             _, places = _found(run, keys, deliver_at_ms)
             places = places[np.isin(run.dispatcher[places], among)]
-            self._count(run.dispatcher[places], -1)
+            self._count_left(run.dispatcher[places])
             run.dispatcher[places] = dispatcher
             moved_rows += len(places)
         if moved_rows:
@@ -106,9 +152,12 @@ class InFlight:
 
     def keys(self) -> BitMap64:
         """All positions of the table."""
-        return BitMap64.union(BitMap64(), *[bitmap_of(run.rows.keys[run.alive]) for run in self._runs])
+        parts = [run.rows.keys[run.alive] for run in self._runs]
+        parts += [batch.rows.keys for batch in self._batches]
+        return BitMap64.union(BitMap64(), *map(bitmap_of, parts))
 
     def _take_where(self, condition: Callable[[_Run], Mask]) -> KeyedRows:
+        self._sort_all_in()
         taken = []
         for run in self._runs:
             chosen = np.flatnonzero(condition(run) & run.alive)
@@ -122,14 +171,20 @@ class InFlight:
         run.alive[places] = False
         run.living -= len(places)
         self._living -= len(places)
-        self._count(run.dispatcher[places], -1)
+        self._count_left(run.dispatcher[places])
 
-    def _count(self, dispatchers: npt.NDArray[np.uint32], sign: int) -> None:
+    def _count_left(self, dispatchers: npt.NDArray[np.uint32]) -> None:
+        if len(dispatchers) and (dispatchers == dispatchers[0]).all():
+            self._release(int(dispatchers[0]), len(dispatchers))
+            return
         numbers, counts = np.unique(dispatchers, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self._held[number] += sign * count
-            if not self._held[number]:
-                del self._held[number]
+            self._release(number, count)
+
+    def _release(self, dispatcher: int, rows: int) -> None:
+        self._held[dispatcher] -= rows
+        if not self._held[dispatcher]:
+            del self._held[dispatcher]
 
 
 def _found(run: _Run, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> tuple[Places, Places]:
@@ -140,8 +195,11 @@ def _found(run: _Run, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[n
     hit &= run.rows.rows.deliver_at_ms[places] == deliver_at_ms
     hit &= run.alive[places]
     hits = np.flatnonzero(hit)
-    found, first = np.unique(places[hits], return_index=True)
-    return hits[first], found
+    # Of a key that is named twice the first is written last, and stays.
+    named = np.empty(len(run.rows), np.intp)
+    named[places[hits[::-1]]] = hits[::-1]
+    hits = hits[named[places[hits]] == hits]
+    return hits, places[hits]
 
 
 def _merged(one: _Run, other: _Run) -> _Run:

@@ -64,6 +64,10 @@ class Passed:
     late: bool
 
 
+# A bucket, whether its rows are late ones, and of a bucket in memory the run: rows of one source come in due order.
+_Source = tuple[Bucket, bool, SortedRun | None]
+
+
 class Index:
     """The shared index of a topic."""
 
@@ -203,14 +207,13 @@ class Index:
             found |= due - bucket.acknowledged[subscription_id] if subscription_id in bucket.acknowledged else due
         return found
 
-    def acknowledge(self, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> int:
+    def acknowledge(self, rows: KeyedRows, keys: BitMap64, by: int, entitled: Mapping[int, int]) -> int:
         """A subscription acknowledged positions; those that nobody is owed any longer are gone.
 
-        `entitled`: subscription id -> since_ms of every subscription; this one is missing if it was deleted since. A
-        row that came due before a subscription was created counts as acknowledged by it. The number of acknowledged
-        rows that the head had passed.
+        `keys`: the set of the positions. `entitled`: subscription id -> since_ms of every subscription; this one is
+        missing if it was deleted since. A row that came due before a subscription was created counts as acknowledged by
+        it. The number of acknowledged rows that the head had passed.
         """
-        keys = bitmap_of(rows.keys)
         held = BitMap64()
         passed_rows = 0
         for bucket in self._that_may_have(keys):
@@ -302,35 +305,49 @@ class Index:
     def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
         """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
         while True:
-            sources, runs = self._runs_at(now_ms)
-            taken = take_due(runs, now_ms, limit)
-            if not taken:
+            due = self._take_due(now_ms, limit)
+            if not due:
                 return []
             passed = []
-            for number, rows in taken:
-                bucket, late = sources[number]
-                rows = bucket.pass_rows(rows)
+            for (bucket, late, _), parts in due.items():
+                rows = bucket.pass_rows(KeyedRows.concat(parts))
                 if len(rows):
                     self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
                     passed.append(Passed(bucket, rows, late))
             if passed:
                 return passed
 
-    def _runs_at(self, now_ms: int) -> tuple[list[tuple[Bucket, bool]], list[SortedRun]]:
-        """The runs to take from, and of each its bucket and whether its rows are late ones."""
-        sources: list[tuple[Bucket, bool]] = []
+    def _take_due(self, now_ms: int, limit: int) -> dict[_Source, list[KeyedRows]]:
+        """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so
+        that what is done once for a bucket is done for many rows.
+        """
+        due: dict[_Source, list[KeyedRows]] = {}
+        rows_taken = 0
+        while 2 * rows_taken < limit:
+            sources, runs = self._runs_at(now_ms)
+            taken = take_due(runs, now_ms, limit)
+            if not taken:
+                break
+            for number, rows in taken:
+                due.setdefault(sources[number], []).append(rows)
+                rows_taken += len(rows)
+        return due
+
+    def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
+        """The runs to take from, and of each its source."""
+        sources: list[_Source] = []
         runs: list[SortedRun] = []
         for memory in self.memory_buckets:
             for run in memory.runs_at(now_ms):
-                sources.append((memory, False))
+                sources.append((memory, False, run))
                 runs.append(run)
         for bucket in self.readable:
             if len(bucket.late):
-                sources.append((bucket, True))
+                sources.append((bucket, True, None))
                 runs.append(bucket.late)
             loaded = self._settle(bucket)
             if loaded is not None:
-                sources.append((bucket, False))
+                sources.append((bucket, False, None))
                 runs.append(loaded)
         return sources, runs
 

@@ -39,11 +39,19 @@ KeyRange = tuple[int, int]
 _COOKIE_WITH_RUNS = 12347
 _CONTAINERS_WITHOUT_OFFSETS = 4
 _BITSET_BYTES = 8192
+# A table may have so many places for a value, before sorting is cheaper.
+_TABLE_SPAN_PER_VALUE = 16
 
 
 def bitmap_of(keys: U64) -> BitMap64:
     """The set of the keys. (Passing numpy itself to pyroaring is several times dearer.)"""
-    if len(keys) > _SORTED_FIRST and (keys[1:] < keys[:-1]).any():
+    rows = len(keys)
+    if rows > 1 and int(keys[-1]) - int(keys[0]) == rows - 1 and bool((keys[1:] > keys[:-1]).all()):
+        # Entries without gaps, as a broker writes them.
+        unbroken = BitMap64()
+        unbroken.add_range(int(keys[0]), int(keys[-1]) + 1)
+        return unbroken
+    if rows > _SORTED_FIRST and (keys[1:] < keys[:-1]).any():
         keys = np.sort(keys)
     return BitMap64(array.array("Q", np.ascontiguousarray(keys).tobytes()))
 
@@ -320,9 +328,24 @@ def _portable_length(data: memoryview) -> int:
     return offset
 
 
+def _distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
+    """(the distinct values, which of them each is): by a table where they lie close together, without a sort."""
+    lowest = values.min()
+    span = int(values.max() - lowest) + 1
+    if span > _TABLE_SPAN_PER_VALUE * len(values):
+        return np.unique(values, return_inverse=True)
+    places = (values - lowest).astype(np.intp)
+    is_there = np.zeros(span, np.bool_)
+    is_there[places] = True
+    found = np.flatnonzero(is_there)
+    ranks = np.empty(span, np.intp)
+    ranks[found] = np.arange(len(found))
+    return found.astype(np.uint64) + lowest, ranks[places]
+
+
 def _distinct_pages(ledger_id: U64, page: U64) -> tuple[list[tuple[int, int]], npt.NDArray[np.intp]]:
     if not page.any():
-        ledgers, inverse = np.unique(ledger_id, return_inverse=True)
+        ledgers, inverse = _distinct(ledger_id)
         return [(ledger, 0) for ledger in ledgers.tolist()], inverse
     pairs, inverse = np.unique(np.stack([ledger_id, page], axis=1), axis=0, return_inverse=True)
     return [(ledger, number) for ledger, number in pairs.tolist()], inverse.reshape(-1)

@@ -39,7 +39,7 @@ class SortedRun:
     def due_end(self, now_ms: int) -> int:
         """The index behind the last row that is due."""
         times = self.rows.rows.deliver_at_ms
-        return self.offset + int(np.searchsorted(times[self.offset : self.stop], np.uint64(now_ms), side="right"))
+        return self.offset + int(times[self.offset : self.stop].searchsorted(np.uint64(now_ms), side="right"))
 
     def place(self, index: int) -> Place:
         rows = self.rows.rows
@@ -49,11 +49,11 @@ class SortedRun:
         """The index, at most `end`, behind the last row at or before the bound."""
         rows, start = self.rows.rows, self.offset
         for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
-            part = column[start:end]
-            end = start + int(np.searchsorted(part, np.uint64(value), side="right"))
-            start += int(np.searchsorted(part, np.uint64(value), side="left"))
-            if start == end:
-                return end
+            part, wanted = column[start:end], np.uint64(value)
+            start += int(part.searchsorted(wanted, side="left"))
+            if start == end or column[start] != wanted:
+                return start
+            end = start + int(column[start:end].searchsorted(wanted, side="right"))
         return end
 
     def take(self, end: int) -> KeyedRows:

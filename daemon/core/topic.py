@@ -304,21 +304,20 @@ class Topic:
         if learns:
             self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id)
         rows = self.index.pages.keyed(record.rows)
+        keys = bitmap_of(rows.keys)
         entitled = {
             number: other.stored.since_ms
             for number, other in self.subscriptions.items()
             if other.stored.created_slot < slot
         }
-        passed_rows = self.index.acknowledge(rows, record.subscription_id, entitled)
+        passed_rows = self.index.acknowledge(rows, keys, record.subscription_id, entitled)
         state = self.subscriptions.get(record.subscription_id)
         if state is not None:
             state.backlog -= passed_rows
-            if len(state.acknowledging):
-                state.acknowledging -= bitmap_of(rows.keys)
-        if self._acknowledging_lost:
-            self._acknowledging_lost -= bitmap_of(rows.keys)
+            state.acknowledging -= keys
+        self._acknowledging_lost -= keys
         if learns:
-            self.index.pages.forget_unheld(pages_of(bitmap_of(rows.keys)))
+            self.index.pages.forget_unheld(pages_of(keys))
 
     # ---- what is there
 

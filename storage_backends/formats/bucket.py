@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from typing import overload
@@ -46,6 +47,7 @@ _TABLE_ROW = np.dtype(
         ("max_deliver_at_ms", "<u8"),
     ]
 )
+_table_row = operator.attrgetter(*(_TABLE_ROW.names or ()))
 _FOOTER = struct.Struct("<QQII")
 _FOOTER_END = struct.Struct("<I4s")
 FOOTER_BYTES = _FOOTER.size + _FOOTER_END.size
@@ -84,7 +86,7 @@ class SegmentInfos(Sequence[SegmentInfo]):
     @staticmethod
     def of(infos: Iterable[SegmentInfo]) -> SegmentInfos:
         """Of consecutive segments from number 1 on."""
-        return SegmentInfos(np.array([dataclasses.astuple(info)[1:] for info in infos], _TABLE_ROW))
+        return SegmentInfos(np.array([_table_row(info) for info in infos], _TABLE_ROW))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -254,7 +256,7 @@ def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, B
         infos.append(SegmentInfo(number, offset, length, crc32c, len(part), int(due[0]), int(due[-1])))
         chunks += (_ENTRY.pack(len(payload), crc32c), payload)
         offset += length
-    table = np.array([dataclasses.astuple(info)[1:] for info in infos], _TABLE_ROW).tobytes()
+    table = np.array([_table_row(info) for info in infos], _TABLE_ROW).tobytes()
     footer = _FOOTER.pack(offset, len(table), framing.crc32c(table), FORMAT_VERSION)
     chunks += (table, footer, _FOOTER_END.pack(framing.crc32c(footer), FOOTER_MAGIC))
     return b"".join(chunks), BucketTable(infos[0], SegmentInfos.of(infos[1:]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
+from daemon.core import in_flight
 from daemon.core.in_flight import InFlight
 from daemon.core.positions import KeyedRows, keys_of
 from storage_backends.formats.rows import Rows
@@ -16,6 +18,7 @@ actions = st.one_of(
     st.tuples(st.just("add"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
     st.tuples(st.just("move"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("take whole"), st.integers(0, 9), st.integers(0, 1)),
     st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
     st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
 )
@@ -26,15 +29,34 @@ def rows_of(chosen: list[int], deliver_at_ms: list[int]) -> KeyedRows:
     return KeyedRows(Rows(np.array(deliver_at_ms, np.uint64), column, column), column)
 
 
+@pytest.mark.parametrize("batches_max", [2, in_flight.BATCHES_MAX])
 @given(steps=st.lists(actions, max_size=40))
-def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(steps: list[tuple[str, object, int]]) -> None:
+def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(
+    batches_max: int, steps: list[tuple[str, object, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_flight, "BATCHES_MAX", batches_max)
+        check(steps)
+
+
+def check(steps: list[tuple[str, object, int]]) -> None:
     table, expected = InFlight(), dict[int, tuple[int, int]]()
+    handed_out: list[KeyedRows] = []
     for step, (action, argument, dispatcher) in enumerate(steps):
         if action == "add":
             fresh = [key for key in argument if key not in expected]  # type: ignore[attr-defined]
             if fresh:
-                table.add(rows_of(fresh[::-1], [step + key for key in fresh[::-1]]), dispatcher)
+                handed_out.append(rows_of(fresh[::-1], [step + key for key in fresh[::-1]]))
+                table.add(handed_out[-1], dispatcher)
                 expected |= {key: (step + key, dispatcher) for key in fresh}
+        elif action == "take whole":
+            if handed_out:
+                batch = handed_out[argument % len(handed_out)]  # type: ignore[operator]
+                times = batch.rows.deliver_at_ms + np.uint64(dispatcher)
+                claims = list(zip(batch.keys.tolist(), times.tolist(), strict=True))
+                wanted = [key in expected and expected[key][0] == time for key, time in claims]
+                assert table.take(batch.keys, times).tolist() == wanted
+                expected = {key: each for key, each in expected.items() if (key, each[0]) not in claims}
         elif action == "take":
             claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
             wanted = []

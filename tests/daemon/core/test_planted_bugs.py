@@ -257,11 +257,9 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     rows_are_due_a_tick_early,
     acknowledgements_do_not_look_at_the_time,
     acknowledged_bits_survive_in_the_mutable_bucket,
-    rows_of_a_seal_in_a_checkpoint_are_left_out,
     catching_up_ignores_what_is_in_hand,
     catching_up_ignores_what_is_being_acknowledged,
     gone_positions_are_gone_from_later_buckets,
-    a_row_that_came_back_is_taken_for_the_one_that_left,
     pages_of_staged_rows_leave_with_their_bucket,
     a_subscription_is_created_before_what_has_been_passed,
     claims_of_a_deleted_subscription_stay,
@@ -271,6 +269,14 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
 )
 # What takes a rare order of events.
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        rows_of_a_seal_in_a_checkpoint_are_left_out,
+        test_topic.test_rows_are_in_the_checkpoint_while_their_seal_is_not_committed_and_in_the_bucket_afterwards,
+    ),
+    (
+        a_row_that_came_back_is_taken_for_the_one_that_left,
+        test_topic.test_a_row_that_came_back_is_not_handed_out_at_the_time_of_the_one_that_left,
+    ),
     (
         a_checkpoint_counts_always,
         test_topic.test_a_checkpoint_of_the_slot_that_a_manifest_has_reached_does_not_count,

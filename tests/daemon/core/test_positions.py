@@ -183,3 +183,25 @@ def test_storing_a_set_does_not_change_it() -> None:
 def test_contained_says_of_each_key_whether_it_is_in_the_set(keys: list[int], members: set[int]) -> None:
     members |= set(keys[::2])
     assert contained(np.array(keys, np.uint64), BitMap64(members)).tolist() == [key in members for key in keys]
+
+
+@given(
+    ledgers=st.lists(st.integers(0, 40) | st.integers(0, 2**64 - 1), min_size=1, max_size=60),
+    further_page=st.booleans(),
+)
+def test_keys_are_the_same_whether_ledgers_lie_close_together_or_not(ledgers: list[int], further_page: bool) -> None:
+    table = PageTable()
+    ledger_id = np.array(ledgers, np.uint64)
+    entry_id = np.arange(len(ledgers), dtype=np.uint64) + np.uint64((1 << 32) * further_page)
+    keys = table.intern(ledger_id, entry_id)
+    back = table.positions(keys)
+    assert (back[0].tolist(), back[1].tolist()) == (ledgers, entry_id.tolist())
+    assert table.find(ledger_id, entry_id).tolist() == keys.tolist()
+
+
+@given(
+    keys=st.lists(st.integers(0, 50) | st.integers(2**40, 2**40 + 9), max_size=30)
+    | st.builds(list, st.builds(range, st.integers(0, 9), st.integers(9, 99)))
+)
+def test_the_set_of_keys_has_each_of_them_in_whatever_order_they_come(keys: list[int]) -> None:
+    assert keys_of(bitmap_of(np.array(keys, np.uint64))).tolist() == sorted(set(keys))
