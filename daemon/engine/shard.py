@@ -205,6 +205,9 @@ class ServedShard:
             await life.settled()
         if self._checkpointing is not None:
             await asyncio.wait([self._checkpointing])
+        if self._losing is not None:
+            # What is in memory is not to be relied on any more.
+            raise Unavailable(f"shard {self.number} was lost")
         await self._checkpoint()
 
     def close(self, error: Exception) -> None:

@@ -147,7 +147,8 @@ async def test_a_shard_that_is_lost_while_the_daemon_stops_leaves_the_others_to_
     machines: EngineFixture,
 ) -> None:
     one = await machines.served_by("one", "daemon.shards=4")
-    topics = [f"topic-{number}" for number in range(20)]
+    topics = [f"topic-{number}" for number in range(100)]
+    assert {names.shard_of(topic, 4) for topic in topics} == {0, 1, 2, 3}
     for topic in topics:
         await one.add(topic, 1, range(10), delay_ms=60_000)
     holds = [one.pause("put", names.topics_prefix(shard)) for shard in range(4)]
