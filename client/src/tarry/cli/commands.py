@@ -16,7 +16,13 @@ from tarry.cli import dispatching, inspecting, operating, producing
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(importlib.metadata.version("tarry"), prog_name="tarry")
 def tarry() -> None:
-    """Delayed positions: add them, receive them when they are due, look at topics.
+    """Delayed positions: add them, receive them when they are due, look at topics, operate them.
+
+    \b
+    Examples:
+      tarry add flights --ledger 1 --entries 0-4 --in 5s
+      tarry watch flights departures --create
+      tarry topics
 
     Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time.
     """

@@ -7,6 +7,7 @@ Does not own: what a command does, and how results are shown (`tarry.cli.output`
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -46,10 +47,10 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def asked_first(question: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command that takes something away the option --yes, and asks without it.
+def asked_first(question: Callable[..., str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command that takes something away the option --yes, and asks without it, before anything is sent.
 
-    `question`: a format string over the command's arguments.
+    `question`: makes the question of the command's arguments.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -57,7 +58,7 @@ def asked_first(question: str) -> Callable[[Callable[..., None]], Callable[..., 
         @functools.wraps(command)
         def run(*, yes: bool, **arguments: Any) -> None:
             if not yes:
-                click.confirm(question.format(**arguments), abort=True, err=True)
+                _ask(question(**arguments))
             command(**arguments)
 
         return run
@@ -65,6 +66,20 @@ def asked_first(question: str) -> Callable[[Callable[..., None]], Callable[..., 
     return decorated
 
 
-def of_subscription(subscription: str | None) -> str:
-    """What stands behind a topic's name in an answer."""
-    return "" if subscription is None else f" for {subscription}"
+def _ask(question: str) -> None:
+    try:
+        wanted = click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        # The input ended: a program runs it, and nobody is there to ask.
+        click.echo("", err=True)
+        raise click.UsageError("nobody answers; --yes says that it is wanted") from None
+    if not wanted:
+        click.echo("tarry: nothing is done", err=True)
+        raise click.exceptions.Exit(output.EXIT_REFUSED)
+
+
+def of_topic(topic: str, subscription: str | None) -> str:
+    """What a question or an answer is about."""
+    return topic if subscription is None else f"{topic} for subscription {subscription}"

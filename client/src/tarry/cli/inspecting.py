@@ -6,12 +6,15 @@ Does not own: how it is shown (`tarry.cli.output`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from tarry import client, results
 from tarry.cli import connection, output
+
+P = TypeVar("P", bound=results.Page[Any])
 
 
 @click.command()
@@ -24,19 +27,43 @@ def topics(*, connected: client.Client, as_json: bool) -> None:
       tarry topics
       tarry topics --json --address 10.0.0.5:7461
     """
-    summaries = list(connected.topics())
+    pages = list(_pages(connected.topics_page))
+    summaries = [summary for page in pages for summary in page.items]
     if as_json:
         for summary in summaries:
             output.as_json(summary)
-        return
-    output.table(
-        "Topics",
-        ("topic", "shard", "pending", "buckets", "subscriptions", "next due"),
-        (
-            (each.topic, each.shard, each.pending, each.buckets, each.subscriptions, output.time_text(each.next_due_ms))
-            for each in summaries
-        ),
-    )
+    else:
+        output.table(
+            "Topics",
+            ("topic", "shard", "pending", "buckets", "subscriptions", "next due"),
+            (
+                (
+                    each.topic,
+                    each.shard,
+                    each.pending,
+                    each.buckets,
+                    each.subscriptions,
+                    output.At(each.next_due_ms),
+                )
+                for each in summaries
+            ),
+            empty="there are no topics; `tarry add` makes one",
+        )
+    if pages[-1].topics_loading:
+        output.note(f"{pages[-1].topics_loading:,} topics are not loaded yet and not listed: ask again soon")
+    if pages[-1].topics_damaged:
+        output.note(f"{pages[-1].topics_damaged:,} topics are damaged and not listed: the daemon's log names them")
+
+
+def _pages(page_from: Callable[[str], P]) -> Iterator[P]:
+    """Every page of a list; at least one."""
+    token = ""
+    while True:
+        page = page_from(token)
+        yield page
+        token = page.next_page_token
+        if not token:
+            return
 
 
 @click.command()
@@ -72,29 +99,29 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
             "as of": output.time_text(counts.as_of_ms),
         },
     )
-    for each in counts.rebuild_needed:
-        click.echo(f"tarry: {output.rebuild_text(each)}", err=True)
     click.echo("")
-    _subscription_table(counts.subscriptions)
+    _subscription_table(counts.topic, counts.subscriptions)
+    output.rebuild_notes(counts.rebuild_needed)
 
 
-def _subscription_table(subscriptions: Iterable[results.SubscriptionStats]) -> None:
+def _subscription_table(
+    topic: str, subscriptions: Sequence[results.SubscriptionStats], *, with_policies: bool = False
+) -> None:
+    names = ["subscription", "backlog", "in flight", "leased", "dispatchers", "permits"]
+    listed = []
+    for each in subscriptions:
+        shown = [each.subscription, each.backlog, each.in_flight, each.leased, each.dispatchers, each.permits]
+        if with_policies:
+            shown += output.subscription_policy(each.policy).values()
+        else:
+            shown += [output.At(each.since_ms or None), str(each.subscription_id)]
+        listed.append(shown)
+    names += ["in flight max", "lease", "properties"] if with_policies else ["since", "id"]
     output.table(
-        "Subscriptions",
-        ("subscription", "backlog", "in flight", "leased", "dispatchers", "permits", "since", "id"),
-        (
-            (
-                each.subscription,
-                each.backlog,
-                each.in_flight,
-                each.leased,
-                each.dispatchers,
-                each.permits,
-                output.time_text(each.since_ms) if each.since_ms else "-",
-                each.subscription_id,
-            )
-            for each in subscriptions
-        ),
+        f"Subscriptions of {topic}",
+        names,
+        listed,
+        empty=f"{topic} has no subscription: what comes due waits for the first; `tarry subscription create` makes it",
     )
 
 
@@ -102,7 +129,7 @@ def _subscription_table(subscriptions: Iterable[results.SubscriptionStats]) -> N
 @click.argument("topic")
 @connection.connected
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """List the subscriptions of TOPIC with their counts and policies.
+    """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
 
     \b
     Examples:
@@ -114,7 +141,7 @@ def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> Non
         for each in listed:
             output.as_json(each)
         return
-    _subscription_table(listed)
+    _subscription_table(topic, listed, with_policies=True)
 
 
 @click.command()
@@ -128,43 +155,36 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
       tarry buckets flights
       tarry buckets flights --json
     """
-    listed = list(connected.buckets(topic))
+    pages = list(_pages(lambda token: connected.buckets_page(topic, token)))
+    listed = [each for page in pages for each in page.items]
     if as_json:
         for each in listed:
             output.as_json(each)
         return
+    mutable_rows = pages[-1].mutable_rows
     output.table(
         f"Buckets of {topic}",
-        (
-            "bucket",
-            "rows",
-            "pending",
-            "due",
-            "bytes",
-            "ledgers",
-            "due from",
-            "due until",
-            "segments",
-            "loaded",
-            "state",
-        ),
+        ("bucket", "rows", "pending", "due", "bytes", "ledgers", "due from", "due until", "loaded", "state"),
         (
             (
-                each.bucket.rsplit("/", 1)[-1],
+                # What tells it from all others; --json has the whole name.
+                each.bucket.rsplit("-", 1)[-1],
                 each.rows,
                 each.pending,
                 each.due,
                 each.size_bytes,
                 f"{each.first_ledger_id}-{each.last_ledger_id}",
-                output.time_text(each.min_deliver_at_ms),
-                output.time_text(each.max_deliver_at_ms),
-                each.segments,
-                each.segments_loaded,
+                output.At(each.min_deliver_at_ms),
+                output.At(each.max_deliver_at_ms),
+                f"{each.segments_loaded}/{each.segments}",
                 f"quarantined: {each.damage}" if each.quarantined else "live",
             )
             for each in listed
         ),
+        empty=f"{topic} has no sealed bucket; `tarry seal` makes one of the rows that it has",
     )
+    if mutable_rows:
+        output.note(f"{output.rows_text(mutable_rows)} of {topic} in no sealed bucket yet")
 
 
 @click.command()

@@ -7,6 +7,7 @@ Does not own: limits and defaults, which are the daemon's.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import click
@@ -20,15 +21,22 @@ FIELDS = tuple(field.name for field in dataclasses.fields(policies.TopicPolicy))
 @click.command()
 @click.argument("topic")
 @click.option("--set", "given", multiple=True, metavar="NAME=VALUE", help="Set a field, the others stay; repeatable.")
-@click.option("--unset", multiple=True, type=click.Choice(FIELDS), help="Give a field the daemon's default again.")
+@click.option(
+    "--unset",
+    multiple=True,
+    type=click.Choice(FIELDS),
+    metavar="NAME",
+    help="Give a field the daemon's default again; repeatable.",
+)
 @connection.connected
 def policy(
     *, connected: client.Client, topic: str, given: tuple[str, ...], unset: tuple[str, ...], as_json: bool
 ) -> None:
-    """Show the policy of TOPIC, or change it. Rows keep their times, buckets their form.
+    """Show the policy of TOPIC, or change it: what is set, and what is in force. Rows keep their times, buckets their
+    form.
 
     Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible. Setting a field
-    creates the topic if it is new.
+    creates the topic if it is new. A change reads the policy and writes it as a whole: of two at a time one counts.
 
     \b
     Examples:
@@ -36,9 +44,13 @@ def policy(
       tarry policy flights --set bucket_rows_max=50000 --set delay_max_ms=7d
       tarry policy flights --unset delay_max_ms --json
     """
-    changes: dict[str, Any] = dict(_field(each) for each in given) | dict.fromkeys(unset)
+    changes = {name: _value(name, text) for name, text in rows.names_and_values(given, option="--set").items()}
+    for name in unset:
+        if name in changes:
+            raise click.UsageError(f"--unset {name}: it is set by the same command")
+        changes[name] = None
     if changes:
-        stored = dataclasses.replace(_stored(connected, topic), **changes)
+        stored = dataclasses.replace(_stored(connected, topic, new=bool(given)), **changes)
         shown = results.TopicPolicies(policy=stored, effective=connected.set_policy(topic, stored))
     else:
         shown = connected.policy(topic)
@@ -49,31 +61,41 @@ def policy(
     output.table(
         f"Policy of {topic}",
         ("field", "set", "in force"),
-        ((name, "-" if stored_fields[name] is None else stored_fields[name], effective[name]) for name in FIELDS),
+        # As text: what is written here can be given to --set.
+        (
+            (name, "-" if stored_fields[name] is None else str(stored_fields[name]), str(effective[name]))
+            for name in FIELDS
+        ),
+        empty="",
     )
 
 
-def _stored(connected: client.Client, topic: str) -> policies.TopicPolicy:
+def _stored(connected: client.Client, topic: str, *, new: bool) -> policies.TopicPolicy:
+    """What is set so far; nothing for a topic that is `new` with this command."""
     try:
         return connected.policy(topic).policy
     except errors.NotFound:
+        if not new:
+            raise
         return policies.TopicPolicy()
 
 
-def _field(text: str) -> tuple[str, Any]:
-    name, value = rows.name_and_value(text, option="--set")
+def _value(name: str, text: str) -> Any:
     if name not in FIELDS:
-        raise click.UsageError(f"--set {text}: there is no field {name!r}; there are {', '.join(FIELDS)}")
+        raise click.UsageError(f"--set {name}={text}: there is no field {name!r}; there are {', '.join(FIELDS)}")
     if name == "bucket_form":
         try:
-            return name, policies.BucketForm[value.upper()]
+            return policies.BucketForm[text.upper()]
         except KeyError:
-            raise click.UsageError(f"--set {text}: bucket_form is columnar or compatible") from None
-    if value.removeprefix("-").isdecimal():
-        return name, int(value)
-    if name.endswith("_ms"):
-        return name, rows.Duration()(value)
-    raise click.UsageError(f"--set {text}: {name} is an integer")
+            raise click.UsageError(f"--set {name}={text}: {name} is columnar or compatible") from None
+    if re.fullmatch(r"-?[0-9]+", text):
+        return int(text)
+    if not name.endswith("_ms"):
+        raise click.UsageError(f"--set {name}={text}: {name} is an integer")
+    try:
+        return rows.Duration()(text)
+    except click.BadParameter as error:
+        raise click.UsageError(f"--set {name}={text}: {error.message}; or an integer of ms") from None
 
 
 def _named(policy: policies.TopicPolicy) -> dict[str, object]:
@@ -93,18 +115,19 @@ def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
     Examples:
       tarry seal flights
     """
-    sealed = connected.seal(topic)
+    with output.waiting(f"sealing {topic}"):
+        sealed = connected.seal(topic)
     if as_json:
         output.as_json({"topic": topic, **vars(sealed)})
     elif sealed.rows:
-        click.echo(f"{sealed.rows} rows of {topic} are in {sealed.bucket}")
+        click.echo(f"sealed {output.rows_text(sealed.rows)} of {topic} into {sealed.bucket}")
     else:
         click.echo(f"{topic} has nothing to seal")
 
 
 @click.command()
 @click.argument("topic")
-@connection.asked_first("Delete topic {topic} with its rows, subscriptions and policy?")
+@connection.asked_first(lambda *, topic, **_: f"Delete topic {topic} with its rows, subscriptions and policy?")
 @connection.connected
 def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """Delete TOPIC with its rows, subscriptions and policy. Added to later, it is a new topic.
@@ -113,9 +136,11 @@ def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
     Examples:
       tarry delete flights --yes
     """
-    deleted = connected.delete_topic(topic)
+    with output.waiting(f"deleting {topic}"):
+        deleted = connected.delete_topic(topic)
     if as_json:
         output.as_json({"topic": topic, **vars(deleted)})
     else:
-        rows_text = "an unknown number of" if deleted.rows is None else f"{deleted.rows}"
-        click.echo(f"{topic} is deleted with {rows_text} rows")
+        # The answer that told how many was lost.
+        counted = "its rows" if deleted.rows is None else output.rows_text(deleted.rows)
+        click.echo(f"{topic} is deleted with {counted}")

@@ -24,11 +24,14 @@ import rich.markup
 import rich.progress
 import rich.table
 
-from tarry import errors, results
+from tarry import errors, policies, results
 
 EXIT_REFUSED = 1
 EXIT_INPUT = 2
 EXIT_UNREACHABLE = 3
+
+# Wider than any table.
+_WIDTH_MAX = 100_000
 
 
 def as_json(value: object) -> None:
@@ -38,19 +41,48 @@ def as_json(value: object) -> None:
     click.echo(json.dumps(value))
 
 
-def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table in a terminal, otherwise a line of names and a line a row, separated by tabs."""
+@dataclasses.dataclass(frozen=True)
+class At:
+    """A time in a table: to the second in a terminal, in full in a pipe."""
+
+    at_ms: int | None
+
+    def __str__(self) -> str:
+        return time_text(self.at_ms)
+
+    @property
+    def short(self) -> str:
+        return str(self)[: len("2030-01-31 12:00:00")]
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+    """A table in a terminal, or a block a row where that is too narrow; otherwise a line of names and a line a row,
+    separated by tabs.
+
+    `empty`: the note without any row. Numbers stand to the right; what is a name, though made of digits, is text.
+    """
+    listed = list(rows)
     if not sys.stdout.isatty():
         click.echo("\t".join(names))
-        for row in rows:
+        for row in listed:
             click.echo("\t".join(str(value) for value in row))
-        return
-    shown = rich.table.Table(title=rich.markup.escape(title), title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for name in names:
-        shown.add_column(name, overflow="fold")
-    for row in rows:
-        shown.add_row(*(_cell(value) for value in row))
-    rich.console.Console().print(shown)
+    elif listed:
+        shown = rich.table.Table(
+            title=rich.markup.escape(title), title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for name, value in zip(names, listed[0], strict=True):
+            shown.add_column(name, overflow="fold", justify="right" if _is_number(value) else "left")
+        for row in listed:
+            shown.add_row(*(_cell(value) for value in row))
+        console = rich.console.Console()
+        wide = console.options.update_width(_WIDTH_MAX)
+        if console.measure(shown, options=wide).maximum <= console.width:
+            console.print(shown)
+        else:
+            for row in listed:
+                facts(f"{title}:", dict(zip(names, row, strict=True)))
+    if not listed:
+        note(empty)
 
 
 def facts(title: str, values: Mapping[str, object]) -> None:
@@ -65,6 +97,16 @@ def facts(title: str, values: Mapping[str, object]) -> None:
     rich.console.Console().print(shown)
 
 
+def note(text: str) -> None:
+    """A line for people, on stderr: it does not get into what a pipe reads."""
+    click.echo(f"tarry: {text}", err=True)
+
+
+def rows_text(count: int) -> str:
+    """A count of rows: `1 row`, `2,000 rows`."""
+    return "1 row" if count == 1 else f"{count:,} rows"
+
+
 def time_text(at_ms: int | None) -> str:
     """Local time with milliseconds and offset; `-` when there is none."""
     if at_ms is None:
@@ -76,12 +118,33 @@ def time_text(at_ms: int | None) -> str:
     return at.replace(microsecond=at_ms % 1000 * 1000).isoformat(sep=" ", timespec="milliseconds")
 
 
-def rebuild_text(needed: results.RebuildNeeded) -> str:
-    """What was lost with a damaged bucket, and what to do."""
-    return (
-        f"{needed.rows} rows of ledgers {needed.first_ledger_id} to {needed.last_ledger_id} were lost with a damaged "
-        f"bucket ({needed.damage}): add them again"
-    )
+def duration_text(duration_ms: int) -> str:
+    """As a duration is written in an option: `30s`, `1m30s`, `1500ms`."""
+    if duration_ms == 0 or duration_ms % 1000:
+        return f"{duration_ms}ms"
+    text, left = "", duration_ms
+    for unit, unit_ms in (("d", 86_400_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        count, left = divmod(left, unit_ms)
+        text += f"{count}{unit}" if count else ""
+    return text
+
+
+def subscription_policy(policy: policies.SubscriptionPolicy) -> dict[str, object]:
+    """What is set for a subscription, under the names of the options; `-` is the daemon's default."""
+    return {
+        "in flight max": "-" if policy.in_flight_rows_max is None else policy.in_flight_rows_max,
+        "lease": "-" if policy.lease_ms is None else duration_text(policy.lease_ms),
+        "properties": ", ".join(f"{name}={value}" for name, value in policy.properties.items()) or "-",
+    }
+
+
+def rebuild_notes(needed: Iterable[results.RebuildNeeded]) -> None:
+    """What was lost with damaged buckets, and what to do."""
+    for each in needed:
+        note(
+            f"{rows_text(each.rows)} of ledgers {each.first_ledger_id} to {each.last_ledger_id} were lost with a "
+            f"damaged bucket ({each.damage}): add these ledgers again, nothing is doubled"
+        )
 
 
 class Progress:
@@ -113,6 +176,17 @@ def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress
 
 
 @contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Says on stderr, when that is a terminal, what is being waited for."""
+    console = rich.console.Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(rich.markup.escape(label)):
+        yield
+
+
+@contextmanager
 def failures(address: str) -> Iterator[None]:
     """Turns a failure into one clear line and an exit status."""
     try:
@@ -125,12 +199,12 @@ def failures(address: str) -> Iterator[None]:
 
 def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
     last = error.last if isinstance(error, errors.DeadlineExceeded) else error
-    if last is None:
-        return f"{address} does not answer: {error.message}. Is it a daemon? Try a longer --timeout.", EXIT_UNREACHABLE
     match last:
+        case None:
+            what_next = "It may be done or not: repeat it, with a longer --timeout, if a daemon listens there."
+            return f"{address} does not answer: {error.message}. {what_next}", EXIT_UNREACHABLE
         case errors.Unavailable():
-            what_next = "Start it with `tarryd`, or name another with --address or TARRY_ADDRESS."
-            return f"the daemon at {address} is unavailable: {last.message}. {what_next}", EXIT_UNREACHABLE
+            return f"the daemon at {address} is unavailable: {last.message}. {_when_away(last)}", EXIT_UNREACHABLE
         case errors.NotOwner():
             owner = last.owner_address or "another daemon"
             return f"{last.message}. The owner is {owner}; is it reachable from here?", EXIT_UNREACHABLE
@@ -138,15 +212,37 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
             return f"{last.message}. It may be done or not; repeating the command is safe.", EXIT_UNREACHABLE
         case errors.InvalidArgument() | errors.OutOfRange():
             return f"{last.message}.", EXIT_INPUT
+    return f"{last.message}.{_what_next(last)}", EXIT_REFUSED
+
+
+def _when_away(error: errors.Unavailable) -> str:
+    if error.retry_after_ms is not None:
+        return f"Try again in {error.retry_after_ms / 1000:g} s, or give a longer --timeout."
+    return "If it does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS."
+
+
+def _what_next(error: errors.TarryError) -> str:
+    match error:
         case errors.NotFound():
-            return f"{last.message}. `tarry topics` and `tarry stats TOPIC` list what exists.", EXIT_REFUSED
-        case errors.ResourceExhausted():
-            hint = "" if last.retry_after_ms is None else f" Try again in {last.retry_after_ms / 1000:g} s."
-            return f"{last.message}.{hint}", EXIT_REFUSED
+            return " `tarry topics` and `tarry subscriptions TOPIC` list what exists."
+        case errors.AlreadyExists():
+            return " `tarry subscriptions TOPIC` shows it, `tarry subscription update` changes it."
+        case errors.ResourceExhausted(retry_after_ms=int(retry_after_ms)):
+            return f" Try again in {retry_after_ms / 1000:g} s."
+        case errors.DataLoss():
+            return " Other topics are served; the object has to be restored from a copy."
         case errors.Internal():
-            return f"a bug: {last.message}. The daemon's log has more.", EXIT_REFUSED
-    return f"{last}", EXIT_REFUSED
+            return " This is a bug; the daemon's log has more."
+        case errors.ResourceExhausted():
+            return ""
+    return f" ({error.code.name})"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _cell(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else rich.markup.escape(str(value))
+    if isinstance(value, At):
+        return value.short
+    return f"{value:,}" if _is_number(value) else rich.markup.escape(str(value))

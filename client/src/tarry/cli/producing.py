@@ -7,13 +7,10 @@ Does not own: reading rows (`tarry.cli.rows`), showing results and failures (`ta
 from __future__ import annotations
 
 import contextlib
-import csv
-import os
-import stat
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 import click
 
@@ -75,7 +72,7 @@ def add(
             if any(given is not None for given in (ledger, entries, delay_ms, deliver_at_ms, key)):
                 raise click.UsageError("--file has the rows: leave out --ledger, --entries, --in, --at and --key")
             lines = opened.enter_context(click.open_file(source, encoding="utf-8-sig"))
-            total = _rows_of(lines)
+            total = rows.lines_of(lines, header=True)
             batches = rows.from_csv(lines, name=source, batch_rows=batch_rows)
         else:
             if ledger is None or entries is None:
@@ -111,7 +108,7 @@ def _add_all(
         output.progress(f"adding to {topic}", total=total, quiet=quiet) as shown,
         connected.add_stream(topic, in_flight=in_flight) as stream,
     ):
-        for each in _readable(batches):
+        for each in rows.readable(batches):
             if counts.failed.is_set():
                 break
             _add_batch(stream, each, already_due, counts, shown)
@@ -172,28 +169,6 @@ def _add_batch(
     answer.add_done_callback(answered)
 
 
-def _readable(batches: Iterator[rows.RowBatch]) -> Iterator[rows.RowBatch]:
-    try:
-        yield from batches
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the file is not UTF-8: {error}") from error
-    except csv.Error as error:
-        raise click.UsageError(f"the file is not CSV: {error}") from error
-
-
-def _rows_of(source: IO[str]) -> int | None:
-    """Rows of a regular file, None when it must be read to know."""
-    try:
-        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
-            return None
-    except OSError:
-        return None
-    with open(source.fileno(), "rb", closefd=False) as raw:
-        lines = sum(block.count(b"\n") for block in iter(lambda: raw.read(1 << 20), b""))
-        raw.seek(0)
-    return max(0, lines - 1)
-
-
 @click.command()
 @click.argument("topic")
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), required=True, help="Ledger of the entries.")
@@ -207,6 +182,8 @@ def contains(
 ) -> None:
     """Show which entries of a ledger TOPIC holds, as ranges: a cursor that reads the log skips them.
 
+    Pending rows are not due yet; due ones are handed out by Tarry and not acknowledged yet.
+
     \b
     Examples:
       tarry contains flights --ledger 1 --entries 0-9
@@ -217,7 +194,21 @@ def contains(
         output.as_json({"topic": topic, "pending": list(found.pending), "due": list(found.due)})
         return
     shown = [(*each, "pending") for each in found.pending] + [(*each, "due") for each in found.due]
-    output.table(f"Contained in {topic}", ("ledger", "first entry", "last entry", "state"), sorted(shown))
+    output.table(
+        f"Contained in {connection.of_topic(topic, subscription)}",
+        ("ledger", "first entry", "last entry", "rows", "state"),
+        # The ids as text: they are names, not counts.
+        ((str(ledger), str(first), str(last), last - first + 1, state) for ledger, first, last, state in sorted(shown)),
+        empty=f"{connection.of_topic(topic, subscription)} holds none of these entries: a cursor reads them all",
+    )
+
+
+def _trim_question(
+    *, topic: str, ledger: int, entry: int, all_lower_ledgers: bool, subscription: str | None, **_: object
+) -> str:
+    lower = " and of every lower ledger" if all_lower_ledgers else ""
+    about = connection.of_topic(topic, subscription)
+    return f"Drop the rows of {about} up to entry {entry} of ledger {ledger}{lower}?"
 
 
 @click.command()
@@ -226,7 +217,7 @@ def contains(
 @click.option("--entry", type=click.IntRange(0, rows.U64_MAX), required=True, help="The last entry that is dropped.")
 @click.option("--all-lower-ledgers", is_flag=True, help="Also every row of ledgers with a lower id.")
 @click.option("--subscription", help="For this subscription only; otherwise for the whole topic.")
-@connection.asked_first("Drop the rows of {topic} up to entry {entry} of ledger {ledger}?")
+@connection.asked_first(_trim_question)
 @connection.connected
 def trim(
     *,
@@ -238,35 +229,41 @@ def trim(
     subscription: str | None,
     as_json: bool,
 ) -> None:
-    """Drop the rows of a ledger of TOPIC at or before an entry. What is added later is not affected.
+    """Drop the rows of a ledger of TOPIC at or before an entry, due or not. What is added later is not affected.
 
     \b
     Examples:
       tarry trim flights --ledger 7 --entry 1999 --yes
       tarry trim flights --ledger 7 --entry 1999 --all-lower-ledgers --subscription departures
     """
-    trimmed = connected.trim(topic, ledger, entry, all_lower_ledgers=all_lower_ledgers, subscription=subscription)
+    about = connection.of_topic(topic, subscription)
+    with output.waiting(f"trimming {about}"):
+        trimmed = connected.trim(topic, ledger, entry, all_lower_ledgers=all_lower_ledgers, subscription=subscription)
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "trimmed": trimmed})
     else:
-        click.echo(f"{trimmed} rows of {topic} are dropped{connection.of_subscription(subscription)}")
+        click.echo(f"dropped {output.rows_text(trimmed)} of {about}")
 
 
 @click.command()
 @click.argument("topic")
 @click.option("--subscription", help="For this subscription only; otherwise for the whole topic.")
-@connection.asked_first("Drop every row of {topic}?")
+@connection.asked_first(
+    lambda *, topic, subscription, **_: f"Drop every row of {connection.of_topic(topic, subscription)}?"
+)
 @connection.connected
 def clear(*, connected: client.Client, topic: str, subscription: str | None, as_json: bool) -> None:
-    """Drop every row of TOPIC, or of one of its subscriptions. The topic stays.
+    """Drop every row of TOPIC, or of one of its subscriptions, due or not. The topic stays.
 
     \b
     Examples:
       tarry clear flights --yes
       tarry clear flights --subscription departures --json --yes
     """
-    cleared = connected.clear(topic, subscription=subscription)
+    about = connection.of_topic(topic, subscription)
+    with output.waiting(f"clearing {about}"):
+        cleared = connected.clear(topic, subscription=subscription)
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "cleared": cleared})
     else:
-        click.echo(f"{cleared} rows of {topic} are dropped{connection.of_subscription(subscription)}")
+        click.echo(f"dropped {output.rows_text(cleared)} of {about}")

@@ -9,9 +9,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import datetime
+import fractions
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
+from typing import IO, TypeVar
 
 import click
 import numpy as np
@@ -22,7 +26,7 @@ from tarry import hashing
 U64_MAX = 2**64 - 1
 
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
 
 
@@ -52,7 +56,11 @@ class Duration(click.ParamType[int]):
         parts = _DURATION.findall(text)
         if not parts or "".join(number + unit for number, unit in parts) != text:
             self.fail(f"{text!r} is not a duration; write for example 500ms, 5s, 2m, 1h30m or 7d", param, ctx)
-        return round(sum(float(number) * _UNIT_MS[unit] for number, unit in parts))
+        # Not floats, which have no place for large numbers.
+        duration_ms = round(sum(fractions.Fraction(number) * _UNIT_MS[unit] for number, unit in parts))
+        if duration_ms > U64_MAX:
+            self.fail(f"{text!r} is too long: {U64_MAX} ms at most", param, ctx)
+        return duration_ms
 
 
 class Moment(click.ParamType[int]):
@@ -153,43 +161,90 @@ def _batch(numbers: list[list[int]], keys: list[str | None]) -> RowBatch:
     return RowBatch(ledger_id, entry_id, deliver_at_ms, None, key_hash)
 
 
+T = TypeVar("T")
+
+
+def readable(batches: Iterator[T]) -> Iterator[T]:
+    """The same batches of a file; what cannot be read as text becomes click.UsageError."""
+    try:
+        yield from batches
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the file is not UTF-8: {error}") from error
+    except csv.Error as error:
+        raise click.UsageError(f"the file is not CSV: {error}") from error
+
+
+def lines_of(source: IO[str], *, header: bool) -> int | None:
+    """Lines of a regular file, without its header; None when it must be read to know."""
+    try:
+        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+            return None
+    except OSError:
+        return None
+    with open(source.fileno(), "rb", closefd=False) as raw:
+        lines = sum(block.count(b"\n") for block in iter(lambda: raw.read(1 << 20), b""))
+        raw.seek(0)
+    return max(0, lines - header)
+
+
 Positions = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 """Columns ledger_id, entry_id and deliver_at_ms."""
 
 
-def positions_from_options(ledger: int, entries: range, deliver_at_ms: int) -> Positions:
+def positions_from_options(ledger: int, entries: range, deliver_at_ms: int, *, batch_rows: int) -> Iterator[Positions]:
     """Consecutive entries of one ledger that were handed out with one time."""
-    count = len(entries)
-    entry_id = np.arange(count, dtype=np.uint64) + np.uint64(entries.start)
-    return np.full(count, ledger, np.uint64), entry_id, np.full(count, deliver_at_ms, np.uint64)
+    for batch in from_options(
+        ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=None, key=None, batch_rows=batch_rows
+    ):
+        count = len(batch)
+        yield np.full(count, ledger, np.uint64), batch.entry_id, np.full(count, deliver_at_ms, np.uint64)
 
 
-def positions_from_json(lines: Iterable[str], *, name: str) -> Positions:
+def positions_from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[Positions]:
     """Objects with ledger_id, entry_id and deliver_at_ms, one a line; other names are ignored.
 
     Raises click.UsageError, which names the line.
     """
-    names = ("ledger_id", "entry_id", "deliver_at_ms")
-    columns: tuple[list[int], ...] = ([], [], [])
+    positions: list[list[int]] = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise click.UsageError(f"{name}, line {number}: not JSON: {error}") from error
-        for field, column in zip(names, columns, strict=True):
-            value = values.get(field) if isinstance(values, dict) else None
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64_MAX:
-                raise click.UsageError(f"{name}, line {number}: {field} is {value!r}; it must be 0 to {U64_MAX}")
-            column.append(value)
-    ledger_id, entry_id, deliver_at_ms = (np.array(column, np.uint64) for column in columns)
+        if line.strip():
+            positions.append(_position(line, f"{name}, line {number}"))
+        if len(positions) == batch_rows:
+            yield _position_columns(positions)
+            positions = []
+    if positions:
+        yield _position_columns(positions)
+
+
+def _position(line: str, place: str) -> list[int]:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise click.UsageError(f"{place}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise click.UsageError(f"{place}: not an object such as `tarry get --json` prints")
+    position = []
+    for field in ("ledger_id", "entry_id", "deliver_at_ms"):
+        value = values.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64_MAX:
+            raise click.UsageError(f"{place}: {field} is {value!r}; it must be an integer from 0 to {U64_MAX}")
+        position.append(value)
+    return position
+
+
+def _position_columns(positions: list[list[int]]) -> Positions:
+    ledger_id, entry_id, deliver_at_ms = np.array(positions, np.uint64).T.copy()
     return ledger_id, entry_id, deliver_at_ms
 
 
-def name_and_value(text: str, *, option: str) -> tuple[str, str]:
-    """`name=value` in two. Raises click.UsageError."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise click.UsageError(f"{option} {text}: write NAME=VALUE")
-    return name, value
+def names_and_values(texts: Iterable[str], *, option: str) -> dict[str, str]:
+    """`name=value` of each, by name. Raises click.UsageError, also for a name that is given twice."""
+    named: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise click.UsageError(f"{option} {text}: write NAME=VALUE")
+        if name in named:
+            raise click.UsageError(f"{option} {text}: {name} is given twice")
+        named[name] = value
+    return named

@@ -1,0 +1,1 @@
+"""The `tarry` command: what it sends, prints, and exits with."""

@@ -1,0 +1,116 @@
+"""What every command shares: being asked, and failures."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from tarry.cli import output
+from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2
+from tests.client import fake_daemon
+from tests.client.cli.conftest import Run
+from tests.client.fake_daemon import FakeDaemon, answer, refuse
+
+ASKED = [
+    (("delete", "t"), "DeleteTopic", "Delete topic t with its rows, subscriptions and policy?"),
+    (("subscription", "delete", "t", "s"), "DeleteSubscription", "Delete subscription s of t and its backlog?"),
+    (("clear", "t"), "ClearMessages", "Drop every row of t?"),
+    (("clear", "t", "--subscription", "s"), "ClearMessages", "Drop every row of t for subscription s?"),
+    (
+        ("trim", "t", "--ledger", "7", "--entry", "19"),
+        "TrimMessages",
+        "Drop the rows of t up to entry 19 of ledger 7?",
+    ),
+    (
+        ("trim", "t", "--ledger", "7", "--entry", "19", "--subscription", "s", "--all-lower-ledgers"),
+        "TrimMessages",
+        "Drop the rows of t for subscription s up to entry 19 of ledger 7 and of every lower ledger?",
+    ),
+]
+
+
+@pytest.fixture
+def taking_away(daemon: FakeDaemon) -> FakeDaemon:
+    daemon.script("DeleteTopic", answer(admin_pb2.DeleteTopicResponse()))
+    daemon.script("DeleteSubscription", answer(dispatch_pb2.DeleteSubscriptionResponse()))
+    daemon.script("ClearMessages", answer(delayed_delivery_pb2.ClearMessagesResponse()))
+    daemon.script("TrimMessages", answer(delayed_delivery_pb2.TrimMessagesResponse()))
+    return daemon
+
+
+@pytest.mark.parametrize(("arguments", "method", "question"), ASKED)
+def test_what_takes_away_is_asked_for_first(
+    taking_away: FakeDaemon, run: Run, arguments: tuple[str, ...], method: str, question: str
+) -> None:
+    no = run(*arguments, "--json", stdin="n\n")
+    assert no.exit_code == output.EXIT_REFUSED
+    assert question in no.stderr
+    assert "nothing is done" in no.stderr
+    assert no.stdout == ""
+    assert taking_away.calls == []
+    assert run(*arguments, stdin="y\n").exit_code == 0
+    assert run(*arguments, "--yes").exit_code == 0
+    assert taking_away.count(method) == 2
+
+
+def test_without_anybody_to_ask_it_says_how_to_do_without(taking_away: FakeDaemon, run: Run) -> None:
+    result = run("delete", "t", stdin="")
+    assert result.exit_code == output.EXIT_INPUT
+    assert "nobody answers; --yes says that it is wanted" in result.stderr
+    assert taking_away.calls == []
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "says"),
+    [
+        (grpc.StatusCode.NOT_FOUND, 1, "`tarry topics` and `tarry subscriptions TOPIC` list what exists"),
+        (grpc.StatusCode.ALREADY_EXISTS, 1, "`tarry subscription update` changes it"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 1, "topic is wrong."),
+        (grpc.StatusCode.DATA_LOSS, 1, "has to be restored from a copy"),
+        (grpc.StatusCode.INVALID_ARGUMENT, 2, "topic is wrong."),
+        (grpc.StatusCode.UNAVAILABLE, 3, "start it with `tarryd`, or name another with --address"),
+        (grpc.StatusCode.UNKNOWN, 3, "repeating the command is safe"),
+        (grpc.StatusCode.FAILED_PRECONDITION, 3, "The owner is another daemon"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 3, "repeat it, with a longer --timeout"),
+        (grpc.StatusCode.INTERNAL, 1, "the daemon's log has more"),
+        (grpc.StatusCode.PERMISSION_DENIED, 1, "topic is wrong. (PERMISSION_DENIED)"),
+    ],
+)
+def test_each_failure_is_one_line_that_says_what_to_do(
+    daemon: FakeDaemon, run: Run, code: grpc.StatusCode, exit_code: int, says: str
+) -> None:
+    daemon.script("GetTopicStats", refuse(code, "topic is wrong"))
+    result = run("stats", "t", "--timeout", "0.2")
+    assert result.exit_code == exit_code
+    assert says in result.stderr
+    assert result.stderr.startswith("tarry: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [(grpc.StatusCode.UNAVAILABLE, 3), (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)]
+)
+def test_a_daemon_that_names_a_time_is_believed(
+    daemon: FakeDaemon, run: Run, code: grpc.StatusCode, exit_code: int
+) -> None:
+    daemon.script("GetTopicStats", refuse(code, "topic t is being loaded", retry_after_ms="2500"))
+    result = run("stats", "t", "--timeout", "0.2")
+    assert result.exit_code == exit_code
+    assert "topic t is being loaded. Try again in 2.5 s" in result.stderr
+    assert "tarryd" not in result.stderr
+
+
+def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> None:
+    daemon.stop()
+    result = run("topics", "--timeout", "0.2")
+    assert result.exit_code == output.EXIT_UNREACHABLE
+    assert f"the daemon at {daemon.address} is unavailable" in result.stderr
+
+
+def test_something_that_never_answers_is_named(daemon: FakeDaemon, run: Run) -> None:
+    release = fake_daemon.Gate()
+    daemon.script("ListTopics", lambda request, context: release.wait())
+    result = run("topics", "--timeout", "0.1")
+    release.open()
+    assert result.exit_code == output.EXIT_UNREACHABLE
+    assert "does not answer" in result.stderr

@@ -1,0 +1,66 @@
+"""Tables, notes, times and durations."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import pytest
+
+from tarry.cli import output, rows
+
+
+def test_times_are_local_with_their_offset() -> None:
+    text = output.time_text(1_896_091_200_123)
+    assert datetime.datetime.fromisoformat(text).timestamp() == pytest.approx(1_896_091_200.123)
+    assert output.time_text(None) == "-"
+    assert output.time_text(2**63) == f"{2**63} ms"
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> pytest.MonkeyPatch:
+    # The class: `capsys` makes another stdout for the test than for its fixtures.
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_gets_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Topics", ("topic", "pending"), [("[red]a", 1234567)], empty="none")
+    output.facts("Facts", {"pending": 1234567})
+    shown = capsys.readouterr()
+    assert "[red]a" in shown.out
+    assert shown.out.count("1,234,567") == 2
+    assert "\t" not in shown.out
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize(("columns", "is_table"), [("80", True), ("50", False)])
+def test_a_narrow_terminal_gets_a_block_a_row(
+    terminal: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str, is_table: bool
+) -> None:
+    terminal.setenv("COLUMNS", columns)
+    due = output.At(1_896_091_200_123)
+    output.table("Things", ("name", "rows", "due"), [("x" * 30, 1234567, due)], empty="none")
+    shown = capsys.readouterr().out
+    assert ("─" in shown) == is_table
+    for value in ("name", "x" * 30, "1,234,567", due.short):
+        assert value in shown
+    assert str(due) not in shown
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_table_without_rows_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Topics", ("topic", "pending"), [], empty="there are none")
+    assert capsys.readouterr() == ("", "tarry: there are none\n")
+
+
+def test_a_time_in_a_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Times", ("at",), [(output.At(1_896_091_200_123),), (output.At(None),)], empty="none")
+    assert capsys.readouterr().out.splitlines() == ["at", output.time_text(1_896_091_200_123), "-"]
+
+
+@pytest.mark.parametrize("text", ["0ms", "1ms", "1500ms", "1s", "30s", "1m30s", "1h", "12h", "7d", "1d1s"])
+def test_a_duration_is_shown_as_it_is_written(text: str) -> None:
+    assert output.duration_text(rows.Duration().convert(text, None, None)) == text

@@ -1,0 +1,181 @@
+"""What `add`, `contains`, `trim` and `clear` send and print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+
+from tarry.cli import output
+from tarry.v1 import delayed_delivery_pb2
+from tests.client.cli.conftest import Run
+from tests.client.fake_daemon import FakeDaemon, Requests, accept_all, answer, refused, status
+
+
+def adds_of(daemon: FakeDaemon) -> list[Any]:
+    return [request.add for requests in daemon.requests("StreamAddMessages") for request in requests.taken]
+
+
+def test_entries_are_added_from_options(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    result = run("add", "t", "--ledger", "3", "--entries", "5-9", "--in", "1m30s", "--batch-rows", "3", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary.pop("seconds") >= 0
+    assert summary == {
+        "topic": "t", "rows": 5, "accepted": 5, "duplicates": 0, "late_on_arrival": 0, "returned": 0, "raised": 0
+    }  # fmt: skip
+    first, second = adds_of(daemon)
+    assert (first.topic, list(first.ledger_id), list(first.delay_ms)) == ("t", [3], [90_000])
+    assert (list(first.entry_id), list(second.entry_id)) == ([5, 6, 7], [8, 9])
+    assert not first.key_hash
+
+
+def test_a_time_and_a_key_apply_to_every_entry(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    result = run("add", "t", "--ledger", "3", "--entries", "7", "--at", "2030-01-31T12:00:00Z", "--key", "foo")
+    assert result.exit_code == 0, result.output
+    assert "accepted\t1" in result.stdout
+    (add,) = adds_of(daemon)
+    assert list(add.deliver_at_ms) == [1896091200000]
+    assert list(add.key_hash) == [4138058784]
+
+
+def test_a_file_s_rows_are_added(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    path = tmp_path / "rows.csv"
+    path.write_text("ledger,entry,deliver_at_ms,key\n1,2,3,foo\n\n4,5,6,\n", encoding="utf-8-sig")
+    result = run("add", "t", "--file", str(path), "--already-due", "return", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["accepted"] == 2
+    (add,) = adds_of(daemon)
+    assert (list(add.ledger_id), list(add.entry_id), list(add.deliver_at_ms)) == ([1, 4], [2, 5], [3, 6])
+    assert list(add.key_hash) == [4138058784, 0]
+    assert add.already_due == delayed_delivery_pb2.ALREADY_DUE_RETURN
+
+
+def test_standard_input_in_any_order_of_columns_is_added(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    result = run("add", "t", "--file", "-", "--batch-rows", "1", stdin="deliver_at_ms,ledger,entry\n3,1,2\n6,4,5\n")
+    assert result.exit_code == 0, result.output
+    assert [(add.ledger_id[0], add.entry_id[0], add.deliver_at_ms[0]) for add in adds_of(daemon)] == [
+        (1, 2, 3),
+        (4, 5, 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ledger,entry\n1,2\n", "the first line lacks deliver_at_ms"),
+        ("", "the first line lacks ledger, entry, deliver_at_ms"),
+        ("ledger,entry,deliver_at_ms,colour\n", "unknown column 'colour'"),
+        ("ledger,entry,deliver_at_ms\n1,2,3\n1,x,3\n", "line 3: entry is 'x'; it must be an integer from 0 to"),
+        ("ledger,entry,deliver_at_ms\n1,2\n", "line 2: deliver_at_ms is ''"),
+        ("ledger,entry,deliver_at_ms\n1,2,-3\n", "line 2: deliver_at_ms is '-3'"),
+        ("ledger,entry,deliver_at_ms\n18446744073709551616,2,3\n", "line 2: ledger is '18446744073709551616'"),
+        (b"ledger,entry,deliver_at_ms\n\xff,2,3\n", "the file is not UTF-8"),
+        ('ledger,entry,deliver_at_ms\n"' + "1" * 200_000 + '",2,3\n', "the file is not CSV"),
+    ],
+)
+def test_a_bad_file_is_told_with_its_line(daemon: FakeDaemon, run: Run, text: str | bytes, says: str) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    result = run("add", "t", "--file", "-", stdin=text)
+    assert result.exit_code == output.EXIT_INPUT
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ledger", "1"], "give --ledger and --entries, or --file"),
+        (["--ledger", "1", "--entries", "1"], "give exactly one of --in and --at"),
+        (["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "5"], "give exactly one of --in and --at"),
+        (["--file", "-", "--ledger", "1"], "--file has the rows"),
+        (["--ledger", "1", "--entries", "9-5", "--in", "1s"], "'9-5' must go from a lower to a higher entry"),
+        (["--ledger", "1", "--entries", "a", "--in", "1s"], "'a' is not a range of entries"),
+        (["--ledger", "-1", "--entries", "1", "--in", "1s"], "-1 is not in the range"),
+        (["--ledger", "1", "--entries", "1", "--in", "5x"], "'5x' is not a duration; write for example 500ms"),
+        (["--ledger", "1", "--entries", "1", "--at", "soon"], "'soon' is not a time"),
+        (["--ledger", "1", "--entries", "1", "--at", "1960-01-01T00:00:00Z"], "is before 1970"),
+    ],
+)
+def test_wrong_options_are_told_and_nothing_is_sent(
+    daemon: FakeDaemon, run: Run, arguments: list[str], says: str
+) -> None:
+    result = run("add", "t", *arguments)
+    assert result.exit_code == output.EXIT_INPUT
+    assert says in result.stderr
+    assert daemon.calls == []
+
+
+def test_a_refusal_stops_adding_and_is_one_line(daemon: FakeDaemon, run: Run) -> None:
+    def refuse_all(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        for request in requests:
+            yield refused(request, status(code_pb2.OUT_OF_RANGE, "delay_ms is 9; the limit is 8"))
+
+    daemon.script("StreamAddMessages", refuse_all)
+    result = run("add", "t", "--ledger", "1", "--entries", "0-999999", "--in", "9ms", "--batch-rows", "10")
+    assert result.exit_code == output.EXIT_INPUT
+    assert result.stderr == "tarry: delay_ms is 9; the limit is 8.\n"
+    assert len(adds_of(daemon)) < 100_000
+
+
+def contained() -> delayed_delivery_pb2.ContainsMessagesResponse:
+    """Entry 3 and entries 6 to 7 of ledger 1 are pending, entries 4 to 5 due."""
+    ranges = delayed_delivery_pb2.EntryRanges
+    return delayed_delivery_pb2.ContainsMessagesResponse(
+        pending=ranges(ledger_id=[1, 1], first_entry_id=[3, 6], last_entry_id=[3, 7]),
+        due=ranges(ledger_id=[1], first_entry_id=[4], last_entry_id=[5]),
+    )
+
+
+def test_what_is_contained_is_listed_by_entry(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ContainsMessages", answer(contained()))
+    result = run("contains", "t", "--ledger", "1", "--entries", "0-9", "--subscription", "s")
+    assert result.stdout.splitlines() == [
+        "ledger\tfirst entry\tlast entry\trows\tstate",
+        "1\t3\t3\t1\tpending",
+        "1\t4\t5\t2\tdue",
+        "1\t6\t7\t2\tpending",
+    ]
+    (asked,) = daemon.requests("ContainsMessages")
+    assert (asked.topic, asked.subscription) == ("t", "s")
+    assert (list(asked.ledger_id), list(asked.entry_id), list(asked.last_entry_id)) == ([1], [0], [9])
+
+
+def test_what_is_contained_is_ranges_in_json(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ContainsMessages", answer(contained()))
+    result = run("contains", "t", "--ledger", "1", "--entries", "0-9", "--json")
+    assert json.loads(result.stdout) == {"topic": "t", "pending": [[1, 3, 3], [1, 6, 7]], "due": [[1, 4, 5]]}
+
+
+def test_that_nothing_is_contained_is_said(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ContainsMessages", answer(delayed_delivery_pb2.ContainsMessagesResponse()))
+    result = run("contains", "t", "--ledger", "1", "--entries", f"0-{2**64 - 1}")
+    assert result.exit_code == 0, result.output
+    assert "t holds none of these entries" in result.stderr
+
+
+def test_a_trim_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("TrimMessages", answer(delayed_delivery_pb2.TrimMessagesResponse(trimmed=2000)))
+    arguments = ("trim", "t", "--ledger", "7", "--entry", "19", "--yes")
+    assert run(*arguments).stdout == "dropped 2,000 rows of t\n"
+    lower = run(*arguments, "--all-lower-ledgers", "--subscription", "s", "--json")
+    assert json.loads(lower.stdout) == {"topic": "t", "subscription": "s", "trimmed": 2000}
+    whole, of_one = daemon.requests("TrimMessages")
+    assert (whole.subscription, whole.all_lower_ledgers) == ("", False)
+    assert (list(of_one.ledger_id), list(of_one.entry_id)) == ([7], [19])
+    assert (of_one.subscription, of_one.all_lower_ledgers) == ("s", True)
+
+
+def test_a_clear_tells_how_many_rows_it_dropped(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("ClearMessages", answer(delayed_delivery_pb2.ClearMessagesResponse(cleared=1)))
+    assert run("clear", "t", "--subscription", "s", "--yes").stdout == "dropped 1 row of t for subscription s\n"
+    assert json.loads(run("clear", "t", "--yes", "--json").stdout) == {"topic": "t", "subscription": None, "cleared": 1}
+    assert [request.subscription for request in daemon.requests("ClearMessages")] == ["s", ""]

@@ -1,0 +1,91 @@
+"""The command as a user runs it: processes of its own, pipes, and a daemon that is another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import processes
+from tests.support.processes import Daemons
+
+TARRY = Path(sys.executable).with_name("tarry")
+PATIENCE_S = 30.0
+
+
+class Shell:
+    """Runs command lines of `tarry` against one daemon."""
+
+    def __init__(self, address: str) -> None:
+        self._environment = os.environ | {"TARRY_ADDRESS": address}
+
+    def result(self, line: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [TARRY, *line.split()],
+            env=self._environment,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    def out(self, line: str, *, stdin: str | None = None) -> str:
+        """What it prints; it must succeed."""
+        result = self.result(line, stdin=stdin)
+        assert result.returncode == 0, f"tarry {line}: {result.stderr}"
+        return result.stdout
+
+    def parsed(self, line: str, *, stdin: str | None = None) -> Any:
+        """Its one line of JSON."""
+        return json.loads(self.out(f"{line} --json", stdin=stdin))
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    daemons = Daemons(tmp_path)
+    try:
+        daemon = daemons.make("tarryd", {"daemon.shards": 4, **processes.local_store(tmp_path / "root")})
+        daemon.start_serving()
+        yield Shell(daemon.address)
+    finally:
+        daemons.end()
+
+
+# More than a dozen processes, each of which loads its libraries: longer than the time of a test when cores are busy.
+@pytest.mark.timeout(180)
+def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
+    assert shell.parsed("add flights --ledger 1 --entries 1-8 --in 1h")["accepted"] == 8
+    assert shell.parsed("contains flights --ledger 1 --entries 0-9") == {
+        "topic": "flights", "pending": [[1, 1, 8]], "due": []
+    }  # fmt: skip
+    assert shell.parsed("seal flights")["rows"] == 8
+    assert shell.parsed("buckets flights")["pending"] == 8
+
+    shell.out("subscription create flights departures --lease 1m")
+    shell.out("add flights --ledger 2 --entries 0-4 --in 1ms")
+    taken = shell.out("get flights departures --max 5 --wait 10s --json")
+    entries = [json.loads(line)["entry_id"] for line in taken.splitlines()]
+    assert set(entries) <= set(range(5))
+    acknowledged = shell.parsed("ack flights departures --file -", stdin=taken)
+    assert (acknowledged["given"], acknowledged["ignored"]) == (len(entries), 0)
+
+    unanswered = shell.result("trim flights --ledger 1 --entry 3")
+    assert unanswered.returncode == 2
+    assert "--yes" in unanswered.stderr
+    assert shell.parsed("trim flights --ledger 1 --entry 3 --yes")["trimmed"] == 3
+    assert shell.parsed("policy flights --set delay_max_ms=1h")["effective"]["delay_max_ms"] == 3_600_000
+    refused = shell.result("add flights --ledger 3 --entries 0 --in 2h")
+    assert refused.returncode == 2
+    assert "7200000" in refused.stderr
+
+    assert shell.parsed("delete flights --yes")["rows"] == 5 + 5 - len(entries)
+    missing = shell.result("stats flights")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert shell.out("topics --json") == ""

@@ -1,0 +1,77 @@
+"""Rows, positions, times and ranges as people write them."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from tarry.cli import rows
+
+
+@pytest.mark.parametrize(
+    ("text", "expected_ms"),
+    [("500ms", 500), ("5s", 5_000), ("1.5h", 5_400_000), ("1h30m", 5_400_000), ("7d", 604_800_000)],
+)
+def test_durations(text: str, expected_ms: int) -> None:
+    assert rows.Duration().convert(text, None, None) == expected_ms
+
+
+@pytest.mark.parametrize("text", ["", "5", "5x", "s", "1h 30m", "-5s", "\u0665s", "9" * 400 + "d"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"is not a duration; write for example 500ms|is too long"):
+        rows.Duration().convert(text, None, None)
+
+
+def test_the_last_entry_there_is_can_be_added() -> None:
+    entries = rows.EntryRange().convert(f"{2**64 - 2}-{2**64 - 1}", None, None)
+    (batch,) = rows.from_options(1, entries, deliver_at_ms=None, delay_ms=1, key=None, batch_rows=10)
+    assert batch.entry_id.tolist() == [2**64 - 2, 2**64 - 1]
+
+
+def test_positions_of_a_file_come_in_batches() -> None:
+    lines = [f'{{"ledger_id": 1, "entry_id": {entry}, "deliver_at_ms": {2**64 - 1}, "late": 1}}' for entry in range(5)]
+    batches = list(rows.positions_from_json([*lines[:2], "", *lines[2:]], name="f", batch_rows=2))
+    assert [entry_id.tolist() for _, entry_id, _ in batches] == [[0, 1], [2, 3], [4]]
+    assert batches[0][2].tolist() == [2**64 - 1] * 2
+
+
+def test_positions_of_a_huge_range_are_made_as_they_are_needed() -> None:
+    entries = rows.EntryRange().convert(f"0-{2**64 - 1}", None, None)
+    ledger_id, entry_id, deliver_at_ms = next(rows.positions_from_options(7, entries, 9, batch_rows=2))
+    assert (ledger_id.tolist(), entry_id.tolist(), deliver_at_ms.tolist()) == ([7, 7], [0, 1], [9, 9])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "f, line 2: not JSON"),
+        ("1" * 5_000, "f, line 2: not JSON"),
+        ("[1, 2, 3]", "f, line 2: not an object such as `tarry get --json` prints"),
+        ('{"ledger_id": 1, "entry_id": 2}', "f, line 2: deliver_at_ms is None; it must be an integer from 0"),
+        ('{"ledger_id": true, "entry_id": 2, "deliver_at_ms": 3}', "f, line 2: ledger_id is True"),
+        (f'{{"ledger_id": 1, "entry_id": {2**64}, "deliver_at_ms": 3}}', "f, line 2: entry_id is 18446744073709551616"),
+    ],
+)
+def test_a_bad_position_is_told_with_its_line(line: str, says: str) -> None:
+    good = '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 3}'
+    with pytest.raises(click.UsageError) as refused:
+        list(rows.positions_from_json([good, line], name="f", batch_rows=10))
+    assert says in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["a"], "--set a: write NAME=VALUE"),
+        (["=1"], "--set =1: write NAME=VALUE"),
+        (["a=1", "a=2"], "--set a=2: a is given twice"),
+    ],
+)
+def test_names_and_values_are_checked(texts: list[str], says: str) -> None:
+    with pytest.raises(click.UsageError) as refused:
+        rows.names_and_values(texts, option="--set")
+    assert refused.value.message == says
+
+
+def test_a_value_may_hold_what_separates_it_from_its_name() -> None:
+    assert rows.names_and_values(["a=1=2", "b="], option="--property") == {"a": "1=2", "b": ""}
