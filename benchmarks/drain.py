@@ -22,7 +22,7 @@ NAME = "drain"
 SUBSCRIPTION = "dispatcher"
 RESTARTED, BEHIND = "tarry, restarted", "tarry, behind"
 REDIS_BATCHES = (1_000, 4_000, redis_load.DRAIN_BATCH_MAX)
-REDIS_IN_FLIGHT = 2
+REDIS_IN_FLIGHT = 4
 # All rows are due within it.
 SPAN_MS = 1_000
 # Until the first row is due: what adding and sealing may take.
