@@ -1,0 +1,1 @@
+"""What other systems publish as tests: which test of this repository says the same, and those that nobody had yet."""

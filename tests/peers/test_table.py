@@ -1,0 +1,40 @@
+"""The table of Pulsar's tests is whole, and each test that it names is there."""
+
+from __future__ import annotations
+
+from tests.peers import table
+from tests.peers.table import Standing
+
+# How many tests each section of Pulsar's has, as they were counted.
+COUNTED = {"9.1": 7, "9.3": 36, "9.4": 4, "9.5": 3, "9.7": 5, "9.8": 9}
+
+
+def test_each_test_of_pulsar_is_listed_once() -> None:
+    assert {section.title.split()[0]: len(section.peers) for section in table.SECTIONS} == COUNTED
+    names = [peer.name for peer in table.peers()]
+    assert len(set(names)) == len(names)
+
+
+def test_each_test_that_the_table_names_is_there() -> None:
+    assert not table.missing({test for peer in table.peers() for test in peer.tests})
+
+
+def test_a_test_that_is_not_there_is_missed() -> None:
+    module = "tests.peers.test_table"
+    absent = [f"{module}:test_that_was_renamed", "tests.peers.test_no_module:test_anything"]
+    assert table.missing([f"{module}:test_a_test_that_is_not_there_is_missed", *absent]) == absent
+
+
+def test_each_entry_has_a_test_or_says_what_it_waits_for() -> None:
+    for peer in table.peers():
+        if peer.standing is Standing.WAITS:
+            assert peer.note in ("merge", "collection"), peer.name
+            continue
+        assert peer.tests, peer.name
+        assert peer.note or peer.standing is Standing.HERE, f"{peer.name} says no reason"
+
+
+def test_only_tests_that_need_a_merge_wait_for_it() -> None:
+    waiting = [peer.name for peer in table.peers() if peer.standing is Standing.WAITS and peer.note == "merge"]
+    assert all("Merge" in name for name in waiting)
+    assert len(waiting) == sum("Merge" in peer.name for peer in table.peers())
