@@ -57,19 +57,30 @@ class Claim:
 
     Two claimants may try the same epoch: that the tip carries it does not show whose claim has landed, only the commit
     id does. After an unknown outcome the next claim takes a higher epoch.
+
+    `gone_owners`: recorded owners, "" for nobody, of whom no process hands out anything any more. Where the former owner
+    is one of them, and none before it is left either, the new epoch is settled at once.
     """
 
     shard: int
     epoch: int
     owner: str
     address: str
+    gone_owners: frozenset[str] = frozenset()
 
     def precondition(self, tip: ShardManifest | None) -> str | None:
         return None if tip is None or tip.epoch < self.epoch else f"the epoch is {tip.epoch}, not below {self.epoch}"
 
     def apply(self, tip: ShardManifest | None) -> ShardManifest:
         before = tip or ShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=0)
-        return dataclasses.replace(before, epoch=self.epoch, owner=self.owner, address=self.address)
+        settled = before.settled_epoch == before.epoch and before.owner in self.gone_owners
+        return dataclasses.replace(
+            before,
+            epoch=self.epoch,
+            owner=self.owner,
+            address=self.address,
+            settled_epoch=self.epoch if settled else before.settled_epoch,
+        )
 
     def landed(self, tip: ShardManifest) -> bool:
         return False
@@ -121,6 +132,24 @@ class WriteCheckpoint:
     def landed(self, tip: ShardManifest) -> bool:
         named = {each.object.name for each in (tip.checkpoint, tip.previous_checkpoint) if each is not None}
         return self.reference.object.name in named | {each.object.name for each in tip.tombstones}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """The owners before this one have gone without a confirmation for so long that they hand out nothing any more."""
+
+    epoch: int
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        if tip is None:
+            return "nobody ever owned the shard"
+        return None if tip.epoch == self.epoch else f"the epoch is {tip.epoch}, not {self.epoch}"
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        return dataclasses.replace(_existing(tip), settled_epoch=self.epoch)
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return tip.settled_epoch == self.epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

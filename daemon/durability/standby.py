@@ -42,10 +42,10 @@ def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimable:
-    """Every shard may be claimed. `former_owner_gone`: no process that owned one of them can still be alive."""
+    """Every shard may be claimed. `gone_owners`: recorded owners of whom no process is alive; "" stands for nobody."""
 
     reason: str
-    former_owner_gone: bool
+    gone_owners: frozenset[str]
 
 
 class Standby:
@@ -132,7 +132,8 @@ class Standby:
             if isinstance(decision, Wait):
                 return decision
             reasons.append(decision.reason)
-        return Claimable(reasons[0], former_owner_gone=all(lock is OwnerLock.FREE for lock in locks.values()))
+        ended = (owner for owner, lock in locks.items() if lock is OwnerLock.FREE)
+        return Claimable(reasons[0], frozenset(("", self._daemon_id, *ended)))
 
     def _recorded_owners(self) -> list[RecordedOwner | None]:
         """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""

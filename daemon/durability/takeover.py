@@ -45,7 +45,7 @@ class Claimant:
 
     `address`: host:port of its gRPC service. `executor` reads slots and must not be the one that runs `take_over`.
     `wall_clock_ms`: for the manifest's `created_ms` only. `new_id`: gives commit ids. `checkpoint_damaged` hears of
-    the key of a checkpoint that cannot be read.
+    the key of a checkpoint that cannot be read. `gone_owners`: see `shard_manifest.Claim`.
     """
 
     daemon_id: str
@@ -57,6 +57,7 @@ class Claimant:
     wall_clock_ms: Callable[[], int]
     new_id: Callable[[], str]
     checkpoint_damaged: Callable[[str], None]
+    gone_owners: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class ShardClaim:
     checkpoint: checkpoint_format.Checkpoint | None
     replay_from: int
     slots: tuple[journal_tail.Slot, ...]
+
+    @property
+    def settled(self) -> bool:
+        """Whether no former owner hands out anything any more."""
+        return self.tip.manifest.settled_epoch == self.epoch
 
 
 def take_over(
@@ -141,7 +147,13 @@ def _finish(takeover: _Takeover) -> ShardClaim:
 def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: Claimant) -> commit.Tip[ShardManifest]:
     before = shard_log.read_tip()
     epoch = 1 if before is None else before.manifest.epoch + 1
-    operation = shard_manifest.Claim(shard=shard, epoch=epoch, owner=claimant.daemon_id, address=claimant.address)
+    operation = shard_manifest.Claim(
+        shard=shard,
+        epoch=epoch,
+        owner=claimant.daemon_id,
+        address=claimant.address,
+        gone_owners=claimant.gone_owners,
+    )
     try:
         return commit.commit(
             shard_log,

@@ -56,7 +56,6 @@ class Engine:
         self._damaged: dict[int, Corruption] = {}
         # Of the shards as they were claimed, so that they can be given up when they are lost.
         self._epochs: dict[int, int] = {}
-        self._acknowledgements_from_s = 0.0
         self._candidate = Candidate(environment, waiting=self._wait_for)
         self._health = Health(serving=False, reason=STARTING)
         self._health_callbacks: list[Callable[[Health], None]] = []
@@ -200,7 +199,6 @@ class Engine:
         self._lost.clear()
         # Keys of segments that an earlier ownership loaded mean nothing now.
         self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
-        self._acknowledgements_from_s = claimed.acknowledgements_from_s
         self._damaged = dict(claimed.damaged)
         self._epochs = {}
         shards = [self._serve_shard(claim) for claim in claimed.claims]
@@ -232,7 +230,6 @@ class Engine:
             self._due_loop,
             self._cache,
             self._environment,
-            acknowledgements_from_s=self._acknowledgements_from_s,
             lost=self._shard_lost,
         )
         self._shards[shard.number] = shard

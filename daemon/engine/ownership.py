@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from daemon.durability import heartbeat, standby, takeover
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
-from daemon.engine.shard import HAND_OUT_UNCONFIRMED_S
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
@@ -32,13 +31,10 @@ LOOK_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimed:
-    """All shards of the root. `damaged`: why those that are not among the claims cannot be served.
-    `acknowledgements_from_s`: see `ServedShard`.
-    """
+    """All shards of the root. `damaged`: why those that are not among the claims cannot be served."""
 
     claims: tuple[takeover.ShardClaim, ...]
     damaged: Mapping[int, Corruption]
-    acknowledgements_from_s: float
 
 
 class Candidate:
@@ -96,20 +92,21 @@ class Candidate:
                 log.info("taking over: %s", claimable.reason)
                 self._waiting("taking over the shards")
                 self.is_taking_over = True
-                claims, damaged = await self._claim_all()
+                claims, damaged = await self._claim_all(claimable.gone_owners)
             except (StoreError, commit.CommitOutcomeUnknown) as error:
                 self._waiting(f"the store cannot be reached: {error}")
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
             else:
-                wait_s = 0.0 if claimable.former_owner_gone else HAND_OUT_UNCONFIRMED_S
-                return Claimed(claims, damaged, self._environment.clock.elapsed_s() + wait_s)
+                return Claimed(claims, damaged)
             finally:
                 self.is_taking_over = False
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
-    async def _claim_all(self) -> tuple[tuple[takeover.ShardClaim, ...], dict[int, Corruption]]:
+    async def _claim_all(
+        self, gone_owners: frozenset[str]
+    ) -> tuple[tuple[takeover.ShardClaim, ...], dict[int, Corruption]]:
         """Of several candidates the one that gets the first shard that can be read goes on with the others."""
         claims: list[takeover.ShardClaim] = []
         damaged: dict[int, Corruption] = {}
@@ -117,10 +114,11 @@ class Candidate:
         while shards and not claims:
             shard = shards.pop(0)
             try:
-                claims.append(await self._claim(shard))
+                claims.append(await self._claim(shard, gone_owners))
             except Corruption as error:
                 damaged[shard] = error
-        results = await asyncio.gather(*map(self._claim, shards), return_exceptions=True)
+        others = (self._claim(shard, gone_owners) for shard in shards)
+        results = await asyncio.gather(*others, return_exceptions=True)
         errors: list[BaseException] = []
         for shard, result in zip(shards, results, strict=True):
             if isinstance(result, Corruption):
@@ -150,9 +148,9 @@ class Candidate:
 
     async def claim_mended(self, shard: int) -> takeover.ShardClaim:
         """Claims a shard that was damaged, if it can be read now; else raises Corruption, and claims nothing."""
-        return await self._claim(shard)
+        return await self._claim(shard, frozenset(("", self._environment.config.daemon_id)))
 
-    async def _claim(self, shard: int) -> takeover.ShardClaim:
+    async def _claim(self, shard: int, gone_owners: frozenset[str]) -> takeover.ShardClaim:
         environment = self._environment
         claimant = takeover.Claimant(
             daemon_id=environment.config.daemon_id,
@@ -164,6 +162,7 @@ class Candidate:
             wall_clock_ms=environment.clock.now_ms,
             new_id=environment.new_id,
             checkpoint_damaged=lambda key: environment.metrics.damage_found("checkpoint"),
+            gone_owners=gone_owners,
         )
 
         def claim() -> takeover.ShardClaim:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint, checkpoint_store, epoch_confirmation, recovery, shard_manifest
+from daemon.durability import backoff, checkpoint, checkpoint_store, epoch_confirmation, recovery, shard_manifest
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
 HAND_OUT_UNCONFIRMED_S = 15.0
+# One attempt to note that no former owner is left.
+SETTLE_S = 10.0
 # So long the store is asked who owns a shard that was lost, before that is answered without the owner's name.
 SUCCESSOR_LOOK_S = 2.0
 
@@ -48,8 +50,8 @@ SUCCESSOR_LOOK_S = 2.0
 class ServedShard:
     """An owned shard. `lost` is called once with the error that ended it. `close` ends everything in it.
 
-    `acknowledgements_from_s`: after an unclean takeover no acknowledgement is answered before that time: until then the
-    former owner may hand out what it acknowledged.
+    Until the claim is settled a former owner may hand out what this one acknowledges: no acknowledgement is answered
+    before every one of them has gone for so long without a confirmation that it cannot.
     """
 
     def __init__(
@@ -60,7 +62,6 @@ class ServedShard:
         cache: SegmentCache,
         environment: Environment,
         *,
-        acknowledgements_from_s: float,
         lost: Callable[[int, BaseException], None],
     ) -> None:
         self.number = claim.shard
@@ -74,7 +75,9 @@ class ServedShard:
         self._due_loop = due_loop
         self._cache = cache
         self._environment = environment
-        self._acknowledgements_from_s = acknowledgements_from_s
+        unsettled_s = 0.0 if claim.settled else HAND_OUT_UNCONFIRMED_S
+        self._acknowledgements_from_s = environment.clock.elapsed_s() + unsettled_s
+        self._settled = claim.settled
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
         self._releasing = False
@@ -135,7 +138,7 @@ class ServedShard:
 
     def serve(self) -> None:
         """Starts writing slots, confirming the epoch, and loading the topics."""
-        for work in (self.commits.run(), self.confirmation.watch()):
+        for work in (self.commits.run(), self.confirmation.watch(), self._settle()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
@@ -238,6 +241,29 @@ class ServedShard:
         wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
         if wait_s > 0:
             await self._environment.sleep(wait_s)
+
+    async def _settle(self) -> None:
+        """Notes that no former owner is left, so that the next owner need not wait for any of them."""
+        if self._settled:
+            return
+        await self.acknowledgements_open()
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                await self._environment.run(
+                    lambda: commit.commit(
+                        self._shard_log,
+                        shard_manifest.Settle(epoch=self.epoch),
+                        writer=self._environment.config.daemon_id,
+                        created_ms=self._environment.clock.now_ms(),
+                        warm=self.confirmation.tip,
+                        deadline_s=SETTLE_S,
+                    )
+                )
+            except (StoreError, commit.CommitOutcomeUnknown) as error:
+                log.warning("shard %d: that it is settled cannot be noted, trying again: %s", self.number, error)
+                await self._environment.sleep(delay_s)
+            else:
+                return
 
     # ---- slots
 

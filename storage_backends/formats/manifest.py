@@ -88,7 +88,7 @@ class ShardManifest:
     """Who owns a shard, and where replay begins: `replay_from` and every lower slot are covered.
 
     `owner` is empty when the shard was given up. `previous_checkpoint`: slots are kept for it as well. `fence_slot`:
-    the highest fence known, 0 when there is none.
+    the highest fence known, 0 when there is none. Owners of epochs below `settled_epoch` hand out nothing any more.
     """
 
     head: ManifestHead
@@ -101,6 +101,7 @@ class ShardManifest:
     replay_from: int = 0
     tombstones: tuple[Tombstone, ...] = ()
     fence_slot: int = 0
+    settled_epoch: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

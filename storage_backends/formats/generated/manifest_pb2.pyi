@@ -167,6 +167,7 @@ class ShardManifest(_message.Message):
     REPLAY_FROM_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     FENCE_SLOT_FIELD_NUMBER: _builtins.int
+    SETTLED_EPOCH_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     epoch: _builtins.int
     owner: _builtins.str
@@ -176,6 +177,10 @@ class ShardManifest(_message.Message):
     """This slot and every lower one are covered by checkpoint and topic manifests."""
     fence_slot: _builtins.int
     """The highest fence written by the owner of the previous epoch or this one, 0 when there is none yet."""
+    settled_epoch: _builtins.int
+    """Owners of lower epochs hand out nothing any more: each has ended, given the shard up, or gone without a confirmation
+    for long enough.
+    """
     @_builtins.property
     def head(self) -> Global___ManifestHead: ...
     @_builtins.property
@@ -199,10 +204,11 @@ class ShardManifest(_message.Message):
         replay_from: _builtins.int | None = ...,
         tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
         fence_slot: _builtins.int | None = ...,
+        settled_epoch: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "settled_epoch", b"settled_epoch", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "fence_slot", b"fence_slot", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "replay_from", b"replay_from", "settled_epoch", b"settled_epoch", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

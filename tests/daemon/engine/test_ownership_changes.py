@@ -190,3 +190,47 @@ async def test_a_new_request_is_refused_while_what_was_staged_is_made_durable(ma
     again = await two.receiver("t")
     await again.received(15)
     assert again.positions == {row[:2] for row in rows[5:]} | {(2, entry) for entry in range(10)}
+
+
+async def test_done_waits_for_every_former_owner_also_after_a_takeover_that_ended_early(
+    machines: EngineFixture,
+) -> None:
+    quick = "ownership.heartbeat_interval_s=0.5"
+    one = await machines.served_by("one", quick)
+    two = await machines.daemon("two", quick).start()
+    await two.until(lambda: "waiting for daemon one" in two.engine.health.reason)
+    receiver = await one.receiver("t", permits=1)
+    await one.add("t", 1, [1, 2, 3], delay_ms=500)
+    await receiver.received(1)
+    one.suspend()
+    await two.serving()
+    two.kill()
+    # The process of epoch 2 is gone for certain; that of epoch 1 is not, and may still hand out.
+    again = await machines.served_by("two", quick)
+    second = await again.receiver("t")
+    done = second.acknowledge(await second.received(3))
+    await asyncio.sleep(2)
+    assert not done.done()
+    receiver.stream.grant(10)
+    one.resume()
+    assert await done == 0
+    rows = len(receiver.rows)
+    await asyncio.sleep(30)
+    assert len(receiver.rows) == rows, "what was answered Done is not handed out again"
+
+
+async def test_done_waits_for_nobody_once_it_is_noted_that_no_former_owner_is_left(machines: EngineFixture) -> None:
+    quick = "ownership.heartbeat_interval_s=0.5"
+    one = await machines.served_by("one", quick)
+    two = await machines.daemon("two", quick).start()
+    await two.until(lambda: "waiting for daemon one" in two.engine.health.reason)
+    one.kill()
+    await two.serving()
+    await asyncio.sleep(20)
+    two.kill()
+    again = await machines.served_by("two", quick)
+    receiver = await again.receiver("t")
+    await again.add("t", 1, [1], delay_ms=500)
+    begun_s = machines.elapsed_s()
+    await receiver.acknowledge(await receiver.received(1))
+    assert machines.elapsed_s() - begun_s < 2
