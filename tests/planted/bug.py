@@ -10,18 +10,21 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.simulation.run import run
+from tests.simulation.run import AS_IT_COMES, Directed, run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bug:
-    """`plant` breaks one rule of the real code. `breaks`: which rule, invariant, or kind of state."""
+    """`plant` breaks one rule of the real code. `breaks`: which rule, invariant, or kind of state.
+
+    `directed`: what its runs have, where runs as they come meet the bug too seldom.
+    """
 
     breaks: str
     plant: Plant
-    first_seed: int = 0
+    directed: Directed = AS_IT_COMES
 
     @property
     def name(self) -> str:
@@ -30,10 +33,10 @@ class Bug:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """`seeds`: how many were run until one broke a rule. `breach`: what it broke first."""
+    """`seeds`: how many were run until one broke a rule, `steps`: how many the last took. `breach`: the rule."""
 
     seeds: int
-    seed: int
+    steps: int
     breach: str
 
 
@@ -41,8 +44,8 @@ def search(bug: Bug, seeds_max: int) -> Found | None:
     """Runs seeds with the bug planted until one breaks a rule; None when none does."""
     with pytest.MonkeyPatch.context() as patch:
         bug.plant(patch)
-        for count, seed in enumerate(range(bug.first_seed, bug.first_seed + seeds_max), 1):
-            result = run(seed)
+        for seed in range(seeds_max):
+            result = run(seed, directed=bug.directed)
             if result.breaches:
-                return Found(count, seed, result.breaches[0])
+                return Found(seed + 1, result.steps, result.breaches[0])
     return None

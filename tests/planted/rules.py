@@ -20,6 +20,9 @@ from daemon.engine.shard import ServedShard
 from storage_backends import object_store, topic_manifest
 from storage_backends.formats import journal, manifest, names
 from tests.planted.bug import Bug
+from tests.simulation.faults import Trouble
+from tests.simulation.run import Directed
+from tests.support.fault_store import Fault
 
 
 def slots_are_put_without_a_condition(patch: pytest.MonkeyPatch) -> None:
@@ -210,23 +213,54 @@ def slots_are_deleted_because_a_listing_shows_later_ones(patch: pytest.MonkeyPat
     patch.setattr(JournalTruncation, "truncate", by_listing)
 
 
+LOSES_ANSWERS = Directed(weights={Fault.FAIL_AFTER: 0.15, Fault.DELIVER_LATE: 0.05})
+QUICK = ("ownership.heartbeat_interval_s=0.5", "journal.checkpoint_slots=2")
+
+
+def paused(seconds: float, operation: str, key_part: str, *, before: bool) -> Directed:
+    """Two daemons, and who owns the shards is suspended now and then, at such a call."""
+    troubles = tuple(Trouble("suspend", operation, key_part, nth, before, seconds) for nth in (9, 30, 60))
+    return Directed(troubles, settings=QUICK, daemons=2, chaos_s=seconds + 30.0)
+
+
+def two_claimants() -> Directed:
+    """The owner is killed, and the next ones are suspended in the middle of their takeovers."""
+    killed = [Trouble("kill", "put_if_absent", "/journal/", nth, True, 30.0) for nth in (9, 40)]
+    suspended = [Trouble("suspend", "crash_point", "takeover.after_claim", nth, True, 6.0) for nth in (1, 3, 5)]
+    return Directed((*killed, *suspended), settings=QUICK, daemons=3)
+
+
+BEFORE_A_SLOT = paused(8.0, "put_if_absent", "/journal/", before=True)
+
 BUGS = (
-    Bug("R1", slots_are_put_without_a_condition),
-    Bug("R1", a_slot_is_made_anew_at_each_try),
-    Bug("R2", a_slot_that_head_does_not_see_has_failed),
-    Bug("R2", a_412_means_somebody_else_whoever_wrote_it),
+    Bug("R1", slots_are_put_without_a_condition, BEFORE_A_SLOT),
+    Bug("R1", a_slot_is_made_anew_at_each_try, LOSES_ANSWERS),
+    Bug("R2", a_slot_that_head_does_not_see_has_failed, LOSES_ANSWERS),
+    Bug("R2", a_412_means_somebody_else_whoever_wrote_it, LOSES_ANSWERS),
     Bug("R5", the_journal_is_read_before_the_claim),
     Bug("R5", there_is_no_fence),
-    Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence),
+    Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence, two_claimants()),
     Bug("R5", topics_are_read_and_not_claimed),
-    Bug("R6", fences_are_deleted),
+    Bug("R6", fences_are_deleted, paused(25.0, "put_if_absent", "/journal/", before=True)),
     Bug("R6", slots_are_deleted_that_no_checkpoint_covers),
     Bug("R7", the_next_slot_does_not_wait_for_the_last),
     Bug("R8", answers_do_not_wait_for_their_slot),
-    Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw),
-    Bug("R8", hand_outs_go_on_without_a_confirmation),
-    Bug("R8", the_epoch_counts_as_confirmed_when_the_answer_comes),
-    Bug("R8", slots_are_answered_however_old_the_confirmation),
-    Bug("R8", acknowledgements_are_answered_at_once_after_a_takeover),
+    Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw, BEFORE_A_SLOT),
+    Bug("R8", hand_outs_go_on_without_a_confirmation, paused(20.0, "put_if_absent", "/journal/", before=True)),
+    Bug(
+        "R8",
+        the_epoch_counts_as_confirmed_when_the_answer_comes,
+        paused(20.0, "put_if_absent", "/journal/", before=False),
+    ),
+    Bug(
+        "R8",
+        slots_are_answered_however_old_the_confirmation,
+        paused(40.0, "put_if_absent", "/journal/", before=False),
+    ),
+    Bug(
+        "R8",
+        acknowledgements_are_answered_at_once_after_a_takeover,
+        paused(13.0, "put_if_absent", "/journal/", before=False),
+    ),
     Bug("R9", slots_are_deleted_because_a_listing_shows_later_ones),
 )

@@ -21,6 +21,8 @@ from storage_backends.formats.journal import AcknowledgeRecord
 from storage_backends.formats.rows import Rows
 from storage_backends.object_store import StoreError
 from tests.planted.bug import Bug
+from tests.simulation.faults import Trouble
+from tests.simulation.run import Directed
 
 # ---- I1 to I5 of the models
 
@@ -235,19 +237,28 @@ def a_deleted_topic_keeps_its_incarnation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(topic_manifest.DeleteTopic, "apply", applied)
 
 
+OFTEN = ("journal.checkpoint_slots=2", "bucket.min_index_count_per_bucket=5", "bucket.rows_max=5")
+
+
+def killed(operation: str, key_part: str, *, before: bool = False) -> Directed:
+    """Buckets are slow, checkpoints frequent, and the owner is killed at such a call."""
+    troubles = tuple(Trouble("kill", operation, key_part, nth, before, 0.3) for nth in (3, 6, 9))
+    return Directed(troubles, slow_kind="/buckets/", settings=OFTEN)
+
+
 BUGS = (
     Bug("I1", a_checkpoint_claims_a_slot_that_it_does_not_hold),
-    Bug("I2", a_bucket_is_written_after_the_manifest_that_names_it),
+    Bug("I2", a_bucket_is_written_after_the_manifest_that_names_it, killed("put_if_absent", "/topics/")),
     Bug("I3", a_commit_without_an_answer_is_reported),
     Bug("I4", the_last_slot_before_the_fence_is_not_replayed),
-    Bug("I5", rows_of_a_committed_seal_are_taken_from_the_checkpoint_too),
+    Bug("I5", rows_of_a_committed_seal_are_taken_from_the_checkpoint_too, killed("put_if_absent", "/topics/")),
     Bug("bucket objects", a_bucket_object_lacks_a_row),
     Bug("progress", a_seal_forgets_what_is_gone_and_acknowledged),
-    Bug("progress", a_seal_forgets_what_was_acknowledged_in_its_own_rows),
+    Bug("progress", a_seal_forgets_what_was_acknowledged_in_its_own_rows, killed("put_if_absent", "/topics/")),
     Bug("progress", what_goes_while_a_bucket_is_sealed_is_forgotten),
     Bug("checkpoint", a_checkpoint_forgets_the_mutable_rows),
     Bug("checkpoint", a_checkpoint_forgets_progress),
-    Bug("checkpoint", a_checkpoint_forgets_the_rows_of_a_seal_under_way),
+    Bug("checkpoint", a_checkpoint_forgets_the_rows_of_a_seal_under_way, killed("put_if_absent", "00/manifest/")),
     Bug("checkpoint", a_checkpoint_counts_whatever_the_manifest_has_reached),
     Bug("journal", acknowledgements_are_not_journaled),
     Bug("journal", replay_begins_at_the_manifest_and_not_above_the_checkpoint),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.simulation.history import History
 from tests.support.engine_fixture import Daemon, Killed
@@ -69,7 +69,10 @@ class Trouble:
 
 
 class Faults:
-    """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets."""
+    """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets.
+
+    `troubles`, `weights`: some troubles, and the share of calls that fail, whatever the seed says.
+    """
 
     def __init__(
         self,
@@ -78,13 +81,17 @@ class Faults:
         *,
         befall: Callable[[Daemon, Trouble], None],
         later: Callable[[float, Callable[[], object]], None],
+        troubles: Sequence[Trouble] = (),
+        weights: Mapping[Fault, float] | None = None,
     ) -> None:
         self._random = random.Random(f"faults {seed}")
         self._history = history
         self._befall = befall
         self._later = later
-        self._weights = self._random.choice(WEIGHTS)
-        self._troubles = [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
+        drawn = self._random.choice(WEIGHTS)
+        self._weights = drawn if weights is None else weights
+        self._troubles = [dataclasses.replace(trouble) for trouble in troubles]
+        self._troubles += [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
         self.over = False
 
     def _trouble(self) -> Trouble:

@@ -24,7 +24,7 @@ STALE_HAND_OUT_S = 15.0
 # Nothing is answered on the strength of a confirmation of the epoch that is older (R8), virtual seconds.
 STALE_ANSWER_S = 30.0
 # Two sums of times may differ by as much.
-LEASE_ROUNDING_S = 0.001
+ROUNDING_S = 0.001
 
 Claim = tuple[Position, int]
 
@@ -48,7 +48,7 @@ class OpenStream:
 
     @property
     def closed(self) -> bool:
-        return self.daemon.elapsed_s() > self.ends_s - LEASE_ROUNDING_S
+        return self.daemon.elapsed_s() > self.ends_s - ROUNDING_S
 
     def close(self) -> None:
         self.ends_s = min(self.ends_s, self.daemon.elapsed_s())
@@ -88,9 +88,9 @@ class Promises:
         return Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic))
 
     def add_answered(self, sent: Sent, outcome: AddOutcome) -> None:
-        self._check_confirmed(sent)
         topic = sent.topic
         positions = set(sent.positions)
+        self._check_confirmed(sent, max(topic.added.get(position, 0) for position in positions))
         repeated = len(sent.positions) - len(positions)
         if outcome.accepted + outcome.duplicates + len(outcome.returned_index) != len(sent.positions):
             self._breach(sent, f"{len(sent.positions)} positions were added and answered with {outcome}")
@@ -111,10 +111,15 @@ class Promises:
         row = topic.rows.get(position)
         return row is not None and row.slot <= slot
 
-    def _check_confirmed(self, sent: Sent) -> None:
-        unconfirmed_s = sent.daemon.elapsed_s() - sent.daemon.confirmed_s
+    def _check_confirmed(self, sent: Sent, slot: int) -> None:
+        """`slot`: the last one that the answer depends on. It may have been given, and not sent, before a pause."""
+        daemon = sent.daemon
+        given_before = max(daemon.applied_when_suspended.values(), default=0) >= slot
+        if given_before and daemon.elapsed_s() - daemon.resumed_s < ROUNDING_S:
+            return
+        unconfirmed_s = daemon.elapsed_s() - daemon.confirmed_s
         if unconfirmed_s > STALE_ANSWER_S:
-            self._breach(sent, f"{sent.daemon.name} answers {unconfirmed_s:.1f} s after it was last confirmed")
+            self._breach(sent, f"{daemon.name} answers {unconfirmed_s:.1f} s after its last confirmation")
 
     def _breach(self, sent: Sent, text: str) -> None:
         self._history.breach(f"topic {sent.topic.name}: {text}")
@@ -199,7 +204,7 @@ class Promises:
         )
 
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
-        self._check_confirmed(sent)
+        self._check_confirmed(sent, 0)
         topic = sent.topic
         self._check_former_owners(stream)
         left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
@@ -225,7 +230,7 @@ class Promises:
         self, sent: Sent, asked: Iterable[Position], found: Collection[Position], subscription: str | None
     ) -> None:
         """`found`: what of the asked was said to be in the index, or owed to the subscription."""
-        self._check_confirmed(sent)
+        self._check_confirmed(sent, 0)
         for position in asked:
             if position in found and not self._was_there(sent, position, subscription):
                 self._breach(sent, f"{position} is said to be there for {subscription}, and was not")

@@ -17,7 +17,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from daemon.durability import crash_points
@@ -26,13 +26,14 @@ from storage_backends.commit import CommitOutcomeUnknown, Refused
 from storage_backends.object_store import StoreError
 from tests.simulation import quiet
 from tests.simulation.cluster import Cluster, Machines
-from tests.simulation.faults import Faults
+from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, WatchedStore
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
 from tests.simulation.workload import Clients, held_positions, rows_of
 from tests.support.engine_fixture import Daemon, Killed
+from tests.support.fault_store import Fault
 from tests.support.virtual_loop import VirtualLoop
 
 # Virtual seconds.
@@ -56,13 +57,31 @@ class Result:
     lines: tuple[str, ...]
 
 
-def run(seed: int, *, everything: bool = False) -> Result:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Directed:
+    """What a run has whatever its seed says, to look for something in particular.
+
+    `daemons`: how many. `settings`: of the daemons. `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
+    """
+
+    troubles: tuple[Trouble, ...] = ()
+    weights: Mapping[Fault, float] | None = None
+    slow_kind: str | None = None
+    settings: tuple[str, ...] = ()
+    daemons: int | None = None
+    chaos_s: float | None = None
+
+
+AS_IT_COMES = Directed()
+
+
+def run(seed: int, *, everything: bool = False, directed: Directed = AS_IT_COMES) -> Result:
     """The run of a seed, from the first step to the last. `everything`: keep all lines of the story."""
     started_s = time.perf_counter()
     gc.disable()
     try:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            history = runner.run(_run(seed, everything))
+            history = runner.run(_run(seed, everything, directed))
     finally:
         gc.enable()
     return Result(
@@ -93,7 +112,7 @@ def settings_of(draw: random.Random) -> tuple[str, ...]:
     )
 
 
-async def _run(seed: int, everything: bool) -> History:
+async def _run(seed: int, everything: bool, directed: Directed) -> History:
     loop = asyncio.get_running_loop()
     history = History(loop.time, everything=everything)
     loop.set_exception_handler(lambda _, context: _unexpected(history, context))
@@ -101,10 +120,20 @@ async def _run(seed: int, everything: bool) -> History:
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
     oracle = Oracle(history, loop.time)
-    machines = Machines(WatchedStore(oracle), seed, settings_of(draw), Pace(seed), history)
-    cluster = Cluster(machines, seed, ("one", "two", "three")[: draw.choice((1, 2, 2, 3))], history)
-    machines.faults = Faults(seed, history, befall=cluster.befall, later=cluster.later)
-    course = _Course(seed, draw, machines, cluster, oracle, history)
+    settings = (*settings_of(draw), *directed.settings)
+    pace = Pace(seed, slow_kind=directed.slow_kind)
+    machines = Machines(WatchedStore(oracle), seed, settings, pace, history)
+    drawn = draw.choice((1, 2, 2, 3))
+    cluster = Cluster(machines, seed, ("one", "two", "three")[: directed.daemons or drawn], history)
+    machines.faults = Faults(
+        seed,
+        history,
+        befall=cluster.befall,
+        later=cluster.later,
+        troubles=directed.troubles,
+        weights=directed.weights,
+    )
+    course = _Course(seed, draw, directed.chaos_s or draw.uniform(*CHAOS_S), machines, cluster, oracle, history)
     with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history):
         await _until(course.run(), broken)
         machines.faults.end()
@@ -127,6 +156,7 @@ class _Course:
         self,
         seed: int,
         draw: random.Random,
+        chaos_s: float,
         machines: Machines,
         cluster: Cluster,
         oracle: Oracle,
@@ -134,6 +164,7 @@ class _Course:
     ) -> None:
         self._seed = seed
         self._draw = draw
+        self._chaos_s = chaos_s
         self._machines = machines
         self._cluster = cluster
         self._oracle = oracle
@@ -145,7 +176,7 @@ class _Course:
         clients = Clients(self._seed, self._cluster, self._oracle, self._promises, self._history, topics)
         self._cluster.start_all()
         clients.start()
-        await asyncio.sleep(self._draw.uniform(*CHAOS_S))
+        await asyncio.sleep(self._chaos_s)
         self._history.note("calm")
         self._machines.calm()
         self._cluster.calm()

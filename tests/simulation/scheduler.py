@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # What tells a daemon that it was still the owner when it asked (R8).
 CONFIRMS = re.compile(
-    r"(put_if_absent shards/\d+/journal|get_with_metadata shards/\d+/manifest|list shards/\d+/manifest)/\d*"
+    r"(?:(?:put_if_absent|head) shards/\d+/journal|(?:get_with_metadata|list) shards/\d+/manifest)/\d*"
 )
 
 # A step's time: (mean in seconds, share of steps that take SLOW_FACTOR times as long).
@@ -39,12 +39,13 @@ SLOW_ANSWERS = 0.15
 
 
 class Pace:
-    """Draws how long each step takes."""
+    """Draws how long each step takes. `slow_kind`: the kind of object that is slow, whatever the seed says."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, slow_kind: str | None = None) -> None:
         self._random = random.Random(f"pace {seed}")
         self._mean_s, self._slow_share = self._random.choice(PACES)
-        self._slow_kind = self._random.choice(SLOW_KINDS)
+        drawn = self._random.choice(SLOW_KINDS)
+        self._slow_kind = drawn if slow_kind is None else slow_kind
 
     def calm(self) -> None:
         """From now on nothing is slow."""

@@ -59,6 +59,8 @@ class Daemon(Process):
         self.name = f"{daemon_id}.{number}"
         self.confirmed_s = fixture.loop.time()
         """When it last asked the store, and was answered, what an owner that was superseded is told."""
+        self.applied_when_suspended: dict[int, int] = {}
+        """The last slot of each shard that was applied when it was suspended last."""
         self._step_ms = 0
         self._latest_ms = 0
         self.script = Script()
@@ -140,6 +142,10 @@ class Daemon(Process):
             if not task.done():
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
                 asyncio.tasks._unregister_task(task)
+
+    def suspend(self) -> None:
+        super().suspend()
+        self.applied_when_suspended = {shard.number: shard.applied_slot for shard in self.shards.values()}
 
     def freeze(self) -> None:
         """Its calls to the store, from now on, wait until it is thawed."""

@@ -16,6 +16,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import heapq
+import math
 import selectors
 import threading
 from collections.abc import Callable, Mapping
@@ -150,6 +151,8 @@ class Process:
         self.context.run(_process.set, self)
         self._held_back: list[asyncio.Handle] | None = None
         self._ended = False
+        self.resumed_s = -math.inf
+        """When it was resumed last."""
 
     @staticmethod
     def of(context: contextvars.Context | None) -> Process | None:
@@ -168,6 +171,7 @@ class Process:
     def resume(self) -> None:
         """SIGCONT."""
         held_back, self._held_back = self._held_back, None
+        self.resumed_s = self.loop.time()
         for handle in held_back or ():
             self.loop.go_on_with(handle)
 
