@@ -38,35 +38,17 @@ from storage_backends.formats.checkpoint import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.rows import Rows
 
-AnyRecord = journal.Record | journal.StoredRecord
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class TailSlot:
-    """The records of one slot that name one topic, in order. Most are never asked for: a later seal holds the rows."""
-
-    slot: int
-    records: tuple[AnyRecord, ...]
-
-    def decoded(self) -> CarriedSlot:
-        """Raises Corruption."""
-        try:
-            records = (each.decoded() if isinstance(each, journal.StoredRecord) else each for each in self.records)
-            return CarriedSlot(self.slot, tuple(records))
-        except errors.FormatError as error:
-            raise Corruption(f"slot {self.slot}: {error}") from error
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicTail:
     """What checkpoint and journal hold of a topic beside its manifest.
 
     `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
-    above it, ascending.
+    above it, ascending. Most are never decoded: a later seal holds the rows.
     """
 
     part: checkpoint.TopicPart | None = None
-    slots: tuple[TailSlot, ...] = ()
+    slots: tuple[CarriedSlot, ...] = ()
 
     @property
     def part_slot(self) -> int:
@@ -77,24 +59,24 @@ NOTHING = TopicTail()
 
 
 def tails_of(
-    loaded: checkpoint.Checkpoint | None, slots: Iterable[tuple[journal.SlotHeader, Sequence[AnyRecord]]]
+    loaded: checkpoint.Checkpoint | None, slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.AnyRecord]]]
 ) -> dict[str, TopicTail]:
     """By topic, all topics that the checkpoint or the slots name."""
     parts: dict[str, checkpoint.TopicPart] = {}
-    above: dict[str, list[TailSlot]] = {}
+    above: dict[str, list[CarriedSlot]] = {}
     covered = 0 if loaded is None else loaded.slot
     for part in () if loaded is None else loaded.topics:
-        above[part.topic_id] = [TailSlot(each.slot, each.records) for each in part.carried]
+        above[part.topic_id] = list(part.carried)
         slot = covered if part.slot is None else part.slot
         parts[part.topic_id] = dataclasses.replace(part, slot=slot, carried=())
     for header, records in slots:
         if header.slot <= covered:
             continue
-        named: dict[str, list[AnyRecord]] = {}
+        named: dict[str, list[journal.AnyRecord]] = {}
         for record in records:
             named.setdefault(record.topic_id, []).append(record)
         for topic_id, own in named.items():
-            above.setdefault(topic_id, []).append(TailSlot(header.slot, tuple(own)))
+            above.setdefault(topic_id, []).append(CarriedSlot(header.slot, tuple(own)))
     return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
 
 
@@ -104,7 +86,7 @@ def carried_part(topic_id: str, tail: TopicTail) -> checkpoint.TopicPart:
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
         part = checkpoint.TopicPart(topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0)
-    return dataclasses.replace(part, carried=tuple(slot.decoded() for slot in tail.slots))
+    return dataclasses.replace(part, carried=tail.slots)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -256,13 +238,23 @@ def _restore_mutable(
 
 
 def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
-    """Applies the decisions above the state that `restore` has put in, in order; how many rows they name."""
+    """Applies the decisions above the state that `restore` has put in, in order; how many rows they name.
+
+    Raises Corruption when one of them cannot be decoded.
+    """
     state_slot = max(tip.applied, tail.part_slot)
     rows = 0
     for slot in tail.slots:
         if slot.slot <= state_slot:
             continue
-        for record in slot.decoded().records:
+        for record in _decoded(slot):
             topic.apply(record, slot.slot, elapsed_ms=elapsed_ms)
             rows += record.row_count
     return rows
+
+
+def _decoded(slot: CarriedSlot) -> list[journal.Record]:
+    try:
+        return [each.decoded() if isinstance(each, journal.StoredRecord) else each for each in slot.records]
+    except errors.FormatError as error:
+        raise Corruption(f"slot {slot.slot}: {error}") from error

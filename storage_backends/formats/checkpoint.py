@@ -14,7 +14,7 @@ import dataclasses
 import zstandard
 
 from storage_backends.formats import errors, framing, journal, mirror, segment
-from storage_backends.formats.generated import checkpoint_pb2
+from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.rows import Rows
 
@@ -37,10 +37,12 @@ class SealingPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class CarriedSlot:
-    """The records of one slot that name one topic, in the order in which they are applied."""
+    """The records of one slot that name one topic, in the order in which they are applied; not decoded where they were
+    read: what is wrong inside their columns is their topic's damage.
+    """
 
     slot: int
-    records: tuple[journal.Record, ...]
+    records: tuple[journal.AnyRecord, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -145,13 +147,13 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
 
 def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
     named = f"{what} carried slot {message.slot}"
-    records = enumerate(message.records)
-    return CarriedSlot(
-        message.slot,
-        tuple(
-            journal.record_of(record, f"{named} record {number}", framing.HEADER_BYTES) for number, record in records
-        ),
-    )
+    records = []
+    for number, record in enumerate(message.records):
+        # A part of a message keeps the whole of it in memory, and this one may be kept for long.
+        own = journal_pb2.Record()
+        own.CopyFrom(record)
+        records.append(journal.StoredRecord(own, f"{named} record {number}", framing.HEADER_BYTES))
+    return CarriedSlot(message.slot, tuple(records))
 
 
 def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.ZstdCompressor) -> None:

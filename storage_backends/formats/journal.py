@@ -136,16 +136,30 @@ Record: TypeAlias = AddRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class StoredRecord:
-    """A record of a slot that was read, whose columns are not decoded yet: they may never be asked for."""
+    """A record that was read, whose columns are not decoded yet: they may never be asked for.
 
-    topic_id: str
-    row_count: int
-    _message: journal_pb2.Record
-    _what: str
+    `what` and `offset` (of the payload that holds it) are for the FormatError.
+    """
+
+    message: journal_pb2.Record
+    what: str
+    offset: int
+
+    @property
+    def topic_id(self) -> str:
+        return self.message.topic_id
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the record names."""
+        return self.message.rows
 
     def decoded(self) -> Record:
         """Raises FormatError."""
-        return record_of(self._message, self._what, HEADER_BYTES)
+        return _record_of(self.message, self.what, self.offset)
+
+
+AnyRecord: TypeAlias = Record | StoredRecord
 
 
 def _check_order(positions: Sequence[PositionBitmap]) -> None:
@@ -192,8 +206,7 @@ def read_slot(data: bytes) -> tuple[SlotHeader, tuple[StoredRecord, ...]]:
         detail = f"the header says {header.records} records, the payload has {len(message.records)}"
         raise errors.FormatError(_WHAT, HEADER_BYTES, detail)
     return header, tuple(
-        StoredRecord(record.topic_id, record.rows, record, f"{_WHAT} record {number}")
-        for number, record in enumerate(message.records)
+        StoredRecord(record, f"{_WHAT} record {number}", HEADER_BYTES) for number, record in enumerate(message.records)
     )
 
 
@@ -223,8 +236,11 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     return SlotHeader(shard, epoch, slot, SlotKind(kind), records), payload
 
 
-def fill_record(message: journal_pb2.Record, record: Record) -> None:
+def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
     """Sets the message of a record, the form that it has in a slot and where a checkpoint carries it."""
+    if isinstance(record, StoredRecord):
+        message.CopyFrom(record.message)
+        return
     message.topic_id = record.topic_id
     message.incarnation = record.incarnation
     message.rows = record.row_count
@@ -248,8 +264,7 @@ def fill_record(message: journal_pb2.Record, record: Record) -> None:
             mirror.extend(message.waive.positions, record.positions)
 
 
-def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
-    """The record of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
+def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
     match message.WhichOneof("decision"):
         case "add":
             rows = rows_of_add(message.add, message.rows, what, offset)

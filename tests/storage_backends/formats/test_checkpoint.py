@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from storage_backends.formats import checkpoint, errors, journal, manifest
 from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, SealingPart, TopicPart
+from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
@@ -66,7 +67,9 @@ def plain_part(part: TopicPart) -> object:
     return (part.topic_id, part.topic, part.incarnation, rows, sealing, part.progress, part.slot, carried)
 
 
-def plain_record(record: journal.Record) -> object:
+def plain_record(record: journal.AnyRecord) -> object:
+    if isinstance(record, journal.StoredRecord):
+        record = record.decoded()
     head = (type(record), record.topic_id, record.incarnation, record.subscription_id, record.row_count)
     return (*head, examples.tuples(record.rows)) if isinstance(record, journal.AddRecord) else head
 
@@ -110,3 +113,17 @@ def test_the_rows_of_a_checkpoint_are_small() -> None:
     part = TopicPart("id", "orders", 1, examples.random_delays(100_000))
     data = checkpoint.encode_checkpoint(Checkpoint(0, 1, 2, (part,)))
     assert len(data) / 100_000 < 3.6
+
+
+def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as_it_is() -> None:
+    message = journal_pb2.Record(topic_id="id", incarnation=1, rows=3)
+    journal.fill_add(message.add, examples.fixed_delay(2, gap_ms=1))
+    damaged = CarriedSlot(3, (journal.StoredRecord(message, "journal slot record 0", 0),))
+    part = TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(damaged,))
+    body = checkpoint.encode_checkpoint(Checkpoint(1, 2, 3, (part,)))
+    value = checkpoint.decode_checkpoint(body)
+    assert checkpoint.encode_checkpoint(value) == body
+    (record,) = value.topics[0].carried[0].records
+    assert isinstance(record, journal.StoredRecord)
+    with pytest.raises(errors.FormatError, match="carried slot 3 record 0"):
+        record.decoded()
