@@ -380,6 +380,7 @@ class ServedShard:
         """The topic was deleted and closed."""
         topic = self.topics.pop(name)
         del self._by_id[topic.core.topic_id]
+        self.loading.deleted(topic.core.topic_id)
         del self.topic_commits[name]
         self.lives.pop(name).close()
 
@@ -390,9 +391,13 @@ class ServedShard:
         try:
             tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
         except commit.Refused:
-            # The former owner's last act, which landed after this owner had listed the topics.
+            # The former owner's last act, which landed after this owner had listed the topics, or the successor's.
             await self.loading.found(topic_id)
+            if name not in self.topics:
+                raise
             return self.topics[name]
+        # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
+        await self.commits.confirmed()
         if name in self.topics:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]

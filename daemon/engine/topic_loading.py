@@ -87,12 +87,14 @@ class TopicLoading:
         self._is_served = is_served
         self._lost = lost
         self._listed = False
-        # Topic ids, in the order in which they are to be loaded; those asked for go first.
+        # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the four.
         self._asked: dict[str, None] = {}
         self._waiting: dict[str, None] = dict.fromkeys(tails)
         self._under_way: set[str] = set()
         # Those that wait until they are tried again.
         self._put_off: set[str] = set()
+        # Those under way that were deleted since their reading began.
+        self._deleted: set[str] = set()
         self._outcomes: dict[str, asyncio.Future[None]] = {}
         self._some = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -118,7 +120,8 @@ class TopicLoading:
     @property
     def left(self) -> int:
         """Topics that are known and are neither loaded nor damaged."""
-        return len({*self._asked, *self._waiting, *self._under_way, *self._put_off} - self.damaged.keys())
+        known = len(self._asked) + len(self._waiting) + len(self._under_way) + len(self._put_off)
+        return known - len(self.damaged)
 
     def carried(self) -> tuple[TopicPart, ...]:
         """What a checkpoint of now says of the topics that are not loaded."""
@@ -144,6 +147,11 @@ class TopicLoading:
     async def found(self, topic_id: str) -> None:
         """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
         await asyncio.shield(self._ask(topic_id))
+
+    def deleted(self, topic_id: str) -> None:
+        """A topic that was served, since it was born, is no more: what is being read of it does not count."""
+        if topic_id in self._under_way:
+            self._deleted.add(topic_id)
 
     def _knows(self, topic_id: str) -> bool:
         return any(topic_id in ids for ids in (self._asked, self._waiting, self._under_way, self._put_off))
@@ -203,6 +211,7 @@ class TopicLoading:
                 topic_id = next(iter(queue))
                 del queue[topic_id]
                 self._under_way.add(topic_id)
+                self._deleted.discard(topic_id)
                 await self._load(topic_id)
             else:
                 self._some.clear()
@@ -225,7 +234,7 @@ class TopicLoading:
         self._tails.pop(topic_id, None)
         if self.damaged.pop(topic_id, None) is not None:
             log.info("shard %d: topic %s can be served again", self._shard, topic_id)
-        if loaded is not None and not self._is_served(topic_id):
+        if loaded is not None and topic_id not in self._deleted and not self._is_served(topic_id):
             self.rows_replayed += loaded.rows_replayed
             self._take_over(loaded)
         outcome = self._outcomes.pop(topic_id, None)
@@ -272,6 +281,9 @@ class TopicLoading:
             if tip is None or tip.manifest.deleted:
                 return None
             tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip)
+            if tip.manifest.deleted:
+                # The former owner's last act, before the claim landed.
+                return None
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
         part = recovery.counting_part(tip.manifest, tail)
