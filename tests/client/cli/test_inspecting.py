@@ -98,8 +98,11 @@ def test_buckets_are_listed_and_what_is_in_none_is_counted(daemon: FakeDaemon, r
     names, first, second = (line.split("\t") for line in result.stdout.splitlines())
     assert first[:6] == ["ULID", "2000", "1500", "300", "400", "1-9"]
     shown = dict(zip(names, second, strict=True))
-    assert (shown["loaded"], shown["state"]) == ("1/4", "quarantined: bad checksum")
-    assert result.stderr == "tarry: 7 rows of t in no sealed bucket yet\n"
+    assert (shown["loaded"], shown["state"]) == ("1/4", "quarantined")
+    assert result.stderr.splitlines() == [
+        "tarry: quarantined: bad checksum; `tarry stats t` says what to add again",
+        "tarry: 7 rows of t in no sealed bucket yet",
+    ]
     parsed = json.loads(run("buckets", "t", "--json").stdout.splitlines()[0])
     assert (parsed["bucket"], parsed["rows"]) == ("shards/00/topics/x/buckets/0001-ULID", 2000)
 

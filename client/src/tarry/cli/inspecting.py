@@ -177,12 +177,15 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
                 output.At(each.min_deliver_at_ms),
                 output.At(each.max_deliver_at_ms),
                 f"{each.segments_loaded}/{each.segments}",
-                f"quarantined: {each.damage}" if each.quarantined else "live",
+                "quarantined" if each.quarantined else "live",
             )
             for each in listed
         ),
         empty=f"{topic} has no sealed bucket; `tarry seal` makes one of the rows that it has",
     )
+    for each in listed:
+        if each.quarantined:
+            output.note(f"quarantined: {each.damage}; `tarry stats {topic}` says what to add again")
     if mutable_rows:
         output.note(f"{output.rows_text(mutable_rows)} of {topic} in no sealed bucket yet")
 
