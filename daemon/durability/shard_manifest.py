@@ -58,8 +58,8 @@ class Claim:
     Two claimants may try the same epoch: that the tip carries it does not show whose claim has landed, only the commit
     id does. After an unknown outcome the next claim takes a higher epoch.
 
-    `gone_owners`: recorded owners, "" for nobody, of whom no process hands out anything any more. Where the former owner
-    is one of them, and none before it is left either, the new epoch is settled at once.
+    `gone_owners`: recorded owners ("" is nobody) of whom no process hands out anything any more. If the former owner is
+    one of them, and none before it is left either, the new epoch is settled at once.
     """
 
     shard: int
