@@ -96,10 +96,10 @@ class Bucket:
         """The set to read or to grow."""
         return self.acknowledged.setdefault(subscription_id, BitMap64())
 
-    def unacknowledged(self, rows: KeyedRows, subscription_id: int) -> KeyedRows:
-        """Those of the rows that are here, due, and not acknowledged by the subscription."""
+    def unacknowledged(self, rows: KeyedRows, subscription_id: int, in_hand: BitMap64 | None = None) -> KeyedRows:
+        """Those of the rows that are here, due, and neither acknowledged by the subscription nor in hand."""
         owed = bitmap_of(rows.keys) & self.passed
-        acknowledged = self.acknowledged.get(subscription_id)
-        if acknowledged:
-            owed -= acknowledged
+        for left in (self.acknowledged.get(subscription_id), in_hand):
+            if left:
+                owed -= left
         return rows if len(owed) == len(rows) else rows.take(contained(rows.keys, owed))

@@ -12,7 +12,7 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.index import Index, Passed
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.runs import in_due_order
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -107,10 +107,9 @@ def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[Segment
         in_hand = state.in_hand()
         ready = []
         for bucket, rows in taken:
-            owed = bucket.unacknowledged(rows, state.subscription_id)
+            owed = bucket.unacknowledged(rows, state.subscription_id, in_hand)
             mask = state.owes(owed) if len(owed) else None
-            owed = owed if mask is None else owed.take(mask)
-            ready.append(owed.take(~contained(owed.keys, in_hand)) if len(owed) else owed)
+            ready.append(owed if mask is None else owed.take(mask))
         rows = KeyedRows.concat(ready)
         if len(rows):
             state.derived(rows.take(rows.rows.due_order()))

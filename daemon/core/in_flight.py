@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -29,10 +30,14 @@ Places = npt.NDArray[np.intp]
 BATCHES_MAX = 32
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
     rows: KeyedRows
     dispatcher: int
+
+    @functools.cached_property
+    def keys(self) -> BitMap64:
+        return bitmap_of(self.rows.keys)
 
 
 @dataclasses.dataclass(slots=True)
@@ -152,9 +157,8 @@ class InFlight:
 
     def keys(self) -> BitMap64:
         """All positions of the table."""
-        parts = [run.rows.keys[run.alive] for run in self._runs]
-        parts += [batch.rows.keys for batch in self._batches]
-        return BitMap64.union(BitMap64(), *map(bitmap_of, parts))
+        sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
+        return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches])
 
     def _take_where(self, condition: Callable[[_Run], Mask]) -> KeyedRows:
         self._sort_all_in()

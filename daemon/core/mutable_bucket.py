@@ -198,8 +198,8 @@ class MutableBucket(Bucket):
             self._left |= hit
         return hit, due_rows
 
-    def unacknowledged(self, rows: KeyedRows, subscription_id: int) -> KeyedRows:
-        return super().unacknowledged(self._current(rows), subscription_id)
+    def unacknowledged(self, rows: KeyedRows, subscription_id: int, in_hand: BitMap64 | None = None) -> KeyedRows:
+        return super().unacknowledged(self._current(rows), subscription_id, in_hand)
 
     def _current(self, rows: KeyedRows) -> KeyedRows:
         """Without rows that are not the last ones of their positions, and each row once."""

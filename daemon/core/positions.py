@@ -31,7 +31,7 @@ UNKNOWN_KEY = np.uint64((1 << 64) - 1)
 _HEADER = struct.Struct("<Q")
 _PAGE_HEADER = struct.Struct("<I")
 # So many keys in any order make a set faster when they are sorted first.
-_SORTED_FIRST = 20_000
+_SORTED_FIRST = 20000
 # The first and the last key, both included.
 KeyRange = tuple[int, int]
 # The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap

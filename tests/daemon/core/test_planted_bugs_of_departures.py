@@ -104,7 +104,7 @@ def what_was_waived_counts_when_it_comes_due(patch: pytest.MonkeyPatch) -> None:
     unacknowledged = Bucket.unacknowledged
     owed_of = feeding.owed_of
 
-    def everything(self: Bucket, rows: KeyedRows, subscription_id: int) -> KeyedRows:
+    def everything(self: Bucket, rows: KeyedRows, subscription_id: int, in_hand: BitMap64 | None = None) -> KeyedRows:
         return rows
 
     def owed(*arguments):  # type: ignore[no-untyped-def]
