@@ -181,6 +181,7 @@ BUCKETS = Section(
         here(
             "testTrimWaitsForInFlightSnapshotCreation",
             DEPARTURES + "test_what_leaves_while_its_bucket_is_being_written_is_gone_from_it",
+            DEPARTURES + "test_what_left_in_part_while_its_bucket_was_being_written_stays_away_after_a_restart",
             CORE + "test_trimming:test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket",
         ),
         here(

@@ -94,10 +94,14 @@ async def test_a_trim_of_ledgers_that_have_no_rows_leaves_every_bucket(machines:
 
 
 async def test_when_everything_was_trimmed_a_pull_is_empty_and_nothing_is_due_next(machines: EngineFixture) -> None:
-    one, _ = await three_buckets(machines)
+    one, _ = await three_buckets(machines, delay_ms=20_000)
+    held = one.pause("put_if_absent", MANIFESTS)
     assert await trim(one, up_to(0, 99, all_lower_ledgers=True)) == 16
-    assert (await stats(one)).next_due_ms == 0, "also before the buckets have left the manifest"
-    assert rows_of(await get(one, wait_ms=1)) == []
+    await held.reached()
+    found = await stats(one)
+    assert (found.pending, found.next_due_ms, found.buckets) == (0, 0, 3), "the buckets are there still"
+    assert rows_of(await get(one, wait_ms=60_000)) == []
+    held.release()
     await until_sealed(one, 0)
     await nothing_comes(machines, one)
 
@@ -120,6 +124,31 @@ async def test_what_leaves_while_its_bucket_is_being_written_is_gone_from_it(
     index = one.topic("t").core.index
     await one.until(lambda: not index.sealing and not index.sealed)
     await nothing_comes(machines, one)
+
+
+@pytest.mark.parametrize("end", ["crash", "orderly"])
+async def test_what_left_in_part_while_its_bucket_was_being_written_stays_away_after_a_restart(
+    machines: EngineFixture, end: str
+) -> None:
+    one = await machines.served_by("one", *SETTINGS, "journal.checkpoint_slots=1")
+    base_ms = machines.now_ms()
+    rows = [(n, n, base_ms + 60_000 + n) for n in range(1, 7)]
+    held = one.pause("put", BUCKETS)
+    await add_one_by_one(one, rows)
+    await held.reached()
+    assert await trim(one, up_to(3, 3, all_lower_ledgers=True)) == 3
+    held.release()
+    await until_sealed(one, 1)
+    assert [(each.rows, each.pending) for each in await sealed_buckets(one)] == [(5, 2)]
+    await add(one, [(9, 9, base_ms + 70_000)])
+    await asyncio.sleep(5)
+    if end == "crash":
+        one.kill()
+    else:
+        await one.stop()
+    two = await machines.served_by("one", *SETTINGS)
+    assert await contained(two, rows) == {row[:2] for row in rows[3:]}
+    assert (await stats(two)).pending == 4
 
 
 @pytest.mark.parametrize("then", THEN)
@@ -158,9 +187,10 @@ async def test_a_clear_while_a_segment_is_being_read_leaves_nothing(machines: En
     held = one.pause("get_range", BUCKETS, then=then)
     await held.reached()
     assert await clear(one) == 16
-    held.release()
     await until_sealed(one, 0)
+    held.release()
     await asyncio.sleep(5)
+    assert one.topic("t").core.index.cache.rows == 0, "nobody would ever let go of it"
     await nothing_comes(machines, one)
 
 
