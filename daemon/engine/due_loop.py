@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import weakref
 from typing import Protocol
 
 from daemon.engine.environment import Clock
@@ -37,7 +38,8 @@ class DueLoop:
     def __init__(self, clock: Clock, *, tick_ms: int) -> None:
         self._clock = clock
         self._tick_ms = tick_ms
-        self._heap: list[tuple[int, int, Sleeper]] = []
+        # Who is no more is not kept until its time.
+        self._heap: list[tuple[int, int, weakref.ref[Sleeper]]] = []
         self._numbers = itertools.count()
         self._heap_max = HEAP_SLACK
         self._sooner = asyncio.Event()
@@ -50,13 +52,13 @@ class DueLoop:
         sleeper.wake_at_ms = wake_at_ms
         if len(self._heap) > self._heap_max:
             self._drop_stale()
-        heapq.heappush(self._heap, (wake_at_ms, next(self._numbers), sleeper))
+        heapq.heappush(self._heap, (wake_at_ms, next(self._numbers), weakref.ref(sleeper)))
         if self._sleeping_until_ms is None or wake_at_ms < self._sleeping_until_ms:
             self._sooner.set()
 
     def _drop_stale(self) -> None:
         """Entries of sleepers that were scheduled for a sooner time since would stay until they are due."""
-        self._heap = [entry for entry in self._heap if entry[2].wake_at_ms == entry[0]]
+        self._heap = [entry for entry in self._heap if _sleeper_of(entry) is not None]
         heapq.heapify(self._heap)
         self._heap_max = 2 * len(self._heap) + HEAP_SLACK
 
@@ -75,8 +77,8 @@ class DueLoop:
     def _pop_due(self, now_ms: int) -> list[Sleeper]:
         due = []
         while self._heap and self._heap[0][0] <= now_ms:
-            wake_at_ms, _, sleeper = heapq.heappop(self._heap)
-            if sleeper.wake_at_ms == wake_at_ms:
+            sleeper = _sleeper_of(heapq.heappop(self._heap))
+            if sleeper is not None:
                 sleeper.wake_at_ms = None
                 due.append(sleeper)
         return due
@@ -96,3 +98,10 @@ class DueLoop:
         finally:
             timer.cancel()
             self._sleeping_until_ms = None
+
+
+def _sleeper_of(entry: tuple[int, int, weakref.ref[Sleeper]]) -> Sleeper | None:
+    """Whom the entry wakes; None when it is scheduled for another time, or is no more."""
+    wake_at_ms, _, reference = entry
+    sleeper = reference()
+    return sleeper if sleeper is not None and sleeper.wake_at_ms == wake_at_ms else None

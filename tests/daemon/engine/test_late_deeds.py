@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
-from daemon.errors import NotFound, NotOwner, TarryError
+from daemon.errors import NotFound, NotOwner, TarryError, Unavailable
 from storage_backends.formats import names
 from tests.daemon.engine.calling import create, delete_topic, stats
 from tests.support.engine_fixture import Daemon, EngineFixture, Held
@@ -105,3 +107,23 @@ async def test_a_topic_that_the_successor_has_deleted_is_not_born_again_by_the_f
     probe.release()
     with pytest.raises(NotOwner, match="two"):
         await born
+
+
+@pytest.mark.parametrize("end", ["deleted", "lost"])
+async def test_a_topic_that_is_served_no_longer_is_not_kept_in_memory_until_its_rows_are_due(
+    machines: EngineFixture, end: str
+) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 1, range(30), delay_ms=FAR_MS)
+    await one.until(lambda: one.topic("t").wake_at_ms is not None)
+    index = weakref.ref(one.topic("t").core.index)
+    if end == "deleted":
+        await delete_topic(one)
+    else:
+        shard = one.shards[0]
+        one.context.run(shard.lose, Unavailable("the test takes it away"))
+        await one.until(lambda: one.engine.loaded and one.shards.get(0) not in (None, shard))
+        del shard
+    await asyncio.sleep(5)
+    gc.collect()
+    assert index() is None
