@@ -24,6 +24,8 @@ from pathlib import Path
 from daemon import config, errors, logs, memory
 from storage_backends import local_directory, object_store, probe
 
+# So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
+SWITCH_INTERVAL_S = 0.001
 EXIT_CANNOT_SERVE = 1
 EXIT_WRONG_CONFIGURATION = 2
 EXIT_NOT_DRAINED = 3
@@ -33,6 +35,7 @@ log = logging.getLogger("daemon.main")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logs.configure()
     try:
         settings = config.load(options.config, overrides=options.set)
