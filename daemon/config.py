@@ -239,7 +239,7 @@ class Delivery(Section, frozen=True):
     """Loading ahead and handing out."""
 
     tick_ms: Annotated[
-        int, Meta(ge=1, le=10_000, description="Hand-outs are batched by as much; only ever later, never earlier.")
+        int, Meta(ge=1, le=500, description="Hand-outs are batched by as much; only ever later, never earlier.")
     ] = 5
     lookahead_ms: Annotated[
         int, Meta(ge=0, le=3_600_000, description="How long before its first row is due a segment is loaded.")

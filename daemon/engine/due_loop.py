@@ -15,7 +15,7 @@ from typing import Protocol
 
 from daemon.engine.environment import Clock
 
-# The wall clock may step while the loop sleeps: it looks again at least this often.
+# The wall clock may step while the loop sleeps: it looks again at least this often; `delivery.tick_ms` is at most that.
 SLEEP_MAX_MS = 500
 # Stale entries that the heap may hold beside as many as there are sleepers.
 HEAP_SLACK = 1_000
