@@ -14,7 +14,7 @@ hand-out order over all buckets. A sealed bucket whose next segment is not in me
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -23,7 +23,7 @@ from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
 from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained
 from daemon.core.quarantine import QuarantinedBucket
-from daemon.core.runs import SortedRun, take_due
+from daemon.core.runs import SortedRun, earliest, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.errors import InvariantViolated
@@ -286,11 +286,11 @@ class Index:
         for bucket in self.readable:
             if bucket.waiting_rows:
                 times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
-        return _earliest(times)
+        return earliest(*times)
 
     def next_due_of_memory_buckets_ms(self) -> int | None:
         """The same, of rows that are in no sealed bucket: what an add can bring forward."""
-        return _earliest(bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows)
+        return earliest(*[bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows])
 
     def next_due_in_memory_ms(self) -> int | None:
         """The same, of rows that can be passed without loading anything."""
@@ -300,7 +300,7 @@ class Index:
                 times.append(bucket.late.next_due_ms())
                 if self._settle(bucket) is not None:
                     times.append(bucket.head.next_due_ms())
-        return _earliest(times)
+        return earliest(*times)
 
     def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
         """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
@@ -496,7 +496,3 @@ class Index:
             for bucket in [*self.sealed.values(), *self.sealing, *self.quarantined.values()]
         )
         return IndexCut(self.mutable.snapshot(), bits)
-
-
-def _earliest(times: Iterable[int | None]) -> int | None:
-    return min((time for time in times if time is not None), default=None)

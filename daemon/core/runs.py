@@ -91,6 +91,11 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
     return taken
 
 
+def earliest(*times_ms: int | None) -> int | None:
+    """The first of the times that there are; None when there is none."""
+    return min((each for each in times_ms if each is not None), default=None)
+
+
 def in_due_order(parts: Iterable[KeyedRows]) -> KeyedRows:
     """The rows of all parts in hand-out order."""
     parts = [part for part in parts if len(part)]

@@ -20,6 +20,7 @@ from pyroaring import BitMap64
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.runs import earliest
 from storage_backends.formats.manifest import Subscription
 
 
@@ -89,7 +90,7 @@ class SubscriptionState:
             self._returned = returned.take(np.lexsort((returned.rows.entry_id, returned.rows.ledger_id)))
             self.ready_rows += len(held)
         elif len(held):
-            self._unread_ms = _earliest(self._unread_ms, int(held.rows.deliver_at_ms.min()))
+            self._unread_ms = earliest(self._unread_ms, int(held.rows.deliver_at_ms.min()))
         return len(held)
 
     def held_rows(self, dispatcher: int) -> int:
@@ -169,7 +170,7 @@ class SubscriptionState:
             self._unread_ms = None
         for rows in owed:
             if len(rows):
-                self._unread_ms = _earliest(self._unread_ms, int(rows.rows.deliver_at_ms[0]))
+                self._unread_ms = earliest(self._unread_ms, int(rows.rows.deliver_at_ms[0]))
 
     def oldest_due_ms(self) -> int | None:
         """The time of the oldest row of the backlog that nobody holds; None when there is none. O(1).
@@ -178,7 +179,7 @@ class SubscriptionState:
         """
         returned_ms = int(self._returned.rows.deliver_at_ms.min()) if len(self._returned) else None
         ready_ms = int(self._ready[0].rows.deliver_at_ms[0]) if self._ready else None
-        return _earliest(returned_ms, ready_ms, self._unread_ms if self._unread_rows > 0 else None)
+        return earliest(returned_ms, ready_ms, self._unread_ms if self._unread_rows > 0 else None)
 
     def in_hand(self) -> BitMap64:
         """Every position that is READY, IN_FLIGHT or being acknowledged."""
@@ -199,10 +200,6 @@ class SubscriptionState:
         self.ready_rows = len(self._returned) + sum(map(len, self._ready))
         if len(self.in_flight):
             self.in_flight.take_keys(keys)
-
-
-def _earliest(*times_ms: int | None) -> int | None:
-    return min((each for each in times_ms if each is not None), default=None)
 
 
 def _without(parts: Iterable[KeyedRows], keys: BitMap64) -> list[KeyedRows]:

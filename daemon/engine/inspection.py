@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from daemon.core.quarantine import QuarantinedBucket
+from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
@@ -86,8 +87,7 @@ def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
 
 def oldest_due_ms(core: Topic) -> int:
     """The time of the oldest row that is due and in nobody's hand; 0 when there is none."""
-    times = [state.oldest_due_ms() for state in core.subscriptions.values()]
-    return min((time for time in times if time is not None), default=0)
+    return earliest(*[state.oldest_due_ms() for state in core.subscriptions.values()]) or 0
 
 
 def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:

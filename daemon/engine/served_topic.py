@@ -20,6 +20,7 @@ from daemon.core import limits
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
+from daemon.core.runs import earliest
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
@@ -385,9 +386,8 @@ class ServedTopic:
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
         index = self.core.index
-        times = [index.next_due_in_memory_ms()]
-        times.append(index.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads))
-        return min((time for time in times if time is not None), default=None)
+        next_load_ms = index.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
+        return earliest(index.next_due_in_memory_ms(), next_load_ms)
 
     def _bucket_damaged(self, bucket: str, damage: str) -> None:
         self.shard.bucket_damaged(self.core.name, bucket, damage)

@@ -89,28 +89,16 @@ class ServedShard:
         self._tail_slots = len(claim.slots)
         self._checkpointing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        run, clock = environment.run, environment.clock.elapsed_s
         self.confirmation = EpochConfirmation(
             shard_log,
             tip=claim.tip,
             confirmed_at_s=claim.confirmed_at_s,
-            run=run,
-            clock=clock,
+            run=environment.run,
+            clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             jitter=environment.jitter,
         )
-        self.journal = JournalWriter(
-            environment.store,
-            shard=claim.shard,
-            epoch=claim.epoch,
-            next_slot=claim.fence_slot + 1,
-            run=run,
-            clock=clock,
-            sleep=environment.sleep,
-            jitter=environment.jitter,
-            new_id=environment.new_id,
-            written=self._written,
-        )
+        self.journal = self._new_journal(claim)
         self.loading = TopicLoading(
             shard=claim.shard,
             epoch=claim.epoch,
@@ -132,6 +120,21 @@ class ServedShard:
             fence_slot=claim.fence_slot,
             known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
             executor=environment.parts,
+        )
+
+    def _new_journal(self, claim: ShardClaim) -> JournalWriter:
+        environment = self._environment
+        return JournalWriter(
+            environment.store,
+            shard=claim.shard,
+            epoch=claim.epoch,
+            next_slot=claim.fence_slot + 1,
+            run=environment.run,
+            clock=environment.clock.elapsed_s,
+            sleep=environment.sleep,
+            jitter=environment.jitter,
+            new_id=environment.new_id,
+            written=self._written,
         )
 
     # ---- start and end
