@@ -14,7 +14,7 @@ from daemon.durability import backoff, slot_put, takeover
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
-from daemon.engine import group_commit, shard
+from daemon.engine import group_commit
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.shard import ServedShard
 from storage_backends import object_store, topic_manifest
@@ -183,7 +183,7 @@ def the_epoch_counts_as_confirmed_when_the_answer_comes(patch: pytest.MonkeyPatc
 
 
 def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shard, "HAND_OUT_UNCONFIRMED_S", math.inf)
+    patch.setattr(ServedShard, "may_hand_out", property(lambda self: not self._releasing))
 
 
 def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions, LedgerRanges
 from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
+from storage_backends.formats import names
 from storage_backends.formats.rows import Rows
 from tests.simulation.cluster import Cluster
 from tests.simulation.history import History
@@ -284,14 +285,12 @@ class Clients:
         leased = await daemon.engine.requests.get_scheduled(
             topic, subscription, max_rows=draw.choice((1, 4, 100)), lease_ms=lease_ms, wait_ms=wait_ms
         )
-        served = daemon.topic(topic)
-        view = OpenStream(
-            daemon,
-            topic,
-            served.shard.number,
-            served.subscription(subscription).subscription_id,
-            leased.handed_out.epoch,
-        )
+        truth = self._oracle.topic(topic)
+        number = next((number for number, each in truth.subscriptions.items() if each.name == subscription), None)
+        if number is None:
+            return None
+        shard = names.shard_of(topic, daemon.engine._shards_total)
+        view = OpenStream(daemon, topic, shard, number, leased.handed_out.epoch)
         view.ends_s = daemon.elapsed_s() + lease_ms / 1000
         taken = rows_of(leased.handed_out.rows)
         self._history.note(f"{daemon.name} leases {topic} {subscription} {taken}")

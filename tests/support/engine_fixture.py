@@ -149,7 +149,8 @@ class Daemon(Process):
 
     def freeze(self) -> None:
         """Its calls to the store, from now on, wait until it is thawed."""
-        self._thawed = self.gate()
+        if self._thawed is None:
+            self._thawed = self.gate()
 
     def thaw(self) -> None:
         gate, self._thawed = self._thawed, None

@@ -1,0 +1,66 @@
+"""Every planted bug of the repository: what it breaks, and who finds it.
+
+Owns: the list. Does not own: the searches (`bug.search`, the suites' own tests).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from tests.daemon.core import test_planted_bugs as core
+from tests.daemon.core import test_planted_bugs_of_departures as departures
+from tests.daemon.durability import test_takeover as takeovers
+from tests.daemon.engine import test_partial_recovery as loading
+from tests.models import test_protocol_models as models
+from tests.planted import rules, state
+from tests.planted.bug import Bug
+from tests.storage_backends import test_commit_interleavings as commits
+from tests.storage_backends import test_topic_manifest_interleavings as owners
+
+BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS)
+
+# Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
+BY_OTHERS = {
+    "R3": "orders of two committers: WithoutVerify, no VERIFY_AFTER_S",
+    "entitlement at replay": "stories of a topic: who_came_later_is_asked_for_its_acknowledgement_too",
+}
+
+# What has no mechanism yet.
+WAITS = {
+    "R4": "collection of orphans and tombstones",
+    "merged buckets, kept": "merge",
+    "nacks, dead letters": "negative acknowledgement",
+    "pending deletes, in-use records": "two-phase deletion",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A planted bug whose own suite proves that it is found."""
+
+    suite: str
+    name: str
+
+
+def of_other_suites() -> tuple[Row, ...]:
+    """The planted bugs of the other suites."""
+    return (
+        *_rows("state machine of a topic", _names((*core.BY_ANY_ORDER, *departures.BY_ANY_ORDER))),
+        *_rows("stories of a topic", _names(plant for plant, _ in (*core.BY_A_STORY, *departures.BY_A_STORY))),
+        *_rows("orders of two committers", _names(commits.BUGS)),
+        *_rows("orders of an owner and its successor", owners.BUGS),
+        *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
+        *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
+        *_rows("model of commits", models.COMMITS_BUGS),
+        *_rows("model of shards", models.SHARD_BUGS),
+        *_rows("model of rows", models.ROWS_BUGS),
+    )
+
+
+def _names(planted: Iterable[Callable[..., object]]) -> Iterator[str]:
+    return (each.__name__ for each in planted)
+
+
+def _rows(suite: str, names: Iterable[str]) -> Iterator[Row]:
+    return (Row(suite, name) for name in dict.fromkeys(names))
