@@ -188,6 +188,8 @@ def hand_outs_go_on_without_a_confirmation(patch: pytest.MonkeyPatch) -> None:
 
 def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(group_commit, "ANSWER_UNCONFIRMED_S", math.inf)
+    # Else whoever waits so long is told that the outcome is unknown.
+    patch.setattr(GroupCommit, "answer_stalled", lambda self: None)
 
 
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
@@ -230,6 +232,13 @@ def two_claimants() -> Directed:
     return Directed((*killed, *suspended), settings=QUICK, daemons=3)
 
 
+def overlapping_owners() -> Directed:
+    """The owner loses the store for a while, and writes again while its successor is suspended before its claim."""
+    away = [Trouble("cut off", "put_if_absent", "/journal/", nth, True, 5.0) for nth in (9, 50)]
+    suspended = [Trouble("suspend", "put_if_absent", "00/manifest/", nth, True, 8.0) for nth in (1, 2, 3)]
+    return Directed((*away, *suspended), settings=("ownership.heartbeat_interval_s=0.5",), daemons=2, chaos_s=40.0)
+
+
 BEFORE_A_SLOT = paused(8.0, "put_if_absent", "/journal/", before=True)
 
 BUGS = (
@@ -237,7 +246,7 @@ BUGS = (
     Bug("R1", a_slot_is_made_anew_at_each_try, LOSES_ANSWERS),
     Bug("R2", a_slot_that_head_does_not_see_has_failed, LOSES_ANSWERS),
     Bug("R2", a_412_means_somebody_else_whoever_wrote_it, LOSES_ANSWERS),
-    Bug("R5", the_journal_is_read_before_the_claim),
+    Bug("R5", the_journal_is_read_before_the_claim, overlapping_owners()),
     Bug("R5", there_is_no_fence),
     Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence, two_claimants()),
     Bug("R5", topics_are_read_and_not_claimed),
