@@ -20,6 +20,9 @@ from tests.simulation.history import History
 
 Position = tuple[int, int]
 
+# That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
+UNKNOWN_SLOTS = 100
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
@@ -124,8 +127,7 @@ class Oracle:
             if not any(each.positions is everything for each in asked):
                 self._history.breach(f"topic {topic.name} is deleted and nobody asked for it")
             for position in list(topic.rows):
-                # Whoever saw it before is answered after.
-                self._remove(topic, landed.applied + 1, position)
+                self._remove(topic, landed.applied + UNKNOWN_SLOTS, position)
         if landed.incarnation != topic.incarnation + (landed.deleted and not topic.deleted) and topic.incarnation:
             self._history.breach(f"topic {topic.name}: incarnation {landed.incarnation} follows {topic.incarnation}")
         topic.incarnation = landed.incarnation
