@@ -29,7 +29,7 @@ SETTINGS: dict[str, object] = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [2013])
+@pytest.mark.parametrize("seed", [2013, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5))])
 def test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_random_moments(
     seed: int, daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
