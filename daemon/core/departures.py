@@ -11,12 +11,13 @@ from collections.abc import Iterator
 
 from pyroaring import BitMap64
 
-from daemon.core.positions import PageTable, halves
+from daemon.core.positions import PageTable, halves, has_more_pages
 from storage_backends.formats.journal import GoneReason, GoneRecord, Record, WaiveRecord, size_max
 
 # What one slot may say of positions that leave: applying it, and reading it, is one turn of the event loop.
 SLOT_ROWS_MAX = 1_000_000
 SLOT_BYTES_MAX = 4 << 20
+SLOT_PAGES_MAX = 2_000
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -42,7 +43,8 @@ class Departure:
         left = [everything] if everything else []
         while left:
             part = left.pop()
-            records = self._records(part) if len(part) <= SLOT_ROWS_MAX else ()
+            too_large = len(part) > SLOT_ROWS_MAX or has_more_pages(part, SLOT_PAGES_MAX)
+            records = () if too_large else self._records(part)
             if records and (len(part) == 1 or sum(map(size_max, records)) <= SLOT_BYTES_MAX):
                 yield records
             else:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
+import itertools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -62,20 +63,27 @@ def keys_of(bitmap: BitMap64) -> U64:
 
 
 def within(bitmap: BitMap64, ranges: Iterable[KeyRange]) -> BitMap64:
-    """The members of the set that lie in one of the ranges. As much work as there are ranges, and as the members of the
-    set that lie in them take."""
-    asked = BitMap64()
-    for first, last in ranges:
-        if bitmap.range_cardinality(first, last + 1):
-            # A range is a set of its own: of a whole page that would be 65,536 containers.
-            asked.add_range(bitmap.next_set_bit(first), bitmap[bitmap.rank(last) - 1] + 1)
-    return asked & bitmap
+    """The members of the set that lie in one of the ranges. As much work as there are ranges, and as the set takes.
+
+    What lies between the ranges is removed: a whole page that is added is 65,536 containers, and where a set has many
+    pages ranks and counts look at each of them.
+    """
+    found = bitmap.copy()
+    if not found:
+        return found
+    kept_to = found.min()
+    for first, last in sorted(ranges):
+        if kept_to < first:
+            found.remove_range(kept_to, first)
+        kept_to = max(kept_to, last + 1)
+    found.remove_range(kept_to, bitmap.max() + 1)
+    return found
 
 
 def halves(bitmap: BitMap64) -> tuple[BitMap64, BitMap64]:
     """The set in two of about one size, the lower keys first; it has at least two members."""
-    middle = bitmap[len(bitmap) // 2]
-    return within(bitmap, [(bitmap.min(), middle - 1)]), within(bitmap, [(middle, bitmap.max())])
+    first, middle, last = bitmap.min(), bitmap[len(bitmap) // 2], bitmap.max()
+    return within(bitmap, [(first, middle - 1)]), within(bitmap, [(middle, last)])
 
 
 def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
@@ -283,17 +291,25 @@ def _joined(pages: Mapping[int, bytes]) -> BitMap64:
 
 def pages_of(bitmap: BitMap64) -> set[int]:
     """The ordinals of the pages that the set touches; as many steps as there are pages."""
-    ordinals = set()
-    if bitmap:
-        key = bitmap.min()
-        while True:
-            ordinal = key >> PAGE_BITS
-            ordinals.add(ordinal)
-            try:
-                key = bitmap.next_set_bit((ordinal + 1) << PAGE_BITS)
-            except ValueError:
-                return ordinals
-    return ordinals
+    return set(_each_page(bitmap))
+
+
+def has_more_pages(bitmap: BitMap64, pages_max: int) -> bool:
+    """Whether the set touches more pages; at most so many steps."""
+    return next(itertools.islice(_each_page(bitmap), pages_max, None), None) is not None
+
+
+def _each_page(bitmap: BitMap64) -> Iterator[int]:
+    if not bitmap:
+        return
+    key = bitmap.min()
+    while True:
+        ordinal = key >> PAGE_BITS
+        yield ordinal
+        try:
+            key = bitmap.next_set_bit((ordinal + 1) << PAGE_BITS)
+        except ValueError:
+            return
 
 
 def _portable_length(data: memoryview) -> int:

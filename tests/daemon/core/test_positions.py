@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
-from daemon.core.positions import UNKNOWN_KEY, PageTable, bitmap_of, contained, halves, keys_of, pages_of, within
+from daemon.core.positions import (
+    UNKNOWN_KEY,
+    PageTable,
+    bitmap_of,
+    contained,
+    halves,
+    has_more_pages,
+    keys_of,
+    pages_of,
+    within,
+)
 from storage_backends.formats.position_bitmap import position_bitmaps, positions_of
 
 U64_MAX = (1 << 64) - 1
@@ -205,3 +217,17 @@ def test_keys_are_the_same_whether_ledgers_lie_close_together_or_not(ledgers: li
 )
 def test_the_set_of_keys_has_each_of_them_in_whatever_order_they_come(keys: list[int]) -> None:
     assert keys_of(bitmap_of(np.array(keys, np.uint64))).tolist() == sorted(set(keys))
+
+
+def test_a_set_of_many_pages_is_cut_with_work_that_grows_as_the_pages_do() -> None:
+    pages = 20_000
+    keys = np.arange(pages, dtype=np.uint64) << np.uint64(32)
+    bitmap = bitmap_of(keys)
+    started_s = time.process_time()
+    lower, upper = halves(bitmap)
+    found = within(bitmap, [(key, key) for key in keys.tolist()])
+    # What looks at all pages for each of them takes ten times as long, and whole pages as sets do not fit into memory.
+    assert time.process_time() - started_s < 5
+    assert (len(lower), len(upper), len(found)) == (pages // 2, pages // 2, pages)
+    assert has_more_pages(bitmap, pages - 1)
+    assert not has_more_pages(bitmap, pages)
