@@ -119,10 +119,13 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, rate: int, secon
     name = _name(rate)
     for rule in account.verdict().rules:
         rounds.check(name, f"{rule.name}: {rule.broken:,} rows are not so" if rule.broken else None)
-    late = account.deliver_at_ms <= account.answered_at_ms
-    in_time = ~late & (account.first_received_at_ms != np.iinfo(np.int64).max)
+    never = np.iinfo(np.int64).max
+    late = (account.answered_at_ms != never) & (account.deliver_at_ms <= account.answered_at_ms)
+    in_time = ~late & (account.first_received_at_ms != never)
     lateness_ms = (account.first_received_at_ms - account.deliver_at_ms)[in_time]
-    values = np.percentile(lateness_ms, list(QUANTILES.values())) if len(lateness_ms) else np.zeros(len(QUANTILES))
+    if not len(lateness_ms):
+        raise processes.ProcessFailed(f"{name}: no row that was added in time came")
+    values = np.percentile(lateness_ms, list(QUANTILES.values()))
     return {
         **{f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)},
         f"{name}, late on arrival": int(np.count_nonzero(late)),
