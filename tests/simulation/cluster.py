@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from storage_backends.object_store import ObjectStore
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
+from tests.simulation.oracle import Oracle, WatchedStore
 from tests.simulation.scheduler import Pace, SteppedStore
 from tests.support.engine_fixture import Daemon, EngineFixture, Killed
 
@@ -57,8 +58,18 @@ class Machines(EngineFixture):
 class Cluster:
     """`ids`: of the daemons; each lives at most once at any time."""
 
-    def __init__(self, machines: Machines, seed: int, ids: Sequence[str], history: History) -> None:
+    def __init__(
+        self,
+        machines: Machines,
+        store: WatchedStore,
+        oracle: Oracle,
+        seed: int,
+        ids: Sequence[str],
+        history: History,
+    ) -> None:
         self.machines = machines
+        self.store = store
+        self.oracle = oracle
         self.live: dict[str, Daemon] = {}
         self._ids = tuple(ids)
         self._history = history
@@ -110,12 +121,24 @@ class Cluster:
         elif trouble.kind == "down":
             daemon.store.go_down()
             back(functools.partial(self._come_back, daemon))
+        elif trouble.kind == "damage":
+            self._damage()
         elif trouble.kind == "step":
             daemon.step_clock(self._random.choice(STEPS_MS))
         elif trouble.kind == "stop":
             self.later(0.0, functools.partial(self._stop, daemon, trouble.back_after_s))
         else:
             raise ValueError(trouble.kind)
+
+    def _damage(self) -> None:
+        """One live bucket that can be read is so no longer."""
+        names = sorted(name for topic in self.oracle.topics.values() for name in topic.buckets)
+        if names:
+            name = self._random.choice(names)
+            size_bytes = self.machines.store.head(name).size_bytes
+            place = None if self._random.random() < 0.3 else self._random.randrange(size_bytes)
+            self._history.note(f"{name} is damaged at {place}")
+            self.store.damage(name, place)
 
     def kill(self, daemon: Daemon) -> None:
         self._history.note(f"{daemon.name} is killed")

@@ -2,7 +2,8 @@
 
 Fault model. Every call of a daemon to the store may fail before or after it takes effect, arrive late, or be answered
 with 409; a daemon may be killed, suspended, or cut off from the store at any step, before its call or after, or at a
-crash point; its wall clock may step; it may be stopped in order. Then it comes back, after a while.
+crash point; its wall clock may step; it may be stopped in order. Then it comes back, after a while. The object of a
+bucket may be damaged, or lost, for ever.
 
 Owns: when what happens. Does not own: how (`tests.support.fault_store`, `cluster`).
 """
@@ -47,6 +48,8 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("crash_point", "checkpoint", 6),
     ("crash_point", "journal", 60),
 )
+# In some runs objects of buckets are damaged or lost; how often.
+DAMAGES = (0, 0, 0, 1, 3)
 TROUBLES = ("kill", "kill", "kill", "suspend", "suspend", "suspend", "cut off", "down", "stop", "step")
 
 
@@ -92,6 +95,10 @@ class Faults:
         self._weights = drawn if weights is None else weights
         self._troubles = [dataclasses.replace(trouble) for trouble in troubles]
         self._troubles += [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
+        self._troubles += [
+            Trouble("damage", "", "", self._random.randrange(600), True, 0.0)
+            for _ in range(self._random.choice(DAMAGES))
+        ]
         self.over = False
 
     def _trouble(self) -> Trouble:

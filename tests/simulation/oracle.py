@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-from storage_backends.formats import journal, manifest, names, position_bitmap
+from storage_backends.formats import bucket, journal, manifest, names, position_bitmap
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.history import History
@@ -35,8 +35,12 @@ class Row:
 
 @dataclasses.dataclass(slots=True)
 class TopicTruth:
-    """`added`, `removed`: the slots that brought and removed the latest row of a position. `asked`: the times that adds
-    were sent with, None for a delay.
+    """What is true of one topic.
+
+    `added`, `removed`: the slots that brought and removed the latest row of a position. `asked`: the times that adds
+    were sent with, None for a delay. `buckets`: the live ones that can be read, and the slot of each seal.
+    `missing`: rows of those that were quarantined, until they are added again. Where a bucket does not say any more
+    what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one.
     """
 
     name: str = ""
@@ -49,6 +53,10 @@ class TopicTruth:
     removed: dict[Position, int] = dataclasses.field(default_factory=dict)
     removed_at_s: dict[Position, float] = dataclasses.field(default_factory=dict)
     asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
+    missing: dict[Position, Row] = dataclasses.field(default_factory=dict)
+    buckets: dict[str, int] = dataclasses.field(default_factory=dict)
+    quarantined: set[str] = dataclasses.field(default_factory=set)
+    trimmed: bool = False
 
     def owes(self, row: Row) -> Iterator[int]:
         """The subscriptions that are owed the row and have not acknowledged it."""
@@ -86,6 +94,7 @@ class Oracle:
         self._history = history
         self._journal: dict[int, tuple[int, int]] = {}
         self._slots: dict[str, bytes] = {}
+        self.bucket_rows: dict[str, list[tuple[Position, int]]] = {}
 
     def topic(self, name: str) -> TopicTruth:
         return self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
@@ -126,17 +135,45 @@ class Oracle:
             asked = (each for each in self.removals.values() if each.topic == topic.name)
             if not any(each.positions is everything for each in asked):
                 self._history.breach(f"topic {topic.name} is deleted and nobody asked for it")
+            topic.missing.clear()
             for position in list(topic.rows):
                 self._remove(topic, landed.applied + UNKNOWN_SLOTS, position)
         if landed.incarnation != topic.incarnation + (landed.deleted and not topic.deleted) and topic.incarnation:
             self._history.breach(f"topic {topic.name}: incarnation {landed.incarnation} follows {topic.incarnation}")
         topic.incarnation = landed.incarnation
         topic.deleted = landed.deleted
+        self._live_buckets(topic, landed)
         topic.subscriptions = {each.subscription_id: each for each in landed.subscriptions}
         for row in topic.rows.values():
             row.acknowledged = {
                 number: slot for number, slot in row.acknowledged.items() if number in topic.subscriptions
             }
+
+    def _live_buckets(self, topic: TopicTruth, landed: manifest.TopicManifest) -> None:
+        """What a quarantined bucket held is missing from now on."""
+        for live in landed.live:
+            name = live.object.name
+            if not live.quarantined:
+                topic.buckets.setdefault(name, landed.applied)
+                continue
+            sealed_slot = topic.buckets.pop(name, landed.applied)
+            if name in topic.quarantined:
+                continue
+            topic.quarantined.add(name)
+            for position, deliver_at_ms in self.bucket_rows[name]:
+                row = topic.rows.get(position)
+                if row is not None and row.deliver_at_ms == deliver_at_ms and row.slot <= sealed_slot:
+                    topic.missing[position] = topic.rows.pop(position)
+        names_live = {live.object.name for live in landed.live}
+        topic.buckets = {name: slot for name, slot in topic.buckets.items() if name in names_live}
+
+    def bucket_written(self, key: str, body: bytes) -> None:
+        """What a bucket object holds."""
+        rows = bucket.decode_bucket(body)[1]
+        columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+        self.bucket_rows[key] = [
+            ((ledger_id, entry_id), time) for ledger_id, entry_id, time in zip(*columns, strict=True)
+        ]
 
     def _slot(self, header: journal.SlotHeader, records: Iterable[journal.Record]) -> None:
         slot, epoch = self._journal.get(header.shard, (0, 0))
@@ -171,6 +208,7 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: position {position} has two rows")
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
+        topic.missing.pop(position, None)
         topic.rows[position] = Row(deliver_at_ms, slot)
         topic.added[position] = slot
 
@@ -197,6 +235,7 @@ class Oracle:
 
     def _gone(self, topic: TopicTruth, slot: int, record: journal.GoneRecord) -> None:
         for position in _positions(record.positions):
+            topic.missing.pop(position, None)
             row = topic.rows.get(position)
             if row is None:
                 continue
@@ -256,6 +295,17 @@ class WatchedStore(MemoryStore):
         super().put(key, body, metadata=metadata)
         if "/journal/" in key or "/manifest/" in key:
             self._oracle.landed(key, body)
+        elif "/buckets/" in key:
+            self._oracle.bucket_written(key, body)
+
+    def damage(self, key: str, place: int | None) -> None:
+        """The store loses an object (None), or one of its bytes is another one from now on."""
+        with self._lock:
+            body, metadata = self._objects[key]
+            if place is None:
+                del self._objects[key]
+            else:
+                self._objects[key] = (body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :], metadata)
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)

@@ -28,10 +28,10 @@ from tests.simulation import quiet
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, WatchedStore
+from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
-from tests.simulation.workload import Clients, held_positions, rows_of
+from tests.simulation.workload import Clients, batch_of, held_positions, rows_of
 from tests.support.engine_fixture import Daemon, Killed
 from tests.support.fault_store import Fault
 from tests.support.virtual_loop import VirtualLoop
@@ -122,9 +122,10 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     oracle = Oracle(history, loop.time)
     settings = (*settings_of(draw), *directed.settings)
     pace = Pace(seed, slow_kind=directed.slow_kind)
-    machines = Machines(WatchedStore(oracle), seed, settings, pace, history)
+    store = WatchedStore(oracle)
+    machines = Machines(store, seed, settings, pace, history)
     drawn = draw.choice((1, 2, 2, 3))
-    cluster = Cluster(machines, seed, ("one", "two", "three")[: directed.daemons or drawn], history)
+    cluster = Cluster(machines, store, oracle, seed, ("one", "two", "three")[: directed.daemons or drawn], history)
     machines.faults = Faults(
         seed,
         history,
@@ -230,12 +231,28 @@ class _Course:
                 await daemon.call(daemon.engine.requests.create_subscription(truth.name, "last"))
             for number in list(truth.subscriptions):
                 await self._drain_subscription(daemon, truth.name, number)
+            if truth.missing:
+                await self._heal(daemon, truth)
         await asyncio.sleep(5.0)
         for truth in self._oracle.topics.values():
             due = [position for position, row in truth.rows.items() if row.deliver_at_ms < daemon.now_ms()]
             if due:
                 self._history.breach(f"topic {truth.name}: nobody is owed {due} any more, and they stay")
         await self._compare(daemon)
+
+    async def _heal(self, daemon: Daemon, truth: TopicTruth) -> None:
+        """What is missing with damaged buckets is added again: each position is a row, and comes once."""
+        positions = sorted(truth.missing)
+        times = [daemon.now_ms() + 500] * len(positions)
+        sent = self._promises.sending_add(daemon, truth.name, positions, times)
+        outcome = await daemon.call(daemon.engine.requests.add(truth.name, batch_of(positions, times)))
+        self._promises.add_answered(sent, outcome)
+        if truth.missing or outcome.accepted != len(positions):
+            self._history.breach(
+                f"topic {truth.name}: {outcome.accepted} of {len(positions)} missing rows were accepted"
+            )
+        for number in list(truth.subscriptions):
+            await self._drain_subscription(daemon, truth.name, number)
 
     async def _drain_subscription(self, daemon: Daemon, topic: str, number: int) -> None:
         truth = self._oracle.topic(topic)

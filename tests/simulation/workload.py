@@ -134,15 +134,7 @@ class Clients:
         by_delay = draw.random() < 0.2
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
-        column = np.array(times, np.uint64)
-        batch = AddBatch(
-            ledger_id=np.array([ledger_id for ledger_id, _ in positions], np.uint64),
-            entry_id=np.array([entry_id for _, entry_id in positions], np.uint64),
-            deliver_at_ms=None if by_delay else column,
-            delay_ms=column if by_delay else None,
-            key_hash=None,
-            return_already_due=draw.random() < 0.1,
-        )
+        batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1)
         for _ in range(draw.choice((1, 1, 3))):
             sent = self._promises.sending_add(daemon, topic, positions, [None] * len(times) if by_delay else times)
             outcome = await self.call(daemon, daemon.engine.requests.add(topic, batch))
@@ -177,6 +169,7 @@ class Clients:
         """A request that may remove rows. One without an answer may do so long after."""
         number = next(self._numbers)
         self._oracle.removals[number] = removal
+        self._oracle.topic(removal.topic).trimmed |= removal.positions is not None
 
         async def answered() -> tuple[T]:
             return (await work(),)
@@ -388,6 +381,21 @@ class Clients:
                 asked = [(ledger_id, entry_id) for entry_id in range(first, last + 1)]
                 self._promises.contains_answered(sent, asked, said, subscription)
             await asyncio.sleep(draw.random() * 2)
+
+
+def batch_of(
+    positions: Sequence[Position], times: Sequence[int], *, by_delay: bool = False, return_already_due: bool = False
+) -> AddBatch:
+    """`times`: when each is due, or its delay, in ms."""
+    column = np.array(times, np.uint64)
+    return AddBatch(
+        ledger_id=np.array([ledger_id for ledger_id, _ in positions], np.uint64),
+        entry_id=np.array([entry_id for _, entry_id in positions], np.uint64),
+        deliver_at_ms=None if by_delay else column,
+        delay_ms=column if by_delay else None,
+        key_hash=None,
+        return_already_due=return_already_due,
+    )
 
 
 def rows_of(rows: Rows) -> list[tuple[int, int, int]]:
