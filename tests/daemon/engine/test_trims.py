@@ -399,3 +399,11 @@ async def test_a_stream_that_opens_while_a_trim_is_staged_holds_nothing_of_it(ma
     await again.received(5)
     await asyncio.sleep(5)
     assert {row[1] for row in again.rows} == {5, 6, 7, 8, 9}
+
+
+async def test_a_trim_that_names_too_many_ledgers_is_refused_and_changes_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await one.add("t", 1, range(10))
+    with pytest.raises(InvalidArgument, match="ledger_id has 1001 rows; a request must have 1 to 1000"):
+        await trim(one, up_to(4, *range(1_001)))
+    assert one.topic("t").core.index.pending_rows == 10

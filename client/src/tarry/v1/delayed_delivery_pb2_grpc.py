@@ -109,7 +109,8 @@ class DelayedDeliveryServicer(object):
         """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
         is in the index when it is decided; what is added later is not affected. Answered when durable.
 
-        INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+        INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
+        several ledgers.
         NOT_FOUND: no such topic or subscription.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -63,7 +63,8 @@ class DelayedDeliveryStub:
     """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
     is in the index when it is decided; what is added later is not affected. Answered when durable.
 
-    INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+    INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
+    several ledgers.
     NOT_FOUND: no such topic or subscription.
     """
     ClearMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ClearMessagesRequest, _delayed_delivery_pb2.ClearMessagesResponse]
@@ -104,7 +105,8 @@ class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
     """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
     is in the index when it is decided; what is added later is not affected. Answered when durable.
 
-    INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+    INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
+    several ledgers.
     NOT_FOUND: no such topic or subscription.
     """
     ClearMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ClearMessagesRequest, _delayed_delivery_pb2.ClearMessagesResponse]  # type: ignore[assignment]
@@ -166,7 +168,8 @@ class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
         """Drops rows of ledgers at or before an entry: the log has trimmed them, or nobody wants them any more. It acts on what
         is in the index when it is decided; what is added later is not affected. Answered when durable.
 
-        INVALID_ARGUMENT: no ledgers, one named twice, columns of another length, `all_lower_ledgers` with several ledgers.
+        INVALID_ARGUMENT: no ledgers, more than 1,000, one named twice, columns of another length, `all_lower_ledgers` with
+        several ledgers.
         NOT_FOUND: no such topic or subscription.
         """
 
