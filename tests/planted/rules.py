@@ -59,16 +59,6 @@ def a_slot_that_head_does_not_see_has_failed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(JournalWriter, "_try", once)
 
 
-def a_412_means_somebody_else_whoever_wrote_it(patch: pytest.MonkeyPatch) -> None:
-    def judge(store: object_store.ObjectStore, slot: slot_put.FrozenSlot) -> slot_put.Outcome:
-        holder = slot_put.holder_of(store, slot.header.shard, slot.header.slot)
-        if holder is None:
-            return slot_put.Outcome.ABSENT
-        raise slot_put.Occupied(slot.header.slot, holder.epoch + 1)
-
-    patch.setattr(slot_put, "judge", judge)
-
-
 def the_journal_is_read_before_the_claim(patch: pytest.MonkeyPatch) -> None:
     claim = takeover._claim
     finish = takeover._Takeover._read_from
@@ -245,7 +235,6 @@ BUGS = (
     Bug("R1", slots_are_put_without_a_condition, BEFORE_A_SLOT),
     Bug("R1", a_slot_is_made_anew_at_each_try, LOSES_ANSWERS),
     Bug("R2", a_slot_that_head_does_not_see_has_failed, LOSES_ANSWERS),
-    Bug("R2", a_412_means_somebody_else_whoever_wrote_it, LOSES_ANSWERS),
     Bug("R5", the_journal_is_read_before_the_claim, overlapping_owners()),
     Bug("R5", there_is_no_fence),
     Bug("R5", the_shard_manifest_is_not_read_again_after_the_fence, two_claimants()),
