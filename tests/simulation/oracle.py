@@ -94,10 +94,14 @@ class Oracle:
         self._history = history
         self._journal: dict[int, tuple[int, int]] = {}
         self._slots: dict[str, bytes] = {}
+        self._by_name: dict[str, TopicTruth] = {}
         self.bucket_rows: dict[str, list[tuple[Position, int]]] = {}
 
     def topic(self, name: str) -> TopicTruth:
-        return self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
+        topic = self._by_name.get(name)
+        if topic is None:
+            topic = self._by_name[name] = self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
+        return topic
 
     # ---- what lands
 

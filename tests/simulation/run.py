@@ -135,7 +135,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
         weights=directed.weights,
     )
     course = _Course(seed, draw, directed.chaos_s or draw.uniform(*CHAOS_S), machines, cluster, oracle, history)
-    with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history):
+    with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history, everything):
         await _until(course.run(), broken)
         machines.faults.end()
         await machines.close()
@@ -302,13 +302,13 @@ class _Errors(logging.Handler):
 
 
 @contextlib.contextmanager
-def _errors_are_breaches(history: History) -> Iterator[None]:
+def _errors_are_breaches(history: History, everything: bool) -> Iterator[None]:
     """What the daemons log is part of the story; an error that no fault explains is a breach."""
     logger = logging.getLogger("daemon")
     handler = _Errors(history)
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if everything else logging.ERROR)
     logger.propagate = False
     try:
         yield

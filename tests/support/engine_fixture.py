@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import itertools
 import random
 import weakref
@@ -77,10 +78,7 @@ class Daemon(Process):
         self._task_numbers = itertools.count()
         self._changed = asyncio.Event()
         environment = Environment(
-            config=config.load(
-                environment={},
-                overrides=["daemon.shards=1", *settings, f"daemon.id={daemon_id}", f"daemon.address={daemon_id}:1"],
-            ),
+            config=_config(daemon_id, tuple(settings)),
             store=fixture.store_of(self),
             locks=None,
             metrics=self.metrics,
@@ -364,6 +362,12 @@ def no_positions() -> HeldPositions:
     """What a dispatcher declares that holds nothing."""
     nothing = np.empty(0, np.uint64)
     return HeldPositions(nothing, nothing, nothing)
+
+
+@functools.cache
+def _config(daemon_id: str, settings: tuple[str, ...]) -> config.Config:
+    overrides = ["daemon.shards=1", *settings, f"daemon.id={daemon_id}", f"daemon.address={daemon_id}:1"]
+    return config.load(environment={}, overrides=overrides)
 
 
 async def _nobody() -> Any:
