@@ -18,8 +18,8 @@ NAME = "burst"
 SUBSCRIPTION = "dispatcher"
 RECEIVED, DURABLE = "last row received", "last acknowledgement durable"
 SECOND_MS = 1_000
-# From the first request until the second begins.
-LEAD_MS, LEAD_MS_PER_1000_ROWS = 3_000, 6
+# From the first request until the second begins: so long, and so many times as long as adding should take.
+LEAD_MS, LEAD_PER_ADDING = 3_000, 5
 
 
 def run(bench: workbench.Workbench) -> report.Result:
@@ -32,11 +32,12 @@ def run(bench: workbench.Workbench) -> report.Result:
         behind = load.in_order(load.over_a_day(pending, seed=bench.seed))
         added = tarry_load.add(client, NAME, behind, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
         rounds.check_count("pending rows, accepted", added.accepted, pending)
+        lead_ms = LEAD_MS + int(1000 * LEAD_PER_ADDING * count * added.seconds / pending)
         with client.subscribe(NAME, SUBSCRIPTION, permits=tarry_load.PERMITS) as subscription:
             for number in range(1, bench.rounds + 1):
                 # Each burst in ledgers of its own.
                 first_ledger = (pending + number * count) // load.ROWS_PER_LEDGER + number
-                turn = functools.partial(_burst, bench, rounds, client, subscription, count, first_ledger)
+                turn = functools.partial(_burst, bench, rounds, client, subscription, count, first_ledger, lead_ms)
                 rounds.turn(f"round {number} of {bench.rounds}", turn)
         rounds.check_count("pending rows, left", client.stats(NAME).pending, pending)
     return report.Result(
@@ -54,8 +55,9 @@ def _burst(
     subscription: tarry.Subscription,
     count: int,
     first_ledger: int,
+    lead_ms: int,
 ) -> Mapping[str, float]:
-    second_ms = load.now_ms() + LEAD_MS + count * LEAD_MS_PER_1000_ROWS // 1_000
+    second_ms = load.now_ms() + lead_ms
     due = load.random_due(count, from_ms=second_ms, until_ms=second_ms + SECOND_MS, seed=bench.seed)
     rows = load.in_order(due, first_ledger=first_ledger)
     added = tarry_load.add(client, NAME, rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
