@@ -7,6 +7,7 @@ Does not own: the measurements, a module each.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -43,6 +44,8 @@ WIDTH = 140
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    # As an exception, so that the servers are ended and their directories removed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     progress = Console(stderr=True, highlight=False, style="dim", width=None if sys.stderr.isatty() else WIDTH)
     cores = machine.Cores.of_this_machine()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,23 @@ def test_what_is_not_a_measurement_is_refused_by_name() -> None:
     )
     assert run.returncode == 2
     assert "speed: no such measurement" in run.stderr
+
+
+def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, cwd=processes.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
+        pid = json.loads(ready.read_text())["pid"]
+        run.terminate()
+        run.communicate(timeout=50)
+        assert run.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid}").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def wait_for(look: Callable[[], Path | None], timeout_s: float = 50.0) -> Path:
+    deadline_s = time.monotonic() + timeout_s
+    while (found := look()) is None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found
