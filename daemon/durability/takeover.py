@@ -155,7 +155,7 @@ def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: C
         gone_owners=claimant.gone_owners,
     )
     try:
-        return commit.commit(
+        tip = commit.commit(
             shard_log,
             operation,
             writer=claimant.daemon_id,
@@ -167,6 +167,9 @@ def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: C
         # Another claimant took this epoch, or a later one.
         tip = epoch_confirmation.existing_tip(shard_log, shard, before)
         raise epoch_confirmation.superseded_by(tip, epoch=epoch) from refused
+    # It may be committed, and have another claim behind it: whose epoch must not be taken for this one's.
+    epoch_confirmation.check_owner(tip, epoch=epoch)
+    return tip
 
 
 class _Takeover:

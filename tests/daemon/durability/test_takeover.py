@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -337,6 +337,40 @@ def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
     store.deliver_late()
     claim = take_over(store.inner, "north")
     assert (claim.epoch, claim.fence_slot) == (2, 2)
+
+
+class OvertakenInItsClaim(memory.MemoryStore):
+    """The answer to the first claim after `north` is lost, and before it is found out `west` has claimed as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overtaken_by: takeover.ShardClaim | None = None
+        self.armed = False
+
+    def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
+        super().put_if_absent(key, body, metadata=metadata)
+        if self.armed and key.startswith(names.shard_manifest_prefix(SHARD)):
+            self.armed = False
+            self.overtaken_by = take_over(self, "west")
+            raise object_store.OutcomeUnknown(key, "the answer is lost")
+
+
+async def test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_the_other_ones_epoch_for_its_own() -> (
+    None
+):
+    store = OvertakenInItsClaim()
+    first = Owner(store, take_over(store, "north"), "north")
+    await first.write()
+    store.armed = True
+    with pytest.raises(ownership_lost.Superseded):
+        take_over(store, "south")
+    west = store.overtaken_by
+    assert west is not None
+    assert west.epoch == 3
+    tip = shard_log_of(store).read_tip()
+    assert tip is not None
+    assert (tip.manifest.epoch, tip.manifest.owner) == (3, "west")
+    await Owner(store, west, "west").write()
 
 
 def test_a_claimant_overtaken_before_its_fence_stops() -> None:
