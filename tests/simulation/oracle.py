@@ -114,8 +114,13 @@ class Oracle:
             if self._slots.get(key) == body:
                 # One of several tries of a slot that was truncated since arrives late. It says nothing new.
                 return
+            header, records = journal.decode_slot(body)
+            again = key in self._slots and header.kind is journal.SlotKind.FENCE
             self._slots[key] = body
-            self._slot(*journal.decode_slot(body))
+            if again and header.epoch < self.epochs[header.shard]:
+                # A claimant that was overtaken long ago fences where truncation has passed: it looks again, and stops.
+                return
+            self._slot(header, records)
         elif parts[2] == "manifest":
             self._shard_manifest(manifest.decode_shard_manifest(body))
         elif parts[2] == "topics" and parts[4] == "manifest":
