@@ -270,6 +270,8 @@ class _Course:
                 return
             self._promises.handed_out(view, rows_of(handed_out.rows))
         if view.held:
+            # A bucket may be found to be damaged after some of its rows were handed out.
+            view.held = {position: time for position, time in view.held.items() if position not in truth.missing}
             claims = held_positions(view.held)
             ignored = await daemon.call(stream.acknowledge(claims.ledger_id, claims.entry_id, claims.deliver_at_ms))
             if ignored:
