@@ -144,8 +144,7 @@ class Oracle:
             asked = (each for each in self.removals.values() if each.topic == topic.name)
             if not any(each.positions is everything for each in asked):
                 self._history.breach(f"topic {topic.name} is deleted and nobody asked for it")
-            topic.missing.clear()
-            for position in list(topic.rows):
+            for position in [*topic.rows, *topic.missing]:
                 self._remove(topic, landed.applied + UNKNOWN_SLOTS, position)
         if landed.incarnation != topic.incarnation + (landed.deleted and not topic.deleted) and topic.incarnation:
             self._history.breach(f"topic {topic.name}: incarnation {landed.incarnation} follows {topic.incarnation}")
@@ -244,9 +243,10 @@ class Oracle:
 
     def _gone(self, topic: TopicTruth, slot: int, record: journal.GoneRecord) -> None:
         for position in _positions(record.positions):
-            topic.missing.pop(position, None)
             row = topic.rows.get(position)
             if row is None:
+                if position in topic.missing:
+                    self._remove(topic, slot, position)
                 continue
             owed: set[str | None] = {topic.subscriptions[number].name for number in topic.owes(row)}
             if not self._may_go(topic, record.reason, position, owed):
@@ -283,7 +283,8 @@ class Oracle:
             row.acknowledged[record.subscription_id] = slot
 
     def _remove(self, topic: TopicTruth, slot: int, position: Position) -> None:
-        del topic.rows[position]
+        topic.rows.pop(position, None)
+        topic.missing.pop(position, None)
         topic.removed[position] = slot
         topic.removed_at_s[position] = self._now_s()
 
