@@ -216,7 +216,8 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: position {position} has two rows")
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
-        topic.missing.pop(position, None)
+        if position in topic.missing:
+            self._remove(topic, slot, position)
         topic.rows[position] = Row(deliver_at_ms, slot)
         topic.added[position] = slot
 
