@@ -61,6 +61,7 @@ class TopicState(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     CARRIED_FIELD_NUMBER: _builtins.int
+    OWN_ROWS_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     topic: _builtins.str
     incarnation: _builtins.int
@@ -70,7 +71,7 @@ class TopicState(_message.Message):
     """
     @_builtins.property
     def mutable_rows(self) -> Global___MutableRows:
-        """Rows of the mutable bucket."""
+        """Rows of the mutable bucket of the shared index."""
 
     @_builtins.property
     def sealing(self) -> _containers.RepeatedCompositeFieldContainer[Global___SealingBucket]:
@@ -84,6 +85,10 @@ class TopicState(_message.Message):
     def carried(self) -> _containers.RepeatedCompositeFieldContainer[Global___CarriedSlot]:
         """What slots above that one, up to the checkpoint's, decided on a topic that was not loaded; in order."""
 
+    @_builtins.property
+    def own_rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OwnRows]:
+        """Rows of the mutable buckets of subscriptions' own indexes."""
+
     def __init__(
         self,
         *,
@@ -95,14 +100,38 @@ class TopicState(_message.Message):
         progress: _manifest_pb2.Progress | None = ...,
         slot: _builtins.int | None = ...,
         carried: _abc.Iterable[Global___CarriedSlot] | None = ...,
+        own_rows: _abc.Iterable[Global___OwnRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "slot", b"slot", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "progress", b"progress", "sealing", b"sealing", "slot", b"slot", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "incarnation", b"incarnation", "mutable_rows", b"mutable_rows", "own_rows", b"own_rows", "progress", b"progress", "sealing", b"sealing", "slot", b"slot", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopicState: _TypeAlias = TopicState  # noqa: Y015
+
+@_typing.final
+class OwnRows(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    MUTABLE_ROWS_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    @_builtins.property
+    def mutable_rows(self) -> Global___MutableRows: ...
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        mutable_rows: Global___MutableRows | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mutable_rows", b"mutable_rows", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mutable_rows", b"mutable_rows", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OwnRows: _TypeAlias = OwnRows  # noqa: Y015
 
 @_typing.final
 class CarriedSlot(_message.Message):
@@ -157,10 +186,13 @@ class SealingBucket(_message.Message):
     BUCKET_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     MUTABLE_ROWS_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The object name it is being written under."""
     slot: _builtins.int
     """The slot at which it was cut: when the topic's `applied` has reached it, the rows come from the bucket."""
+    subscription_id: _builtins.int
+    """The index; 0 = the shared one."""
     @_builtins.property
     def mutable_rows(self) -> Global___MutableRows: ...
     def __init__(
@@ -169,10 +201,11 @@ class SealingBucket(_message.Message):
         bucket: _builtins.str | None = ...,
         slot: _builtins.int | None = ...,
         mutable_rows: Global___MutableRows | None = ...,
+        subscription_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "mutable_rows", b"mutable_rows", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "mutable_rows", b"mutable_rows", "slot", b"slot", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "mutable_rows", b"mutable_rows", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "mutable_rows", b"mutable_rows", "slot", b"slot", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from storage_backends.formats.generated import bucket_pb2 as tarry_dot_storage_dot_v1_dot_bucket__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etarry/storage/v1/journal.proto\x12\x10tarry.storage.v1\x1a\x1dtarry/storage/v1/bucket.proto\"1\n\x04Slot\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"\xf7\x01\n\x06Record\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\x13\n\x0bincarnation\x18\x02 \x02(\x04\x12\x0c\n\x04rows\x18\x03 \x02(\r\x12$\n\x03\x61\x64\x64\x18\x04 \x01(\x0b\x32\x15.tarry.storage.v1.AddH\x00\x12\x34\n\x0b\x61\x63knowledge\x18\x05 \x01(\x0b\x32\x1d.tarry.storage.v1.AcknowledgeH\x00\x12&\n\x04gone\x18\x06 \x01(\x0b\x32\x16.tarry.storage.v1.GoneH\x00\x12(\n\x05waive\x18\x07 \x01(\x0b\x32\x17.tarry.storage.v1.WaiveH\x00\x42\n\n\x08\x64\x65\x63ision\"o\n\x03\x41\x64\x64\x12\x1a\n\x0fsubscription_id\x18\x01 \x01(\x04:\x01\x30\x12\x15\n\rdeliver_at_ms\x18\x02 \x02(\x0c\x12\x11\n\tledger_id\x18\x03 \x02(\x0c\x12\x10\n\x08\x65ntry_id\x18\x04 \x02(\x0c\x12\x10\n\x08key_hash\x18\x05 \x01(\x0c\"b\n\x0b\x41\x63knowledge\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x15\n\rdeliver_at_ms\x18\x02 \x02(\x0c\x12\x11\n\tledger_id\x18\x03 \x02(\x0c\x12\x10\n\x08\x65ntry_id\x18\x04 \x02(\x0c\"\xdd\x01\n\x04Gone\x12\x1a\n\x0fsubscription_id\x18\x01 \x01(\x04:\x01\x30\x12-\n\x06reason\x18\x02 \x02(\x0e\x32\x1d.tarry.storage.v1.Gone.Reason\x12\x33\n\tpositions\x18\x05 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\"I\n\x06Reason\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x13\n\x0fNO_SUBSCRIPTION\x10\x01\x12\x0b\n\x07TRIMMED\x10\x02\x12\x0c\n\x08NOT_OWED\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"U\n\x05Waive\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\tpositions\x18\x02 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etarry/storage/v1/journal.proto\x12\x10tarry.storage.v1\x1a\x1dtarry/storage/v1/bucket.proto\"1\n\x04Slot\x12)\n\x07records\x18\x01 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"\xab\x02\n\x06Record\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\x13\n\x0bincarnation\x18\x02 \x02(\x04\x12\x0c\n\x04rows\x18\x03 \x02(\r\x12$\n\x03\x61\x64\x64\x18\x04 \x01(\x0b\x32\x15.tarry.storage.v1.AddH\x00\x12\x34\n\x0b\x61\x63knowledge\x18\x05 \x01(\x0b\x32\x1d.tarry.storage.v1.AcknowledgeH\x00\x12&\n\x04gone\x18\x06 \x01(\x0b\x32\x16.tarry.storage.v1.GoneH\x00\x12(\n\x05waive\x18\x07 \x01(\x0b\x32\x17.tarry.storage.v1.WaiveH\x00\x12\x32\n\nreschedule\x18\x08 \x01(\x0b\x32\x1c.tarry.storage.v1.RescheduleH\x00\x42\n\n\x08\x64\x65\x63ision\"o\n\x03\x41\x64\x64\x12\x1a\n\x0fsubscription_id\x18\x01 \x01(\x04:\x01\x30\x12\x15\n\rdeliver_at_ms\x18\x02 \x02(\x0c\x12\x11\n\tledger_id\x18\x03 \x02(\x0c\x12\x10\n\x08\x65ntry_id\x18\x04 \x02(\x0c\x12\x10\n\x08key_hash\x18\x05 \x01(\x0c\"|\n\x0b\x41\x63knowledge\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x15\n\rdeliver_at_ms\x18\x02 \x02(\x0c\x12\x11\n\tledger_id\x18\x03 \x02(\x0c\x12\x10\n\x08\x65ntry_id\x18\x04 \x02(\x0c\x12\x18\n\town_index\x18\x05 \x01(\x08:\x05\x66\x61lse\"v\n\nReschedule\x12\x1a\n\x0fsubscription_id\x18\x01 \x01(\x04:\x01\x30\x12\x15\n\rdeliver_at_ms\x18\x02 \x02(\x0c\x12\x11\n\tledger_id\x18\x03 \x02(\x0c\x12\x10\n\x08\x65ntry_id\x18\x04 \x02(\x0c\x12\x10\n\x08key_hash\x18\x05 \x01(\x0c\"\xec\x01\n\x04Gone\x12\x1a\n\x0fsubscription_id\x18\x01 \x01(\x04:\x01\x30\x12-\n\x06reason\x18\x02 \x02(\x0e\x32\x1d.tarry.storage.v1.Gone.Reason\x12\x33\n\tpositions\x18\x05 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\"X\n\x06Reason\x12\x0f\n\x0bUNSPECIFIED\x10\x00\x12\x13\n\x0fNO_SUBSCRIPTION\x10\x01\x12\x0b\n\x07TRIMMED\x10\x02\x12\x0c\n\x08NOT_OWED\x10\x03\x12\r\n\tCANCELLED\x10\x04J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"U\n\x05Waive\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\tpositions\x18\x02 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLOT']._serialized_start=83
   _globals['_SLOT']._serialized_end=132
   _globals['_RECORD']._serialized_start=135
-  _globals['_RECORD']._serialized_end=382
-  _globals['_ADD']._serialized_start=384
-  _globals['_ADD']._serialized_end=495
-  _globals['_ACKNOWLEDGE']._serialized_start=497
-  _globals['_ACKNOWLEDGE']._serialized_end=595
-  _globals['_GONE']._serialized_start=598
-  _globals['_GONE']._serialized_end=819
-  _globals['_GONE_REASON']._serialized_start=734
-  _globals['_GONE_REASON']._serialized_end=807
-  _globals['_WAIVE']._serialized_start=821
-  _globals['_WAIVE']._serialized_end=906
+  _globals['_RECORD']._serialized_end=434
+  _globals['_ADD']._serialized_start=436
+  _globals['_ADD']._serialized_end=547
+  _globals['_ACKNOWLEDGE']._serialized_start=549
+  _globals['_ACKNOWLEDGE']._serialized_end=673
+  _globals['_RESCHEDULE']._serialized_start=675
+  _globals['_RESCHEDULE']._serialized_end=793
+  _globals['_GONE']._serialized_start=796
+  _globals['_GONE']._serialized_end=1032
+  _globals['_GONE_REASON']._serialized_start=932
+  _globals['_GONE_REASON']._serialized_end=1020
+  _globals['_WAIVE']._serialized_start=1034
+  _globals['_WAIVE']._serialized_end=1119
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,7 @@ class Record(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
     WAIVE_FIELD_NUMBER: _builtins.int
+    RESCHEDULE_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     incarnation: _builtins.int
     """Records of an older incarnation of the topic are dropped."""
@@ -67,6 +68,8 @@ class Record(_message.Message):
     def gone(self) -> Global___Gone: ...
     @_builtins.property
     def waive(self) -> Global___Waive: ...
+    @_builtins.property
+    def reschedule(self) -> Global___Reschedule: ...
     def __init__(
         self,
         *,
@@ -77,12 +80,13 @@ class Record(_message.Message):
         acknowledge: Global___Acknowledge | None = ...,
         gone: Global___Gone | None = ...,
         waive: Global___Waive | None = ...,
+        reschedule: Global___Reschedule | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone", "waive"]  # noqa: Y015
+    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone", "waive", "reschedule"]  # noqa: Y015
     _WhichOneofArgType_decision: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_decision) -> _WhichOneofReturnType_decision | None: ...
 
@@ -133,10 +137,13 @@ class Acknowledge(_message.Message):
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
+    OWN_INDEX_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     deliver_at_ms: _builtins.bytes
     ledger_id: _builtins.bytes
     entry_id: _builtins.bytes
+    own_index: _builtins.bool
+    """The rows are in the subscription's own index, not in the shared one."""
     def __init__(
         self,
         *,
@@ -144,14 +151,50 @@ class Acknowledge(_message.Message):
         deliver_at_ms: _builtins.bytes | None = ...,
         ledger_id: _builtins.bytes | None = ...,
         entry_id: _builtins.bytes | None = ...,
+        own_index: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
+
+@_typing.final
+class Reschedule(_message.Message):
+    """Rows that take the place of those of their positions, which are not due."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    """The index; 0 = the shared one."""
+    deliver_at_ms: _builtins.bytes
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    key_hash: _builtins.bytes
+    """Absent when no row has one."""
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reschedule: _TypeAlias = Reschedule  # noqa: Y015
 
 @_typing.final
 class Gone(_message.Message):
@@ -172,6 +215,8 @@ class Gone(_message.Message):
         """Trimmed, or cleared."""
         NOT_OWED: Gone._Reason.ValueType  # 3
         """It came due when every subscription had been created at or after its time."""
+        CANCELLED: Gone._Reason.ValueType  # 4
+        """Cancelled before it was due."""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     UNSPECIFIED: Gone.Reason.ValueType  # 0
@@ -181,6 +226,8 @@ class Gone(_message.Message):
     """Trimmed, or cleared."""
     NOT_OWED: Gone.Reason.ValueType  # 3
     """It came due when every subscription had been created at or after its time."""
+    CANCELLED: Gone.Reason.ValueType  # 4
+    """Cancelled before it was due."""
 
     SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int

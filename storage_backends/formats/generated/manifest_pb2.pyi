@@ -325,6 +325,15 @@ class TopicPolicy(_message.Message):
     MAX_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
     MIN_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
     COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
+    SHARED_INDEX_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BUCKETS_FIELD_NUMBER: _builtins.int
+    MERGE_BUCKETS_MAX_FIELD_NUMBER: _builtins.int
+    MERGE_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    TICK_MS_FIELD_NUMBER: _builtins.int
+    PENDING_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    DUE_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    CLIENT_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    CLIENT_BYTES_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
     delay_max_ms: _builtins.int
     min_index_count_per_bucket: _builtins.int
     bucket_rows_max: _builtins.int
@@ -334,6 +343,15 @@ class TopicPolicy(_message.Message):
     max_indexes_per_bucket_snapshot_segment: _builtins.int
     min_indexes_per_bucket_snapshot_segment: _builtins.int
     compatible_form: _builtins.bool
+    shared_index: _builtins.bool
+    max_num_buckets: _builtins.int
+    merge_buckets_max: _builtins.int
+    merge_rows_max: _builtins.int
+    tick_ms: _builtins.int
+    pending_rows_max: _builtins.int
+    due_rows_per_second_max: _builtins.int
+    client_rows_per_second_max: _builtins.int
+    client_bytes_per_second_max: _builtins.int
     def __init__(
         self,
         *,
@@ -346,10 +364,19 @@ class TopicPolicy(_message.Message):
         max_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
         min_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
         compatible_form: _builtins.bool | None = ...,
+        shared_index: _builtins.bool | None = ...,
+        max_num_buckets: _builtins.int | None = ...,
+        merge_buckets_max: _builtins.int | None = ...,
+        merge_rows_max: _builtins.int | None = ...,
+        tick_ms: _builtins.int | None = ...,
+        pending_rows_max: _builtins.int | None = ...,
+        due_rows_per_second_max: _builtins.int | None = ...,
+        client_rows_per_second_max: _builtins.int | None = ...,
+        client_bytes_per_second_max: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -535,7 +562,9 @@ class BucketProgress(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
-    """Object name of the bucket; empty for the mutable bucket."""
+    """Object name of the bucket, which may have been merged since: then it says so of the rows that the merged bucket kept.
+    Empty for the mutable bucket.
+    """
     @_builtins.property
     def gone(self) -> _containers.RepeatedCompositeFieldContainer[_bucket_pb2.PositionBitmap]: ...
     @_builtins.property
@@ -577,3 +606,37 @@ class SubscriptionProgress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscriptionProgress: _TypeAlias = SubscriptionProgress  # noqa: Y015
+
+@_typing.final
+class DeadObject(_message.Message):
+    """An object of the root that could not be deleted and was given up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECT_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_MS_FIELD_NUMBER: _builtins.int
+    object: _builtins.str
+    size_bytes: _builtins.int
+    attempts: _builtins.int
+    error: _builtins.str
+    """What the store said last."""
+    given_up_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        object: _builtins.str | None = ...,
+        size_bytes: _builtins.int | None = ...,
+        attempts: _builtins.int | None = ...,
+        error: _builtins.str | None = ...,
+        given_up_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "error", b"error", "given_up_ms", b"given_up_ms", "object", b"object", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "error", b"error", "given_up_ms", b"given_up_ms", "object", b"object", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadObject: _TypeAlias = DeadObject  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tarry.v1 import policy_pb2 as tarry_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tarry/v1/admin.proto\x12\x08tarry.v1\x1a\x15tarry/v1/policy.proto\"M\n\x15SetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"B\n\x16SetTopicPolicyResponse\x12(\n\teffective\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"&\n\x15GetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"i\n\x16GetTopicPolicyResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\x12(\n\teffective\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"\"\n\x11SealBucketRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"2\n\x12SealBucketResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\t\"#\n\x12\x44\x65leteTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"8\n\x13\x44\x65leteTopicResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x32\xc6\x02\n\x05\x41\x64min\x12S\n\x0eSetTopicPolicy\x12\x1f.tarry.v1.SetTopicPolicyRequest\x1a .tarry.v1.SetTopicPolicyResponse\x12S\n\x0eGetTopicPolicy\x12\x1f.tarry.v1.GetTopicPolicyRequest\x1a .tarry.v1.GetTopicPolicyResponse\x12G\n\nSealBucket\x12\x1b.tarry.v1.SealBucketRequest\x1a\x1c.tarry.v1.SealBucketResponse\x12J\n\x0b\x44\x65leteTopic\x12\x1c.tarry.v1.DeleteTopicRequest\x1a\x1d.tarry.v1.DeleteTopicResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tarry/v1/admin.proto\x12\x08tarry.v1\x1a\x15tarry/v1/policy.proto\"M\n\x15SetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"B\n\x16SetTopicPolicyResponse\x12(\n\teffective\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"&\n\x15GetTopicPolicyRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"i\n\x16GetTopicPolicyResponse\x12%\n\x06policy\x18\x01 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\x12(\n\teffective\x18\x02 \x01(\x0b\x32\x15.tarry.v1.TopicPolicy\"\"\n\x11SealBucketRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"2\n\x12SealBucketResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\t\"9\n\x13MergeBucketsRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x13\n\x0b\x62uckets_max\x18\x02 \x01(\r\"O\n\x14MergeBucketsResponse\x12\x0e\n\x06merges\x18\x01 \x01(\r\x12\x16\n\x0emerged_buckets\x18\x02 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x03 \x01(\r\"S\n\x15\x43ollectGarbageRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\x12\x1a\n\x12retry_dead_objects\x18\x03 \x01(\x08\"\x9b\x01\n\x16\x43ollectGarbageResponse\x12\x13\n\x0bshards_done\x18\x01 \x01(\r\x12\x0e\n\x06shards\x18\x02 \x01(\r\x12\x13\n\x0btopics_done\x18\x03 \x01(\r\x12\x0e\n\x06topics\x18\x04 \x01(\r\x12)\n\x07summary\x18\x05 \x01(\x0b\x32\x18.tarry.v1.GarbageSummary\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\"\xe3\x02\n\x0eGarbageSummary\x12*\n\ntombstones\x18\x01 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07orphans\x18\x02 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12)\n\tmanifests\x18\x03 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12-\n\rjournal_slots\x18\x04 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07waiting\x18\x05 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12&\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12(\n\x08given_up\x18\x07 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\x12\'\n\x07refused\x18\x08 \x01(\x0b\x32\x16.tarry.v1.GarbageCount\"3\n\x0cGarbageCount\x12\x0f\n\x07objects\x18\x01 \x01(\x04\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"#\n\x12\x44\x65leteTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"8\n\x13\x44\x65leteTopicResponse\x12\x0c\n\x04rows\x18\x01 \x01(\x04\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x32\xec\x03\n\x05\x41\x64min\x12S\n\x0eSetTopicPolicy\x12\x1f.tarry.v1.SetTopicPolicyRequest\x1a .tarry.v1.SetTopicPolicyResponse\x12S\n\x0eGetTopicPolicy\x12\x1f.tarry.v1.GetTopicPolicyRequest\x1a .tarry.v1.GetTopicPolicyResponse\x12G\n\nSealBucket\x12\x1b.tarry.v1.SealBucketRequest\x1a\x1c.tarry.v1.SealBucketResponse\x12M\n\x0cMergeBuckets\x12\x1d.tarry.v1.MergeBucketsRequest\x1a\x1e.tarry.v1.MergeBucketsResponse\x12U\n\x0e\x43ollectGarbage\x12\x1f.tarry.v1.CollectGarbageRequest\x1a .tarry.v1.CollectGarbageResponse0\x01\x12J\n\x0b\x44\x65leteTopic\x12\x1c.tarry.v1.DeleteTopicRequest\x1a\x1d.tarry.v1.DeleteTopicResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,10 +44,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALBUCKETREQUEST']._serialized_end=385
   _globals['_SEALBUCKETRESPONSE']._serialized_start=387
   _globals['_SEALBUCKETRESPONSE']._serialized_end=437
-  _globals['_DELETETOPICREQUEST']._serialized_start=439
-  _globals['_DELETETOPICREQUEST']._serialized_end=474
-  _globals['_DELETETOPICRESPONSE']._serialized_start=476
-  _globals['_DELETETOPICRESPONSE']._serialized_end=532
-  _globals['_ADMIN']._serialized_start=535
-  _globals['_ADMIN']._serialized_end=861
+  _globals['_MERGEBUCKETSREQUEST']._serialized_start=439
+  _globals['_MERGEBUCKETSREQUEST']._serialized_end=496
+  _globals['_MERGEBUCKETSRESPONSE']._serialized_start=498
+  _globals['_MERGEBUCKETSRESPONSE']._serialized_end=577
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_start=579
+  _globals['_COLLECTGARBAGEREQUEST']._serialized_end=662
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_start=665
+  _globals['_COLLECTGARBAGERESPONSE']._serialized_end=820
+  _globals['_GARBAGESUMMARY']._serialized_start=823
+  _globals['_GARBAGESUMMARY']._serialized_end=1178
+  _globals['_GARBAGECOUNT']._serialized_start=1180
+  _globals['_GARBAGECOUNT']._serialized_end=1231
+  _globals['_DELETETOPICREQUEST']._serialized_start=1233
+  _globals['_DELETETOPICREQUEST']._serialized_end=1268
+  _globals['_DELETETOPICRESPONSE']._serialized_start=1270
+  _globals['_DELETETOPICRESPONSE']._serialized_end=1326
+  _globals['_ADMIN']._serialized_start=1329
+  _globals['_ADMIN']._serialized_end=1821
 # @@protoc_insertion_point(module_scope)

@@ -155,6 +155,203 @@ class SealBucketResponse(_message.Message):
 Global___SealBucketResponse: _TypeAlias = SealBucketResponse  # noqa: Y015
 
 @_typing.final
+class MergeBucketsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    BUCKETS_MAX_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    buckets_max: _builtins.int
+    """1 or more; 0: the policy's `max_num_buckets`."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        buckets_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets_max", b"buckets_max", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MergeBucketsRequest: _TypeAlias = MergeBucketsRequest  # noqa: Y015
+
+@_typing.final
+class MergeBucketsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MERGES_FIELD_NUMBER: _builtins.int
+    MERGED_BUCKETS_FIELD_NUMBER: _builtins.int
+    BUCKETS_FIELD_NUMBER: _builtins.int
+    merges: _builtins.int
+    """Merges that were made for this call."""
+    merged_buckets: _builtins.int
+    """Buckets that they replaced."""
+    buckets: _builtins.int
+    """Sealed buckets of the topic now."""
+    def __init__(
+        self,
+        *,
+        merges: _builtins.int = ...,
+        merged_buckets: _builtins.int = ...,
+        buckets: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "merged_buckets", b"merged_buckets", "merges", b"merges"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MergeBucketsResponse: _TypeAlias = MergeBucketsResponse  # noqa: Y015
+
+@_typing.final
+class CollectGarbageRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    RETRY_DEAD_OBJECTS_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Nothing is deleted or committed; the answer says what would be."""
+    force: _builtins.bool
+    """Also delete orphans that are more than a fifth of the bytes of a shard."""
+    retry_dead_objects: _builtins.bool
+    """Objects that were given up are tried again."""
+    def __init__(
+        self,
+        *,
+        dry_run: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+        retry_dead_objects: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "force", b"force", "retry_dead_objects", b"retry_dead_objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGarbageRequest: _TypeAlias = CollectGarbageRequest  # noqa: Y015
+
+@_typing.final
+class CollectGarbageResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_DONE_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    TOPICS_DONE_FIELD_NUMBER: _builtins.int
+    TOPICS_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    shards_done: _builtins.int
+    """Shards that are done, and all of them."""
+    shards: _builtins.int
+    topics_done: _builtins.int
+    """Topics that are done, and those of the shards that were listed so far."""
+    topics: _builtins.int
+    done: _builtins.bool
+    """Set in the last message."""
+    @_builtins.property
+    def summary(self) -> Global___GarbageSummary:
+        """So far; in a dry run what would be deleted."""
+
+    def __init__(
+        self,
+        *,
+        shards_done: _builtins.int = ...,
+        shards: _builtins.int = ...,
+        topics_done: _builtins.int = ...,
+        topics: _builtins.int = ...,
+        summary: Global___GarbageSummary | None = ...,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["summary", b"summary"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "shards", b"shards", "shards_done", b"shards_done", "summary", b"summary", "topics", b"topics", "topics_done", b"topics_done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectGarbageResponse: _TypeAlias = CollectGarbageResponse  # noqa: Y015
+
+@_typing.final
+class GarbageSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
+    ORPHANS_FIELD_NUMBER: _builtins.int
+    MANIFESTS_FIELD_NUMBER: _builtins.int
+    JOURNAL_SLOTS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    GIVEN_UP_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tombstones(self) -> Global___GarbageCount:
+        """By what they were."""
+
+    @_builtins.property
+    def orphans(self) -> Global___GarbageCount: ...
+    @_builtins.property
+    def manifests(self) -> Global___GarbageCount: ...
+    @_builtins.property
+    def journal_slots(self) -> Global___GarbageCount: ...
+    @_builtins.property
+    def waiting(self) -> Global___GarbageCount:
+        """Objects that left a manifest and are still kept, until their time has come."""
+
+    @_builtins.property
+    def failed(self) -> Global___GarbageCount:
+        """Deletions that failed and are tried again later, and those that were given up (under dead_objects/)."""
+
+    @_builtins.property
+    def given_up(self) -> Global___GarbageCount: ...
+    @_builtins.property
+    def refused(self) -> Global___GarbageCount:
+        """Orphans that were kept since they are too large a part of their shard; `force` deletes them."""
+
+    def __init__(
+        self,
+        *,
+        tombstones: Global___GarbageCount | None = ...,
+        orphans: Global___GarbageCount | None = ...,
+        manifests: Global___GarbageCount | None = ...,
+        journal_slots: Global___GarbageCount | None = ...,
+        waiting: Global___GarbageCount | None = ...,
+        failed: Global___GarbageCount | None = ...,
+        given_up: Global___GarbageCount | None = ...,
+        refused: Global___GarbageCount | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "given_up", b"given_up", "journal_slots", b"journal_slots", "manifests", b"manifests", "orphans", b"orphans", "refused", b"refused", "tombstones", b"tombstones", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "given_up", b"given_up", "journal_slots", b"journal_slots", "manifests", b"manifests", "orphans", b"orphans", "refused", b"refused", "tombstones", b"tombstones", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GarbageSummary: _TypeAlias = GarbageSummary  # noqa: Y015
+
+@_typing.final
+class GarbageCount(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    objects: _builtins.int
+    size_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        objects: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["objects", b"objects", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GarbageCount: _TypeAlias = GarbageCount  # noqa: Y015
+
+@_typing.final
 class DeleteTopicRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -50,6 +50,16 @@ class AdminStub(object):
                 request_serializer=tarry_dot_v1_dot_admin__pb2.SealBucketRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_admin__pb2.SealBucketResponse.FromString,
                 _registered_method=True)
+        self.MergeBuckets = channel.unary_unary(
+                '/tarry.v1.Admin/MergeBuckets',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.MergeBucketsRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.MergeBucketsResponse.FromString,
+                _registered_method=True)
+        self.CollectGarbage = channel.unary_stream(
+                '/tarry.v1.Admin/CollectGarbage',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.CollectGarbageRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.CollectGarbageResponse.FromString,
+                _registered_method=True)
         self.DeleteTopic = channel.unary_unary(
                 '/tarry.v1.Admin/DeleteTopic',
                 request_serializer=tarry_dot_v1_dot_admin__pb2.DeleteTopicRequest.SerializeToString,
@@ -83,6 +93,25 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MergeBuckets(self, request, context):
+        """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
+        within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
+        the call may: it goes on, and asking again is safe. NOT_FOUND: no such topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CollectGarbage(self, request, context):
+        """Deletes what no manifest needs any more: objects that left one and are past their time, objects that none ever named,
+        old manifests, covered journal slots. The daemon does so by itself; this does it now, for the shards that it owns.
+        One message for each step, the last one with `summary`. FAILED_PRECONDITION: with `retry_dead_objects`, the daemon
+        does not own every shard.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteTopic(self, request, context):
         """Deletes a topic with its rows, subscriptions and policy; its streams end with NOT_FOUND. A topic of that name that is
         added to later is a new one, with a higher incarnation. NOT_FOUND: no such topic.
@@ -108,6 +137,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SealBucket,
                     request_deserializer=tarry_dot_v1_dot_admin__pb2.SealBucketRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_admin__pb2.SealBucketResponse.SerializeToString,
+            ),
+            'MergeBuckets': grpc.unary_unary_rpc_method_handler(
+                    servicer.MergeBuckets,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.MergeBucketsRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.MergeBucketsResponse.SerializeToString,
+            ),
+            'CollectGarbage': grpc.unary_stream_rpc_method_handler(
+                    servicer.CollectGarbage,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.CollectGarbageRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.CollectGarbageResponse.SerializeToString,
             ),
             'DeleteTopic': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteTopic,
@@ -197,6 +236,60 @@ class Admin(object):
             '/tarry.v1.Admin/SealBucket',
             tarry_dot_v1_dot_admin__pb2.SealBucketRequest.SerializeToString,
             tarry_dot_v1_dot_admin__pb2.SealBucketResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MergeBuckets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Admin/MergeBuckets',
+            tarry_dot_v1_dot_admin__pb2.MergeBucketsRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.MergeBucketsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CollectGarbage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tarry.v1.Admin/CollectGarbage',
+            tarry_dot_v1_dot_admin__pb2.CollectGarbageRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.CollectGarbageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,17 @@ class AdminStub:
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
     SealBucket: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]
     """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+    MergeBuckets: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]
+    """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
+    within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
+    the call may: it goes on, and asking again is safe. NOT_FOUND: no such topic.
+    """
+    CollectGarbage: _grpc.UnaryStreamMultiCallable[_admin_pb2.CollectGarbageRequest, _admin_pb2.CollectGarbageResponse]
+    """Deletes what no manifest needs any more: objects that left one and are past their time, objects that none ever named,
+    old manifests, covered journal slots. The daemon does so by itself; this does it now, for the shards that it owns.
+    One message for each step, the last one with `summary`. FAILED_PRECONDITION: with `retry_dead_objects`, the daemon
+    does not own every shard.
+    """
     DeleteTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]
     """Deletes a topic with its rows, subscriptions and policy; its streams end with NOT_FOUND. A topic of that name that is
     added to later is a new one, with a higher incarnation. NOT_FOUND: no such topic.
@@ -59,6 +70,17 @@ class AdminAsyncStub(AdminStub):
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
     SealBucket: _aio.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]  # type: ignore[assignment]
     """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+    MergeBuckets: _aio.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]  # type: ignore[assignment]
+    """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
+    within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
+    the call may: it goes on, and asking again is safe. NOT_FOUND: no such topic.
+    """
+    CollectGarbage: _aio.UnaryStreamMultiCallable[_admin_pb2.CollectGarbageRequest, _admin_pb2.CollectGarbageResponse]  # type: ignore[assignment]
+    """Deletes what no manifest needs any more: objects that left one and are past their time, objects that none ever named,
+    old manifests, covered journal slots. The daemon does so by itself; this does it now, for the shards that it owns.
+    One message for each step, the last one with `summary`. FAILED_PRECONDITION: with `retry_dead_objects`, the daemon
+    does not own every shard.
+    """
     DeleteTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.DeleteTopicRequest, _admin_pb2.DeleteTopicResponse]  # type: ignore[assignment]
     """Deletes a topic with its rows, subscriptions and policy; its streams end with NOT_FOUND. A topic of that name that is
     added to later is a new one, with a higher incarnation. NOT_FOUND: no such topic.
@@ -92,6 +114,29 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SealBucketResponse, _abc.Awaitable[_admin_pb2.SealBucketResponse]]:
         """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+
+    @_abc_1.abstractmethod
+    def MergeBuckets(
+        self,
+        request: _admin_pb2.MergeBucketsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MergeBucketsResponse, _abc.Awaitable[_admin_pb2.MergeBucketsResponse]]:
+        """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
+        within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
+        the call may: it goes on, and asking again is safe. NOT_FOUND: no such topic.
+        """
+
+    @_abc_1.abstractmethod
+    def CollectGarbage(
+        self,
+        request: _admin_pb2.CollectGarbageRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.CollectGarbageResponse], _abc.AsyncIterator[_admin_pb2.CollectGarbageResponse]]:
+        """Deletes what no manifest needs any more: objects that left one and are past their time, objects that none ever named,
+        old manifests, covered journal slots. The daemon does so by itself; this does it now, for the shards that it owns.
+        One message for each step, the last one with `summary`. FAILED_PRECONDITION: with `retry_dead_objects`, the daemon
+        does not own every shard.
+        """
 
     @_abc_1.abstractmethod
     def DeleteTopic(

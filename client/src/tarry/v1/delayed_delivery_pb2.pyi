@@ -57,9 +57,15 @@ class AddMessagesRequest(_message.Message):
     DELAY_MS_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
     ALREADY_DUE_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """UTF-8, 1 to 1,024 bytes."""
     already_due: Global___AlreadyDue.ValueType
+    subscription: _builtins.str
+    """The rows go to the index of this subscription alone. Empty: to the topic's shared index, or, where the topic's policy
+    says `shared_index = false`, to that of each subscription that there is (the shared one while there is none).
+    NOT_FOUND: no such subscription.
+    """
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per row, or one for all rows."""
@@ -90,10 +96,11 @@ class AddMessagesRequest(_message.Message):
         delay_ms: _abc.Iterable[_builtins.int] | None = ...,
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
         already_due: Global___AlreadyDue.ValueType = ...,
+        subscription: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,7 +117,7 @@ class AddMessagesResponse(_message.Message):
     RAISED_INDEX_FIELD_NUMBER: _builtins.int
     RAISED_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     accepted: _builtins.int
-    """Rows that are now stored."""
+    """Rows that are now stored, in one index at least."""
     duplicates: _builtins.int
     """Rows whose position was in the index already (or earlier in this request); their time is unchanged."""
     late_on_arrival: _builtins.int
@@ -199,6 +206,178 @@ class StreamAddMessagesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___StreamAddMessagesResponse: _TypeAlias = StreamAddMessagesResponse  # noqa: Y015
+
+@_typing.final
+class CancelMessagesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    """Only in the index of this subscription alone. Empty: in every index of the topic."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position, or one for all."""
+
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position; 1 to 100,000, no position twice."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelMessagesRequest: _TypeAlias = CancelMessagesRequest  # noqa: Y015
+
+@_typing.final
+class CancelMessagesResponse(_message.Message):
+    """Indexes of positions of the request; a position that is in none of the lists was cancelled. Of several states of one
+    position, in several indexes or for several subscriptions, the furthest counts, and nothing of it was changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    NOT_FOUND_INDEX_FIELD_NUMBER: _builtins.int
+    ALREADY_DUE_INDEX_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_INDEX_FIELD_NUMBER: _builtins.int
+    cancelled: _builtins.int
+    @_builtins.property
+    def not_found_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """There is no row: never added, acknowledged, cancelled before, or lost with a damaged bucket."""
+
+    @_builtins.property
+    def already_due_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Due, and at no dispatcher."""
+
+    @_builtins.property
+    def in_flight_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Handed out, and not acknowledged by everyone who is owed it."""
+
+    def __init__(
+        self,
+        *,
+        cancelled: _builtins.int = ...,
+        not_found_index: _abc.Iterable[_builtins.int] | None = ...,
+        already_due_index: _abc.Iterable[_builtins.int] | None = ...,
+        in_flight_index: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due_index", b"already_due_index", "cancelled", b"cancelled", "in_flight_index", b"in_flight_index", "not_found_index", b"not_found_index"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelMessagesResponse: _TypeAlias = CancelMessagesResponse  # noqa: Y015
+
+@_typing.final
+class RescheduleMessagesRequest(_message.Message):
+    """Exactly one of `deliver_at_ms` and `delay_ms` is given."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    """Only in the index of this subscription alone. Empty: in every index of the topic."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in `CancelMessagesRequest`."""
+
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Unix time in ms; one per position, or one for all."""
+
+    @_builtins.property
+    def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Delay in ms, counted from the moment the daemon decides; one per position, or one for all."""
+
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in `AddMessagesRequest`: the row is a new one, and has the hash that is given here."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        delay_ms: _abc.Iterable[_builtins.int] | None = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RescheduleMessagesRequest: _TypeAlias = RescheduleMessagesRequest  # noqa: Y015
+
+@_typing.final
+class RescheduleMessagesResponse(_message.Message):
+    """As `CancelMessagesResponse`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESCHEDULED_FIELD_NUMBER: _builtins.int
+    NOT_FOUND_INDEX_FIELD_NUMBER: _builtins.int
+    ALREADY_DUE_INDEX_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_INDEX_FIELD_NUMBER: _builtins.int
+    RAISED_INDEX_FIELD_NUMBER: _builtins.int
+    RAISED_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    rescheduled: _builtins.int
+    @_builtins.property
+    def not_found_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def already_due_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def in_flight_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def raised_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in `AddMessagesResponse`."""
+
+    @_builtins.property
+    def raised_deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        rescheduled: _builtins.int = ...,
+        not_found_index: _abc.Iterable[_builtins.int] | None = ...,
+        already_due_index: _abc.Iterable[_builtins.int] | None = ...,
+        in_flight_index: _abc.Iterable[_builtins.int] | None = ...,
+        raised_index: _abc.Iterable[_builtins.int] | None = ...,
+        raised_deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due_index", b"already_due_index", "in_flight_index", b"in_flight_index", "not_found_index", b"not_found_index", "raised_deliver_at_ms", b"raised_deliver_at_ms", "raised_index", b"raised_index", "rescheduled", b"rescheduled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RescheduleMessagesResponse: _TypeAlias = RescheduleMessagesResponse  # noqa: Y015
 
 @_typing.final
 class ContainsMessagesRequest(_message.Message):

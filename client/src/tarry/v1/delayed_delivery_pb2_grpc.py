@@ -47,6 +47,16 @@ class DelayedDeliveryStub(object):
                 request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.FromString,
                 _registered_method=True)
+        self.CancelMessages = channel.unary_unary(
+                '/tarry.v1.DelayedDelivery/CancelMessages',
+                request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesResponse.FromString,
+                _registered_method=True)
+        self.RescheduleMessages = channel.unary_unary(
+                '/tarry.v1.DelayedDelivery/RescheduleMessages',
+                request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesResponse.FromString,
+                _registered_method=True)
         self.ContainsMessages = channel.unary_unary(
                 '/tarry.v1.DelayedDelivery/ContainsMessages',
                 request_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.ContainsMessagesRequest.SerializeToString,
@@ -94,6 +104,30 @@ class DelayedDeliveryServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CancelMessages(self, request, context):
+        """Takes rows out of the index before they are due. The answer is true for every position: what could not be cancelled is
+        on its way to a dispatcher, or was never there. A race with the due moment is decided once.
+
+        Without `subscription` a position is cancelled in every index of the topic or in none: it is counted in `cancelled`
+        only if no subscription has seen it come due. Answered when durable. A retry after a lost answer finds what the first
+        try has cancelled NOT_FOUND.
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice.
+        NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RescheduleMessages(self, request, context):
+        """Gives rows that are not due yet another time, earlier or later, in one step: never both times, never neither. A time
+        that has come makes the row due at once. Results, errors and retries as in `CancelMessages`; a repeated reschedule to
+        the same time is counted again. OUT_OF_RANGE: a delay over the limit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ContainsMessages(self, request, context):
         """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
         entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
@@ -136,6 +170,16 @@ def add_DelayedDeliveryServicer_to_server(servicer, server):
                     servicer.StreamAddMessages,
                     request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.SerializeToString,
+            ),
+            'CancelMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelMessages,
+                    request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesResponse.SerializeToString,
+            ),
+            'RescheduleMessages': grpc.unary_unary_rpc_method_handler(
+                    servicer.RescheduleMessages,
+                    request_deserializer=tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesResponse.SerializeToString,
             ),
             'ContainsMessages': grpc.unary_unary_rpc_method_handler(
                     servicer.ContainsMessages,
@@ -210,6 +254,60 @@ class DelayedDelivery(object):
             '/tarry.v1.DelayedDelivery/StreamAddMessages',
             tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesRequest.SerializeToString,
             tarry_dot_v1_dot_delayed__delivery__pb2.StreamAddMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.DelayedDelivery/CancelMessages',
+            tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_delayed__delivery__pb2.CancelMessagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RescheduleMessages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.DelayedDelivery/RescheduleMessages',
+            tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesRequest.SerializeToString,
+            tarry_dot_v1_dot_delayed__delivery__pb2.RescheduleMessagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,22 @@ class DelayedDeliveryStub:
     """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
     is answered in band and the stream goes on; lost ownership and authentication end it.
     """
+    CancelMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.CancelMessagesRequest, _delayed_delivery_pb2.CancelMessagesResponse]
+    """Takes rows out of the index before they are due. The answer is true for every position: what could not be cancelled is
+    on its way to a dispatcher, or was never there. A race with the due moment is decided once.
+
+    Without `subscription` a position is cancelled in every index of the topic or in none: it is counted in `cancelled`
+    only if no subscription has seen it come due. Answered when durable. A retry after a lost answer finds what the first
+    try has cancelled NOT_FOUND.
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice.
+    NOT_FOUND: no such topic or subscription.
+    """
+    RescheduleMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.RescheduleMessagesRequest, _delayed_delivery_pb2.RescheduleMessagesResponse]
+    """Gives rows that are not due yet another time, earlier or later, in one step: never both times, never neither. A time
+    that has come makes the row due at once. Results, errors and retries as in `CancelMessages`; a repeated reschedule to
+    the same time is counted again. OUT_OF_RANGE: a delay over the limit.
+    """
     ContainsMessages: _grpc.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ContainsMessagesRequest, _delayed_delivery_pb2.ContainsMessagesResponse]
     """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
     entries 0 to 9 with 1 to 8 delayed it reads 0 and 9 (PIP-195).
@@ -93,6 +109,22 @@ class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
     StreamAddMessages: _aio.StreamStreamMultiCallable[_delayed_delivery_pb2.StreamAddMessagesRequest, _delayed_delivery_pb2.StreamAddMessagesResponse]  # type: ignore[assignment]
     """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
     is answered in band and the stream goes on; lost ownership and authentication end it.
+    """
+    CancelMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.CancelMessagesRequest, _delayed_delivery_pb2.CancelMessagesResponse]  # type: ignore[assignment]
+    """Takes rows out of the index before they are due. The answer is true for every position: what could not be cancelled is
+    on its way to a dispatcher, or was never there. A race with the due moment is decided once.
+
+    Without `subscription` a position is cancelled in every index of the topic or in none: it is counted in `cancelled`
+    only if no subscription has seen it come due. Answered when durable. A retry after a lost answer finds what the first
+    try has cancelled NOT_FOUND.
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice.
+    NOT_FOUND: no such topic or subscription.
+    """
+    RescheduleMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.RescheduleMessagesRequest, _delayed_delivery_pb2.RescheduleMessagesResponse]  # type: ignore[assignment]
+    """Gives rows that are not due yet another time, earlier or later, in one step: never both times, never neither. A time
+    that has come makes the row due at once. Results, errors and retries as in `CancelMessages`; a repeated reschedule to
+    the same time is counted again. OUT_OF_RANGE: a delay over the limit.
     """
     ContainsMessages: _aio.UnaryUnaryMultiCallable[_delayed_delivery_pb2.ContainsMessagesRequest, _delayed_delivery_pb2.ContainsMessagesResponse]  # type: ignore[assignment]
     """What of positions or ranges is in the index, as ranges: a cursor that reads a log skips them. For example, of
@@ -144,6 +176,34 @@ class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_delayed_delivery_pb2.StreamAddMessagesResponse], _abc.AsyncIterator[_delayed_delivery_pb2.StreamAddMessagesResponse]]:
         """The same, pipelined: many requests in flight on one stream, answered by `request_id` in any order. A refused request
         is answered in band and the stream goes on; lost ownership and authentication end it.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelMessages(
+        self,
+        request: _delayed_delivery_pb2.CancelMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_delayed_delivery_pb2.CancelMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.CancelMessagesResponse]]:
+        """Takes rows out of the index before they are due. The answer is true for every position: what could not be cancelled is
+        on its way to a dispatcher, or was never there. A race with the due moment is decided once.
+
+        Without `subscription` a position is cancelled in every index of the topic or in none: it is counted in `cancelled`
+        only if no subscription has seen it come due. Answered when durable. A retry after a lost answer finds what the first
+        try has cancelled NOT_FOUND.
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice.
+        NOT_FOUND: no such topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def RescheduleMessages(
+        self,
+        request: _delayed_delivery_pb2.RescheduleMessagesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_delayed_delivery_pb2.RescheduleMessagesResponse, _abc.Awaitable[_delayed_delivery_pb2.RescheduleMessagesResponse]]:
+        """Gives rows that are not due yet another time, earlier or later, in one step: never both times, never neither. A time
+        that has come makes the row due at once. Results, errors and retries as in `CancelMessages`; a repeated reschedule to
+        the same time is counted again. OUT_OF_RANGE: a delay over the limit.
         """
 
     @_abc_1.abstractmethod

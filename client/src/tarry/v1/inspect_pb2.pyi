@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from tarry.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,320 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _BacklogState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BacklogStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BacklogState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BACKLOG_STATE_UNSPECIFIED: _BacklogState.ValueType  # 0
+    BACKLOG_STATE_READY: _BacklogState.ValueType  # 1
+    """Due, and at no dispatcher."""
+    BACKLOG_STATE_IN_FLIGHT: _BacklogState.ValueType  # 2
+    """Handed out, on a stream or under a lease."""
+
+class BacklogState(_BacklogState, metaclass=_BacklogStateEnumTypeWrapper): ...
+
+BACKLOG_STATE_UNSPECIFIED: BacklogState.ValueType  # 0
+BACKLOG_STATE_READY: BacklogState.ValueType  # 1
+"""Due, and at no dispatcher."""
+BACKLOG_STATE_IN_FLIGHT: BacklogState.ValueType  # 2
+"""Handed out, on a stream or under a lease."""
+Global___BacklogState: _TypeAlias = BacklogState  # noqa: Y015
+
+@_typing.final
+class LedgerRange(_message.Message):
+    """Ledgers from the first to the last, both included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    LAST_LEDGER_ID_FIELD_NUMBER: _builtins.int
+    first_ledger_id: _builtins.int
+    last_ledger_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        first_ledger_id: _builtins.int = ...,
+        last_ledger_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_ledger_id", b"first_ledger_id", "last_ledger_id", b"last_ledger_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerRange: _TypeAlias = LedgerRange  # noqa: Y015
+
+@_typing.final
+class ListScheduledRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    FROM_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    LEDGERS_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    from_ms: _builtins.int
+    """Unix time in ms; rows with from_ms <= deliver_at_ms < until_ms. 0 = no limit on that side."""
+    until_ms: _builtins.int
+    subscription: _builtins.str
+    """What this subscription is owed; empty: every index."""
+    page_size: _builtins.int
+    """At most this many rows; 0 = 1,000, at most 10,000."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    @_builtins.property
+    def ledgers(self) -> Global___LedgerRange:
+        """Absent: every ledger."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        from_ms: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+        ledgers: Global___LedgerRange | None = ...,
+        subscription: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_ms", b"from_ms", "ledgers", b"ledgers", "page_size", b"page_size", "page_token", b"page_token", "subscription", b"subscription", "topic", b"topic", "until_ms", b"until_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScheduledRequest: _TypeAlias = ListScheduledRequest  # noqa: Y015
+
+@_typing.final
+class ListScheduledResponse(_message.Message):
+    """Columns of one length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_INDEX_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 where a row has none."""
+
+    @_builtins.property
+    def subscription_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The name of the subscription in whose own index the row is, as an index of `subscriptions`; 0 = the shared index.
+        Empty: all rows are in the shared index.
+        """
+
+    @_builtins.property
+    def subscriptions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The first one is empty: the shared index."""
+
+    def __init__(
+        self,
+        *,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        subscription_index: _abc.Iterable[_builtins.int] | None = ...,
+        subscriptions: _abc.Iterable[_builtins.str] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "next_page_token", b"next_page_token", "subscription_index", b"subscription_index", "subscriptions", b"subscriptions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListScheduledResponse: _TypeAlias = ListScheduledResponse  # noqa: Y015
+
+@_typing.final
+class GetHistogramRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    FROM_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    WIDTH_MS_FIELD_NUMBER: _builtins.int
+    LEDGERS_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    from_ms: _builtins.int
+    """Unix time in ms; from_ms <= deliver_at_ms < until_ms. `from_ms` 0 = now; `until_ms` 0 = behind the last row."""
+    until_ms: _builtins.int
+    width_ms: _builtins.int
+    """Width of a bar in ms; 0 = a round width that makes about 60 bars."""
+    subscription: _builtins.str
+    """What this subscription is owed; empty: every index."""
+    @_builtins.property
+    def ledgers(self) -> Global___LedgerRange: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        from_ms: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+        width_ms: _builtins.int = ...,
+        ledgers: Global___LedgerRange | None = ...,
+        subscription: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_ms", b"from_ms", "ledgers", b"ledgers", "subscription", b"subscription", "topic", b"topic", "until_ms", b"until_ms", "width_ms", b"width_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHistogramRequest: _TypeAlias = GetHistogramRequest  # noqa: Y015
+
+@_typing.final
+class GetHistogramResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    WIDTH_MS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ROWS_BEFORE_FIELD_NUMBER: _builtins.int
+    ROWS_AFTER_FIELD_NUMBER: _builtins.int
+    SEGMENTS_COUNTED_FIELD_NUMBER: _builtins.int
+    SEGMENTS_READ_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    from_ms: _builtins.int
+    """The first bar begins here; bar i is from_ms + i * width_ms <= deliver_at_ms < from_ms + (i + 1) * width_ms, and no row
+    beyond `until_ms` is counted.
+    """
+    until_ms: _builtins.int
+    width_ms: _builtins.int
+    rows_before: _builtins.int
+    """Rows that are not due yet and lie before the first bar, and behind the last."""
+    rows_after: _builtins.int
+    segments_counted: _builtins.int
+    """Segments whose metadata was enough, and segments that were read."""
+    segments_read: _builtins.int
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        from_ms: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+        width_ms: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        rows_before: _builtins.int = ...,
+        rows_after: _builtins.int = ...,
+        segments_counted: _builtins.int = ...,
+        segments_read: _builtins.int = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "from_ms", b"from_ms", "rows", b"rows", "rows_after", b"rows_after", "rows_before", b"rows_before", "segments_counted", b"segments_counted", "segments_read", b"segments_read", "until_ms", b"until_ms", "width_ms", b"width_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHistogramResponse: _TypeAlias = GetHistogramResponse  # noqa: Y015
+
+@_typing.final
+class ListBacklogRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    LEDGERS_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    page_size: _builtins.int
+    """At most this many rows; 0 = 1,000, at most 10,000."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    @_builtins.property
+    def ledgers(self) -> Global___LedgerRange: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        ledgers: Global___LedgerRange | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers", "page_size", b"page_size", "page_token", b"page_token", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBacklogRequest: _TypeAlias = ListBacklogRequest  # noqa: Y015
+
+@_typing.final
+class ListBacklogResponse(_message.Message):
+    """Columns of one length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 where a row has none."""
+
+    @_builtins.property
+    def state(self) -> _containers.RepeatedScalarFieldContainer[Global___BacklogState.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        state: _abc.Iterable[Global___BacklogState.ValueType] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "next_page_token", b"next_page_token", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBacklogResponse: _TypeAlias = ListBacklogResponse  # noqa: Y015
 
 @_typing.final
 class ListTopicsRequest(_message.Message):
@@ -152,6 +467,8 @@ class GetTopicStatsResponse(_message.Message):
     SUBSCRIPTIONS_FIELD_NUMBER: _builtins.int
     AS_OF_MS_FIELD_NUMBER: _builtins.int
     REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
+    LAST_DUE_MS_FIELD_NUMBER: _builtins.int
+    MERGES_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     shard: _builtins.int
@@ -173,6 +490,10 @@ class GetTopicStatsResponse(_message.Message):
     applied_slot: _builtins.int
     """Journal slot up to which the topic's manifest holds everything."""
     as_of_ms: _builtins.int
+    last_due_ms: _builtins.int
+    """No row that is not due yet is due later; 0 when there is none. Exact until a row is cancelled or rescheduled."""
+    merges: _builtins.int
+    """Merges that are under way."""
     @_builtins.property
     def subscriptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscriptionStats]: ...
     @_builtins.property
@@ -198,10 +519,12 @@ class GetTopicStatsResponse(_message.Message):
         subscriptions: _abc.Iterable[Global___SubscriptionStats] | None = ...,
         as_of_ms: _builtins.int = ...,
         rebuild_needed: _abc.Iterable[Global___RebuildNeeded] | None = ...,
+        last_due_ms: _builtins.int = ...,
+        merges: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "loaded_rows", b"loaded_rows", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_slot", b"applied_slot", "as_of_ms", b"as_of_ms", "bucket_bytes", b"bucket_bytes", "buckets", b"buckets", "epoch", b"epoch", "incarnation", b"incarnation", "last_due_ms", b"last_due_ms", "loaded_rows", b"loaded_rows", "merges", b"merges", "mutable_rows", b"mutable_rows", "next_due_ms", b"next_due_ms", "oldest_due_ms", b"oldest_due_ms", "pending", b"pending", "rebuild_needed", b"rebuild_needed", "shard", b"shard", "subscriptions", b"subscriptions", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,6 +587,7 @@ class SubscriptionStats(_message.Message):
     PERMITS_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    OWN_PENDING_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     subscription_id: _builtins.int
     since_ms: _builtins.int
@@ -275,6 +599,8 @@ class SubscriptionStats(_message.Message):
     permits: _builtins.int
     leased: _builtins.int
     """Of `in_flight`, positions that are leased."""
+    own_pending: _builtins.int
+    """Of the topic's `pending`, rows of this subscription's own index."""
     @_builtins.property
     def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
     def __init__(
@@ -289,10 +615,11 @@ class SubscriptionStats(_message.Message):
         permits: _builtins.int = ...,
         leased: _builtins.int = ...,
         policy: _policy_pb2.SubscriptionPolicy | None = ...,
+        own_pending: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "own_pending", b"own_pending", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -375,6 +702,7 @@ class BucketSummary(_message.Message):
     COMPATIBLE_FORM_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     DAMAGE_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
     bucket: _builtins.str
     """The object's name."""
     size_bytes: _builtins.int
@@ -396,6 +724,8 @@ class BucketSummary(_message.Message):
     """Damaged: neither read nor deleted."""
     damage: _builtins.str
     """What was found, when it is quarantined."""
+    subscription: _builtins.str
+    """The subscription whose own index it is of; empty: the shared index."""
     def __init__(
         self,
         *,
@@ -414,10 +744,11 @@ class BucketSummary(_message.Message):
         compatible_form: _builtins.bool = ...,
         quarantined: _builtins.bool = ...,
         damage: _builtins.str = ...,
+        subscription: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "compatible_form", b"compatible_form", "damage", b"damage", "due", b"due", "first_ledger_id", b"first_ledger_id", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "pending", b"pending", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "segments_loaded", b"segments_loaded", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "compatible_form", b"compatible_form", "damage", b"damage", "due", b"due", "first_ledger_id", b"first_ledger_id", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "pending", b"pending", "quarantined", b"quarantined", "rows", b"rows", "segments", b"segments", "segments_loaded", b"segments_loaded", "size_bytes", b"size_bytes", "subscription", b"subscription"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,21 @@ class InspectStub(object):
                 request_serializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.FromString,
                 _registered_method=True)
+        self.ListScheduled = channel.unary_unary(
+                '/tarry.v1.Inspect/ListScheduled',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListScheduledRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListScheduledResponse.FromString,
+                _registered_method=True)
+        self.GetHistogram = channel.unary_unary(
+                '/tarry.v1.Inspect/GetHistogram',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.GetHistogramRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.GetHistogramResponse.FromString,
+                _registered_method=True)
+        self.ListBacklog = channel.unary_unary(
+                '/tarry.v1.Inspect/ListBacklog',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServicer(object):
@@ -90,6 +105,30 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListScheduled(self, request, context):
+        """Rows that are not due yet, in the order in which they come due. Only the segments that the page needs are read.
+        INVALID_ARGUMENT: a range that ends before it begins, a page token of another request. NOT_FOUND: no such topic or
+        subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHistogram(self, request, context):
+        """How many rows come due in each of many bars of one width: exact, from metadata where a segment lies in one bar and
+        nothing of it is gone. INVALID_ARGUMENT: no width, a range that ends before it begins, more than 10,000 bars.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBacklog(self, request, context):
+        """What a subscription is owed that is due and not acknowledged, in the order in which it came due.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -112,6 +151,21 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.ListSubscriptions,
                     request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.SerializeToString,
+            ),
+            'ListScheduled': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListScheduled,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListScheduledRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListScheduledResponse.SerializeToString,
+            ),
+            'GetHistogram': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistogram,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.GetHistogramRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.GetHistogramResponse.SerializeToString,
+            ),
+            'ListBacklog': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBacklog,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -223,6 +277,87 @@ class Inspect(object):
             '/tarry.v1.Inspect/ListSubscriptions',
             tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsRequest.SerializeToString,
             tarry_dot_v1_dot_inspect__pb2.ListSubscriptionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListScheduled(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListScheduled',
+            tarry_dot_v1_dot_inspect__pb2.ListScheduledRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListScheduledResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistogram(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/GetHistogram',
+            tarry_dot_v1_dot_inspect__pb2.GetHistogramRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.GetHistogramResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBacklog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListBacklog',
+            tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.FromString,
             options,
             channel_credentials,
             insecure,

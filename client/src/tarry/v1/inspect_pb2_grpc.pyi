@@ -43,6 +43,17 @@ class InspectStub:
     """
     ListSubscriptions: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListSubscriptionsRequest, _inspect_pb2.ListSubscriptionsResponse]
     """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
+    ListScheduled: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListScheduledRequest, _inspect_pb2.ListScheduledResponse]
+    """Rows that are not due yet, in the order in which they come due. Only the segments that the page needs are read.
+    INVALID_ARGUMENT: a range that ends before it begins, a page token of another request. NOT_FOUND: no such topic or
+    subscription.
+    """
+    GetHistogram: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.GetHistogramRequest, _inspect_pb2.GetHistogramResponse]
+    """How many rows come due in each of many bars of one width: exact, from metadata where a segment lies in one bar and
+    nothing of it is gone. INVALID_ARGUMENT: no width, a range that ends before it begins, more than 10,000 bars.
+    """
+    ListBacklog: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListBacklogRequest, _inspect_pb2.ListBacklogResponse]
+    """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
 
 @_typing.type_check_only
 class InspectAsyncStub(InspectStub):
@@ -59,6 +70,17 @@ class InspectAsyncStub(InspectStub):
     """
     ListSubscriptions: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListSubscriptionsRequest, _inspect_pb2.ListSubscriptionsResponse]  # type: ignore[assignment]
     """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
+    ListScheduled: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListScheduledRequest, _inspect_pb2.ListScheduledResponse]  # type: ignore[assignment]
+    """Rows that are not due yet, in the order in which they come due. Only the segments that the page needs are read.
+    INVALID_ARGUMENT: a range that ends before it begins, a page token of another request. NOT_FOUND: no such topic or
+    subscription.
+    """
+    GetHistogram: _aio.UnaryUnaryMultiCallable[_inspect_pb2.GetHistogramRequest, _inspect_pb2.GetHistogramResponse]  # type: ignore[assignment]
+    """How many rows come due in each of many bars of one width: exact, from metadata where a segment lies in one bar and
+    nothing of it is gone. INVALID_ARGUMENT: no width, a range that ends before it begins, more than 10,000 bars.
+    """
+    ListBacklog: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListBacklogRequest, _inspect_pb2.ListBacklogResponse]  # type: ignore[assignment]
+    """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
 
 class InspectServicer(metaclass=_abc_1.ABCMeta):
     """People and dashboards. Answers may be a little stale and say as of when."""
@@ -96,5 +118,34 @@ class InspectServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListSubscriptionsResponse, _abc.Awaitable[_inspect_pb2.ListSubscriptionsResponse]]:
         """Subscriptions of a topic in the order of their names. NOT_FOUND: no such topic."""
+
+    @_abc_1.abstractmethod
+    def ListScheduled(
+        self,
+        request: _inspect_pb2.ListScheduledRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListScheduledResponse, _abc.Awaitable[_inspect_pb2.ListScheduledResponse]]:
+        """Rows that are not due yet, in the order in which they come due. Only the segments that the page needs are read.
+        INVALID_ARGUMENT: a range that ends before it begins, a page token of another request. NOT_FOUND: no such topic or
+        subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def GetHistogram(
+        self,
+        request: _inspect_pb2.GetHistogramRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.GetHistogramResponse, _abc.Awaitable[_inspect_pb2.GetHistogramResponse]]:
+        """How many rows come due in each of many bars of one width: exact, from metadata where a segment lies in one bar and
+        nothing of it is gone. INVALID_ARGUMENT: no width, a range that ends before it begins, more than 10,000 bars.
+        """
+
+    @_abc_1.abstractmethod
+    def ListBacklog(
+        self,
+        request: _inspect_pb2.ListBacklogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListBacklogResponse, _abc.Awaitable[_inspect_pb2.ListBacklogResponse]]:
+        """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
 
 def add_InspectServicer_to_server(servicer: InspectServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/policy.proto\x12\x08tarry.v1\"\x97\x05\n\x0bTopicPolicy\x12\x19\n\x0c\x64\x65lay_max_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x1amin_index_count_per_bucket\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0f\x62ucket_rows_max\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10\x62ucket_bytes_max\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11\x62ucket_age_max_ms\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12>\n1max_time_step_per_bucket_snapshot_segment_seconds\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x34\n\'max_indexes_per_bucket_snapshot_segment\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x34\n\'min_indexes_per_bucket_snapshot_segment\x18\x08 \x01(\rH\x07\x88\x01\x01\x12.\n\x0b\x62ucket_form\x18\t \x01(\x0e\x32\x14.tarry.v1.BucketFormH\x08\x88\x01\x01\x42\x0f\n\r_delay_max_msB\x1d\n\x1b_min_index_count_per_bucketB\x12\n\x10_bucket_rows_maxB\x13\n\x11_bucket_bytes_maxB\x14\n\x12_bucket_age_max_msB4\n2_max_time_step_per_bucket_snapshot_segment_secondsB*\n(_max_indexes_per_bucket_snapshot_segmentB*\n(_min_indexes_per_bucket_snapshot_segmentB\x0e\n\x0c_bucket_form\"\xe5\x01\n\x12SubscriptionPolicy\x12\x1f\n\x12in_flight_rows_max\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08lease_ms\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12@\n\nproperties\x18\x03 \x03(\x0b\x32,.tarry.v1.SubscriptionPolicy.PropertiesEntry\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_in_flight_rows_maxB\x0b\n\t_lease_ms*_\n\nBucketForm\x12\x1b\n\x17\x42UCKET_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42UCKET_FORM_COLUMNAR\x10\x01\x12\x1a\n\x16\x42UCKET_FORM_COMPATIBLE\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/policy.proto\x12\x08tarry.v1\"\x85\t\n\x0bTopicPolicy\x12\x19\n\x0c\x64\x65lay_max_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x1amin_index_count_per_bucket\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0f\x62ucket_rows_max\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10\x62ucket_bytes_max\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11\x62ucket_age_max_ms\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12>\n1max_time_step_per_bucket_snapshot_segment_seconds\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x34\n\'max_indexes_per_bucket_snapshot_segment\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x34\n\'min_indexes_per_bucket_snapshot_segment\x18\x08 \x01(\rH\x07\x88\x01\x01\x12.\n\x0b\x62ucket_form\x18\t \x01(\x0e\x32\x14.tarry.v1.BucketFormH\x08\x88\x01\x01\x12\x19\n\x0cshared_index\x18\n \x01(\x08H\t\x88\x01\x01\x12\x1c\n\x0fmax_num_buckets\x18\x0b \x01(\x05H\n\x88\x01\x01\x12\x1e\n\x11merge_buckets_max\x18\x0c \x01(\rH\x0b\x88\x01\x01\x12\x1b\n\x0emerge_rows_max\x18\r \x01(\x04H\x0c\x88\x01\x01\x12\x14\n\x07tick_ms\x18\x0e \x01(\rH\r\x88\x01\x01\x12\x1d\n\x10pending_rows_max\x18\x0f \x01(\x04H\x0e\x88\x01\x01\x12$\n\x17\x64ue_rows_per_second_max\x18\x10 \x01(\x04H\x0f\x88\x01\x01\x12\'\n\x1a\x63lient_rows_per_second_max\x18\x11 \x01(\x04H\x10\x88\x01\x01\x12(\n\x1b\x63lient_bytes_per_second_max\x18\x12 \x01(\x04H\x11\x88\x01\x01\x42\x0f\n\r_delay_max_msB\x1d\n\x1b_min_index_count_per_bucketB\x12\n\x10_bucket_rows_maxB\x13\n\x11_bucket_bytes_maxB\x14\n\x12_bucket_age_max_msB4\n2_max_time_step_per_bucket_snapshot_segment_secondsB*\n(_max_indexes_per_bucket_snapshot_segmentB*\n(_min_indexes_per_bucket_snapshot_segmentB\x0e\n\x0c_bucket_formB\x0f\n\r_shared_indexB\x12\n\x10_max_num_bucketsB\x14\n\x12_merge_buckets_maxB\x11\n\x0f_merge_rows_maxB\n\n\x08_tick_msB\x13\n\x11_pending_rows_maxB\x1a\n\x18_due_rows_per_second_maxB\x1d\n\x1b_client_rows_per_second_maxB\x1e\n\x1c_client_bytes_per_second_max\"\xe5\x01\n\x12SubscriptionPolicy\x12\x1f\n\x12in_flight_rows_max\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08lease_ms\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12@\n\nproperties\x18\x03 \x03(\x0b\x32,.tarry.v1.SubscriptionPolicy.PropertiesEntry\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_in_flight_rows_maxB\x0b\n\t_lease_ms*_\n\nBucketForm\x12\x1b\n\x17\x42UCKET_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42UCKET_FORM_COLUMNAR\x10\x01\x12\x1a\n\x16\x42UCKET_FORM_COMPATIBLE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._loaded_options = None
   _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_options = b'8\001'
-  _globals['_BUCKETFORM']._serialized_start=933
-  _globals['_BUCKETFORM']._serialized_end=1028
+  _globals['_BUCKETFORM']._serialized_start=1427
+  _globals['_BUCKETFORM']._serialized_end=1522
   _globals['_TOPICPOLICY']._serialized_start=36
-  _globals['_TOPICPOLICY']._serialized_end=699
-  _globals['_SUBSCRIPTIONPOLICY']._serialized_start=702
-  _globals['_SUBSCRIPTIONPOLICY']._serialized_end=931
-  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_start=846
-  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_end=895
+  _globals['_TOPICPOLICY']._serialized_end=1193
+  _globals['_SUBSCRIPTIONPOLICY']._serialized_start=1196
+  _globals['_SUBSCRIPTIONPOLICY']._serialized_end=1425
+  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_start=1340
+  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_end=1389
 # @@protoc_insertion_point(module_scope)

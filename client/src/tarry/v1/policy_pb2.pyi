@@ -55,6 +55,15 @@ class TopicPolicy(_message.Message):
     MAX_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
     MIN_INDEXES_PER_BUCKET_SNAPSHOT_SEGMENT_FIELD_NUMBER: _builtins.int
     BUCKET_FORM_FIELD_NUMBER: _builtins.int
+    SHARED_INDEX_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BUCKETS_FIELD_NUMBER: _builtins.int
+    MERGE_BUCKETS_MAX_FIELD_NUMBER: _builtins.int
+    MERGE_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    TICK_MS_FIELD_NUMBER: _builtins.int
+    PENDING_ROWS_MAX_FIELD_NUMBER: _builtins.int
+    DUE_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    CLIENT_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    CLIENT_BYTES_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
     delay_max_ms: _builtins.int
     """How far ahead a row may be due."""
     min_index_count_per_bucket: _builtins.int
@@ -69,6 +78,29 @@ class TopicPolicy(_message.Message):
     min_indexes_per_bucket_snapshot_segment: _builtins.int
     bucket_form: Global___BucketForm.ValueType
     """How buckets are written from now on; both forms are always read."""
+    shared_index: _builtins.bool
+    """Whether subscriptions share one index (default). If not, every row that names no subscription is copied to the index of
+    each one. It counts for rows that are added from now on.
+    """
+    max_num_buckets: _builtins.int
+    """Sealed buckets of one index above which neighbours are merged (PIP-195); at least 1, -1 = never."""
+    merge_buckets_max: _builtins.int
+    """Buckets that one merge reads at most; at least 2."""
+    merge_rows_max: _builtins.int
+    """Rows of a merged bucket at most: what is larger stays as it is. At least 1."""
+    tick_ms: _builtins.int
+    """Hand-outs are batched by as much, only ever later; 1 to 500."""
+    pending_rows_max: _builtins.int
+    """Rows that may be pending; 0 = no limit."""
+    due_rows_per_second_max: _builtins.int
+    """Rows that may come due within one second, so that nobody's burst is planned by accident; 0 = no limit. Rows in sealed
+    buckets are counted by whole segments.
+    """
+    client_rows_per_second_max: _builtins.int
+    """What one client may add to the topic in a second; 0 = no limit. A client is who sends one `tarry-client-id`, or the
+    host that calls.
+    """
+    client_bytes_per_second_max: _builtins.int
     def __init__(
         self,
         *,
@@ -81,10 +113,19 @@ class TopicPolicy(_message.Message):
         max_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
         min_indexes_per_bucket_snapshot_segment: _builtins.int | None = ...,
         bucket_form: Global___BucketForm.ValueType | None = ...,
+        shared_index: _builtins.bool | None = ...,
+        max_num_buckets: _builtins.int | None = ...,
+        merge_buckets_max: _builtins.int | None = ...,
+        merge_rows_max: _builtins.int | None = ...,
+        tick_ms: _builtins.int | None = ...,
+        pending_rows_max: _builtins.int | None = ...,
+        due_rows_per_second_max: _builtins.int | None = ...,
+        client_rows_per_second_max: _builtins.int | None = ...,
+        client_bytes_per_second_max: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_age_max_ms", b"_bucket_age_max_ms", "_bucket_bytes_max", b"_bucket_bytes_max", "_bucket_form", b"_bucket_form", "_bucket_rows_max", b"_bucket_rows_max", "_delay_max_ms", b"_delay_max_ms", "_max_indexes_per_bucket_snapshot_segment", b"_max_indexes_per_bucket_snapshot_segment", "_max_time_step_per_bucket_snapshot_segment_seconds", b"_max_time_step_per_bucket_snapshot_segment_seconds", "_min_index_count_per_bucket", b"_min_index_count_per_bucket", "_min_indexes_per_bucket_snapshot_segment", b"_min_indexes_per_bucket_snapshot_segment", "bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_form", b"bucket_form", "bucket_rows_max", b"bucket_rows_max", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bucket_age_max_ms", b"_bucket_age_max_ms", "_bucket_bytes_max", b"_bucket_bytes_max", "_bucket_form", b"_bucket_form", "_bucket_rows_max", b"_bucket_rows_max", "_client_bytes_per_second_max", b"_client_bytes_per_second_max", "_client_rows_per_second_max", b"_client_rows_per_second_max", "_delay_max_ms", b"_delay_max_ms", "_due_rows_per_second_max", b"_due_rows_per_second_max", "_max_indexes_per_bucket_snapshot_segment", b"_max_indexes_per_bucket_snapshot_segment", "_max_num_buckets", b"_max_num_buckets", "_max_time_step_per_bucket_snapshot_segment_seconds", b"_max_time_step_per_bucket_snapshot_segment_seconds", "_merge_buckets_max", b"_merge_buckets_max", "_merge_rows_max", b"_merge_rows_max", "_min_index_count_per_bucket", b"_min_index_count_per_bucket", "_min_indexes_per_bucket_snapshot_segment", b"_min_indexes_per_bucket_snapshot_segment", "_pending_rows_max", b"_pending_rows_max", "_shared_index", b"_shared_index", "_tick_ms", b"_tick_ms", "bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_form", b"bucket_form", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_age_max_ms", b"_bucket_age_max_ms", "_bucket_bytes_max", b"_bucket_bytes_max", "_bucket_form", b"_bucket_form", "_bucket_rows_max", b"_bucket_rows_max", "_delay_max_ms", b"_delay_max_ms", "_max_indexes_per_bucket_snapshot_segment", b"_max_indexes_per_bucket_snapshot_segment", "_max_time_step_per_bucket_snapshot_segment_seconds", b"_max_time_step_per_bucket_snapshot_segment_seconds", "_min_index_count_per_bucket", b"_min_index_count_per_bucket", "_min_indexes_per_bucket_snapshot_segment", b"_min_indexes_per_bucket_snapshot_segment", "bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_form", b"bucket_form", "bucket_rows_max", b"bucket_rows_max", "delay_max_ms", b"delay_max_ms", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bucket_age_max_ms", b"_bucket_age_max_ms", "_bucket_bytes_max", b"_bucket_bytes_max", "_bucket_form", b"_bucket_form", "_bucket_rows_max", b"_bucket_rows_max", "_client_bytes_per_second_max", b"_client_bytes_per_second_max", "_client_rows_per_second_max", b"_client_rows_per_second_max", "_delay_max_ms", b"_delay_max_ms", "_due_rows_per_second_max", b"_due_rows_per_second_max", "_max_indexes_per_bucket_snapshot_segment", b"_max_indexes_per_bucket_snapshot_segment", "_max_num_buckets", b"_max_num_buckets", "_max_time_step_per_bucket_snapshot_segment_seconds", b"_max_time_step_per_bucket_snapshot_segment_seconds", "_merge_buckets_max", b"_merge_buckets_max", "_merge_rows_max", b"_merge_rows_max", "_min_index_count_per_bucket", b"_min_index_count_per_bucket", "_min_indexes_per_bucket_snapshot_segment", b"_min_indexes_per_bucket_snapshot_segment", "_pending_rows_max", b"_pending_rows_max", "_shared_index", b"_shared_index", "_tick_ms", b"_tick_ms", "bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_form", b"bucket_form", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bucket_age_max_ms: _TypeAlias = _typing.Literal["bucket_age_max_ms"]  # noqa: Y015
     _WhichOneofArgType__bucket_age_max_ms: _TypeAlias = _typing.Literal["_bucket_age_max_ms", b"_bucket_age_max_ms"]  # noqa: Y015
@@ -94,16 +135,34 @@ class TopicPolicy(_message.Message):
     _WhichOneofArgType__bucket_form: _TypeAlias = _typing.Literal["_bucket_form", b"_bucket_form"]  # noqa: Y015
     _WhichOneofReturnType__bucket_rows_max: _TypeAlias = _typing.Literal["bucket_rows_max"]  # noqa: Y015
     _WhichOneofArgType__bucket_rows_max: _TypeAlias = _typing.Literal["_bucket_rows_max", b"_bucket_rows_max"]  # noqa: Y015
+    _WhichOneofReturnType__client_bytes_per_second_max: _TypeAlias = _typing.Literal["client_bytes_per_second_max"]  # noqa: Y015
+    _WhichOneofArgType__client_bytes_per_second_max: _TypeAlias = _typing.Literal["_client_bytes_per_second_max", b"_client_bytes_per_second_max"]  # noqa: Y015
+    _WhichOneofReturnType__client_rows_per_second_max: _TypeAlias = _typing.Literal["client_rows_per_second_max"]  # noqa: Y015
+    _WhichOneofArgType__client_rows_per_second_max: _TypeAlias = _typing.Literal["_client_rows_per_second_max", b"_client_rows_per_second_max"]  # noqa: Y015
     _WhichOneofReturnType__delay_max_ms: _TypeAlias = _typing.Literal["delay_max_ms"]  # noqa: Y015
     _WhichOneofArgType__delay_max_ms: _TypeAlias = _typing.Literal["_delay_max_ms", b"_delay_max_ms"]  # noqa: Y015
+    _WhichOneofReturnType__due_rows_per_second_max: _TypeAlias = _typing.Literal["due_rows_per_second_max"]  # noqa: Y015
+    _WhichOneofArgType__due_rows_per_second_max: _TypeAlias = _typing.Literal["_due_rows_per_second_max", b"_due_rows_per_second_max"]  # noqa: Y015
     _WhichOneofReturnType__max_indexes_per_bucket_snapshot_segment: _TypeAlias = _typing.Literal["max_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
     _WhichOneofArgType__max_indexes_per_bucket_snapshot_segment: _TypeAlias = _typing.Literal["_max_indexes_per_bucket_snapshot_segment", b"_max_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _WhichOneofReturnType__max_num_buckets: _TypeAlias = _typing.Literal["max_num_buckets"]  # noqa: Y015
+    _WhichOneofArgType__max_num_buckets: _TypeAlias = _typing.Literal["_max_num_buckets", b"_max_num_buckets"]  # noqa: Y015
     _WhichOneofReturnType__max_time_step_per_bucket_snapshot_segment_seconds: _TypeAlias = _typing.Literal["max_time_step_per_bucket_snapshot_segment_seconds"]  # noqa: Y015
     _WhichOneofArgType__max_time_step_per_bucket_snapshot_segment_seconds: _TypeAlias = _typing.Literal["_max_time_step_per_bucket_snapshot_segment_seconds", b"_max_time_step_per_bucket_snapshot_segment_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__merge_buckets_max: _TypeAlias = _typing.Literal["merge_buckets_max"]  # noqa: Y015
+    _WhichOneofArgType__merge_buckets_max: _TypeAlias = _typing.Literal["_merge_buckets_max", b"_merge_buckets_max"]  # noqa: Y015
+    _WhichOneofReturnType__merge_rows_max: _TypeAlias = _typing.Literal["merge_rows_max"]  # noqa: Y015
+    _WhichOneofArgType__merge_rows_max: _TypeAlias = _typing.Literal["_merge_rows_max", b"_merge_rows_max"]  # noqa: Y015
     _WhichOneofReturnType__min_index_count_per_bucket: _TypeAlias = _typing.Literal["min_index_count_per_bucket"]  # noqa: Y015
     _WhichOneofArgType__min_index_count_per_bucket: _TypeAlias = _typing.Literal["_min_index_count_per_bucket", b"_min_index_count_per_bucket"]  # noqa: Y015
     _WhichOneofReturnType__min_indexes_per_bucket_snapshot_segment: _TypeAlias = _typing.Literal["min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
     _WhichOneofArgType__min_indexes_per_bucket_snapshot_segment: _TypeAlias = _typing.Literal["_min_indexes_per_bucket_snapshot_segment", b"_min_indexes_per_bucket_snapshot_segment"]  # noqa: Y015
+    _WhichOneofReturnType__pending_rows_max: _TypeAlias = _typing.Literal["pending_rows_max"]  # noqa: Y015
+    _WhichOneofArgType__pending_rows_max: _TypeAlias = _typing.Literal["_pending_rows_max", b"_pending_rows_max"]  # noqa: Y015
+    _WhichOneofReturnType__shared_index: _TypeAlias = _typing.Literal["shared_index"]  # noqa: Y015
+    _WhichOneofArgType__shared_index: _TypeAlias = _typing.Literal["_shared_index", b"_shared_index"]  # noqa: Y015
+    _WhichOneofReturnType__tick_ms: _TypeAlias = _typing.Literal["tick_ms"]  # noqa: Y015
+    _WhichOneofArgType__tick_ms: _TypeAlias = _typing.Literal["_tick_ms", b"_tick_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_age_max_ms) -> _WhichOneofReturnType__bucket_age_max_ms | None: ...
     @_typing.overload
@@ -113,15 +172,33 @@ class TopicPolicy(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bucket_rows_max) -> _WhichOneofReturnType__bucket_rows_max | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client_bytes_per_second_max) -> _WhichOneofReturnType__client_bytes_per_second_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__client_rows_per_second_max) -> _WhichOneofReturnType__client_rows_per_second_max | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_max_ms) -> _WhichOneofReturnType__delay_max_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__due_rows_per_second_max) -> _WhichOneofReturnType__due_rows_per_second_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_indexes_per_bucket_snapshot_segment) -> _WhichOneofReturnType__max_indexes_per_bucket_snapshot_segment | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_num_buckets) -> _WhichOneofReturnType__max_num_buckets | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_time_step_per_bucket_snapshot_segment_seconds) -> _WhichOneofReturnType__max_time_step_per_bucket_snapshot_segment_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__merge_buckets_max) -> _WhichOneofReturnType__merge_buckets_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__merge_rows_max) -> _WhichOneofReturnType__merge_rows_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_index_count_per_bucket) -> _WhichOneofReturnType__min_index_count_per_bucket | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_indexes_per_bucket_snapshot_segment) -> _WhichOneofReturnType__min_indexes_per_bucket_snapshot_segment | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pending_rows_max) -> _WhichOneofReturnType__pending_rows_max | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shared_index) -> _WhichOneofReturnType__shared_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tick_ms) -> _WhichOneofReturnType__tick_ms | None: ...
 
 Global___TopicPolicy: _TypeAlias = TopicPolicy  # noqa: Y015
 
