@@ -10,6 +10,8 @@ STORE ?= local
 SEEDS ?= 1000
 FIRST ?= 0
 JOBS ?= 2
+# Processes that share the tests.
+TESTS_AT_ONCE ?= auto
 # More arguments for test, run, bench and demo: make test ARGS='-k journal'
 ARGS ?=
 
@@ -29,11 +31,11 @@ demo: $(SYNCED) ## real flights through a daemon that is killed twice; STORE=loc
 
 .PHONY: test
 test: $(SYNCED) ## every test; ARGS goes to pytest
-	$(RUN) pytest $(ARGS)
+	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal $(ARGS)
 
 .PHONY: test-long
 test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: tens of minutes; ARGS goes to pytest
-	$(RUN) pytest -m "long or not long" --hypothesis-profile=search --timeout=3600 $(ARGS)
+	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --hypothesis-profile=search --timeout=3600 $(ARGS)
 
 .PHONY: simulate
 simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS goes to python -m tests.simulation
