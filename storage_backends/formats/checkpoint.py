@@ -25,13 +25,23 @@ _WHAT = "checkpoint"
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealingPart:
-    """A bucket whose seal was cut at `slot` and is not known to be committed. `bucket`: the key it is written under.
+    """A bucket of the index of `subscription_id` (0 = the shared one) whose seal was cut at `slot` and is not known to
+    be committed. `bucket`: the key it is written under.
 
     When the topic has applied `slot`, the rows come from the bucket; else these are rows of the mutable bucket.
     """
 
     bucket: str
     slot: int
+    rows: Rows
+    subscription_id: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OwnRows:
+    """The rows of the mutable bucket of a subscription's own index."""
+
+    subscription_id: int
     rows: Rows
 
 
@@ -47,8 +57,9 @@ class CarriedSlot:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicPart:
-    """A topic as of `slot`, None = the checkpoint's. `progress`: of live and sealing buckets by key, and of the mutable
-    bucket under the empty name.
+    """A topic as of `slot`, None = the checkpoint's. `mutable_rows`: of the shared index; `own_rows`: of the indexes of
+    subscriptions, ascending. `progress`: of live and sealing buckets by key, and of the shared index's mutable bucket
+    under the empty name.
 
     The part of a topic that was not loaded is carried over from the checkpoint before, with its `slot`; 0 when there is
     no such state but the manifest's. `carried`: what the slots above that one decided on the topic, ascending.
@@ -62,6 +73,7 @@ class TopicPart:
     progress: Progress = dataclasses.field(default_factory=Progress)
     slot: int | None = None
     carried: tuple[CarriedSlot, ...] = ()
+    own_rows: tuple[OwnRows, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -76,6 +88,7 @@ class Checkpoint:
     def __post_init__(self) -> None:
         for part in self.topics:
             _check_slots(part, self.slot)
+            _check_own_rows(part)
 
 
 def _check_slots(part: TopicPart, slot: int) -> None:
@@ -93,6 +106,17 @@ def _check_slots(part: TopicPart, slot: int) -> None:
             raise ValueError(f"topic {part.topic!r} carries a record of another topic in slot {carried.slot}")
 
 
+def _check_own_rows(part: TopicPart) -> None:
+    """Raises ValueError when the rows of own indexes do not ascend by subscription, or name the shared index."""
+    reached = 0
+    for own in part.own_rows:
+        if own.subscription_id <= reached:
+            raise ValueError(
+                f"topic {part.topic!r} has own rows of subscription {own.subscription_id} after those of {reached}"
+            )
+        reached = own.subscription_id
+
+
 def encode_checkpoint(value: Checkpoint) -> bytes:
     zstd = segment.compressor()
     message = checkpoint_pb2.Checkpoint(shard=value.shard, epoch=value.epoch, slot=value.slot)
@@ -100,9 +124,13 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
         state = message.topics.add(topic_id=part.topic_id, topic=part.topic, incarnation=part.incarnation)
         if len(part.mutable_rows):
             _fill_rows(state.mutable_rows, part.mutable_rows, zstd)
+        for own in part.own_rows:
+            _fill_rows(state.own_rows.add(subscription_id=own.subscription_id).mutable_rows, own.rows, zstd)
         for sealing in part.sealing:
             added = state.sealing.add(bucket=sealing.bucket, slot=sealing.slot)
             _fill_rows(added.mutable_rows, sealing.rows, zstd)
+            if sealing.subscription_id:
+                added.subscription_id = sealing.subscription_id
         if part.progress.buckets:
             mirror.fill(state.progress, part.progress)
         if part.slot is not None:
@@ -128,8 +156,17 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
 def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
     what = f"{_WHAT} of topic {state.topic!r}"
     sealing = tuple(
-        SealingPart(part.bucket, part.slot, _rows(part.mutable_rows, f"{what} sealing {part.bucket}"))
+        SealingPart(
+            part.bucket,
+            part.slot,
+            _rows(part.mutable_rows, f"{what} sealing {part.bucket}"),
+            part.subscription_id,
+        )
         for part in state.sealing
+    )
+    own_rows = tuple(
+        OwnRows(own.subscription_id, _rows(own.mutable_rows, f"{what} subscription {own.subscription_id}"))
+        for own in state.own_rows
     )
     rows = _rows(state.mutable_rows, what) if state.HasField("mutable_rows") else Rows.empty()
     progress = mirror.made_from(Progress, state.progress)
@@ -142,6 +179,7 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
         progress,
         state.slot if state.HasField("slot") else None,
         tuple(_carried(slot, what) for slot in state.carried),
+        own_rows,
     )
 
 

@@ -48,6 +48,8 @@ class GoneReason(enum.IntEnum):
     TRIMMED = 2
     # It came due when every subscription had been created at or after its time.
     NOT_OWED = 3
+    # Cancelled before it was due.
+    CANCELLED = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,13 +79,33 @@ class AddRecord:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AcknowledgeRecord:
-    """Rows that a subscription acknowledged; they carry no key hash."""
+class RescheduleRecord:
+    """Rows that take the place of those of their positions in the index of `subscription_id`, 0 = the topic's shared
+    index. None of them was due.
+    """
 
     topic_id: str
     incarnation: int
     subscription_id: int
     rows: Rows
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the record names."""
+        return len(self.rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AcknowledgeRecord:
+    """Rows that a subscription acknowledged; they carry no key hash. `own_index`: they are in the subscription's own
+    index, not in the shared one.
+    """
+
+    topic_id: str
+    incarnation: int
+    subscription_id: int
+    rows: Rows
+    own_index: bool = False
 
     @property
     def row_count(self) -> int:
@@ -131,7 +153,7 @@ class WaiveRecord:
         return position_bitmap.count_of(self.positions)
 
 
-Record: TypeAlias = AddRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
+Record: TypeAlias = AddRecord | RescheduleRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -249,11 +271,17 @@ def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
             fill_add(message.add, record.rows)
             if record.subscription_id:
                 message.add.subscription_id = record.subscription_id
+        case RescheduleRecord():
+            fill_add(message.reschedule, record.rows)
+            if record.subscription_id:
+                message.reschedule.subscription_id = record.subscription_id
         case AcknowledgeRecord():
             message.acknowledge.subscription_id = record.subscription_id
             message.acknowledge.deliver_at_ms = columns.encode_u64(record.rows.deliver_at_ms)
             message.acknowledge.ledger_id = columns.encode_u64(record.rows.ledger_id)
             message.acknowledge.entry_id = columns.encode_u64(record.rows.entry_id)
+            if record.own_index:
+                message.acknowledge.own_index = True
         case GoneRecord():
             if record.subscription_id:
                 message.gone.subscription_id = record.subscription_id
@@ -269,6 +297,9 @@ def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
         case "add":
             rows = rows_of_add(message.add, message.rows, what, offset)
             return AddRecord(message.topic_id, message.incarnation, message.add.subscription_id, rows)
+        case "reschedule":
+            rows = rows_of_add(message.reschedule, message.rows, what, offset)
+            return RescheduleRecord(message.topic_id, message.incarnation, message.reschedule.subscription_id, rows)
         case "acknowledge":
             columns_of = message.acknowledge
             rows = Rows(
@@ -276,7 +307,9 @@ def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
                 columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id", offset=offset),
                 columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id", offset=offset),
             )
-            return AcknowledgeRecord(message.topic_id, message.incarnation, columns_of.subscription_id, rows)
+            return AcknowledgeRecord(
+                message.topic_id, message.incarnation, columns_of.subscription_id, rows, columns_of.own_index
+            )
         case "gone":
             reason = GoneReason(message.gone.reason)
             positions = _positions(message.gone.positions, message.rows, what, offset)
@@ -308,11 +341,16 @@ _REASONS = {
     GoneReason.NO_SUBSCRIPTION: journal_pb2.Gone.NO_SUBSCRIPTION,
     GoneReason.TRIMMED: journal_pb2.Gone.TRIMMED,
     GoneReason.NOT_OWED: journal_pb2.Gone.NOT_OWED,
+    GoneReason.CANCELLED: journal_pb2.Gone.CANCELLED,
 }
 
 
-def fill_add(message: journal_pb2.Add, rows: Rows, zstd: zstandard.ZstdCompressor | None = None) -> None:
-    """Sets the columns of an `Add` message, the form of rows in slots (plain) and checkpoints (dense, with `zstd`)."""
+def fill_add(
+    message: journal_pb2.Add | journal_pb2.Reschedule, rows: Rows, zstd: zstandard.ZstdCompressor | None = None
+) -> None:
+    """Sets the columns of an `Add` or `Reschedule` message, the form of rows in slots (plain) and checkpoints (dense,
+    with `zstd`).
+    """
     message.deliver_at_ms = columns.encode_u64(rows.deliver_at_ms, zstd)
     message.ledger_id = columns.encode_u64(rows.ledger_id, zstd)
     message.entry_id = columns.encode_u64(rows.entry_id, zstd)
@@ -320,8 +358,10 @@ def fill_add(message: journal_pb2.Add, rows: Rows, zstd: zstandard.ZstdCompresso
         message.key_hash = columns.encode_u32(rows.key_hash, zstd)
 
 
-def rows_of_add(message: journal_pb2.Add, rows: int, what: str, offset: int) -> Rows:
-    """The rows of an `Add` message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
+def rows_of_add(message: journal_pb2.Add | journal_pb2.Reschedule, rows: int, what: str, offset: int) -> Rows:
+    """The rows of an `Add` or `Reschedule` message. `what` and `offset` (of the payload that holds it) are for the
+    FormatError.
+    """
     return Rows(
         columns.decode_u64(message.deliver_at_ms, rows, what=f"{what} deliver_at_ms", offset=offset),
         columns.decode_u64(message.ledger_id, rows, what=f"{what} ledger_id", offset=offset),
@@ -334,7 +374,7 @@ def rows_of_add(message: journal_pb2.Add, rows: int, what: str, offset: int) -> 
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Records that become one: they agree in kind, topic, incarnation, subscription and reason."""
+    """Records that become one: they agree in kind, topic, incarnation, subscription, index and reason."""
 
     records: list[Record]
 
@@ -345,16 +385,17 @@ class _Group:
         if isinstance(first, GoneRecord | WaiveRecord):
             sets = [record.positions for record in self.records if isinstance(record, GoneRecord | WaiveRecord)]
             return dataclasses.replace(first, positions=position_bitmap.union_of(sets))
-        parts = [record.rows for record in self.records if isinstance(record, AddRecord | AcknowledgeRecord)]
+        parts = [record.rows for record in self.records if not isinstance(record, GoneRecord | WaiveRecord)]
         return dataclasses.replace(first, rows=Rows.concat(parts))
 
 
 class SlotBuilder:
     """Collects the records of one slot and merges those whose order among each other does not matter.
 
-    The caller guarantees that the adds and acknowledgements of one slot name different positions: they commute, and
-    those of one kind, topic, incarnation and subscription become one record. A `GoneRecord` and a `WaiveRecord` may
-    name positions of any other: no record of another kind and of their topic is moved across them.
+    The caller guarantees that the adds, cancellations, reschedules and acknowledgements of one slot name different
+    positions: they commute, and those of one kind, topic, incarnation and subscription become one record. A
+    `WaiveRecord` and a `GoneRecord` of another reason may name positions of any other: no record of another kind and of
+    their topic is moved across them.
     """
 
     def __init__(self) -> None:
@@ -379,12 +420,13 @@ class SlotBuilder:
         return self._size_bytes
 
     def append(self, record: Record) -> None:
-        barrier = type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
+        barrier = _barrier(record)
         if record.topic_id not in self._open or self._last[record.topic_id] is not barrier:
             self._last[record.topic_id] = barrier
             self._open[record.topic_id] = {}
         reason = record.reason if isinstance(record, GoneRecord) else None
-        key = (type(record), record.incarnation, record.subscription_id, reason)
+        own_index = isinstance(record, AcknowledgeRecord) and record.own_index
+        key = (type(record), record.incarnation, record.subscription_id, reason, own_index)
         group = self._open[record.topic_id].get(key)
         if group is None:
             group = self._open[record.topic_id][key] = _Group([])
@@ -398,6 +440,13 @@ class SlotBuilder:
         return tuple(group.merged() for group in self._groups)
 
 
+def _barrier(record: Record) -> type[Record] | None:
+    """The kind of a record that nothing is moved across, None when it commutes with the others of its slot."""
+    if isinstance(record, GoneRecord) and record.reason is GoneReason.CANCELLED:
+        return None
+    return type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
+
+
 def size_max(record: Record) -> int:
     """The most bytes that a record takes in a slot, by itself or as its share of a merged one."""
     size_bytes = _RECORD_BYTES_MAX + len(record.topic_id)
@@ -405,6 +454,6 @@ def size_max(record: Record) -> int:
         # An array of n entries may count for n runs in a union: twice its bytes.
         return size_bytes + sum(_BITMAP_BYTES_MAX + 2 * len(bitmap.entries) for bitmap in record.positions)
     size_bytes += 3 * columns.size_max(record.row_count)
-    if isinstance(record, AddRecord) and record.rows.key_hash is not None:
+    if record.rows.key_hash is not None:
         size_bytes += columns.size_max(record.row_count)
     return size_bytes

@@ -1,5 +1,5 @@
 """Manifests as values: of the root (FORMAT), of a shard, of a topic; and progress, which a topic manifest holds or
-points to.
+points to; and an object that was given up.
 
 Owns: frozen mirrors of the messages of manifest.proto and their bytes.
 Does not own: what may follow what (`storage_backends.commit`, the operations), nor the keys (`names`).
@@ -26,6 +26,7 @@ ROOT_MAGIC = b"TyRF"
 SHARD_MAGIC = b"TySM"
 TOPIC_MAGIC = b"TyTM"
 PROGRESS_MAGIC = b"TyPG"
+DEAD_OBJECT_MAGIC = b"TyDO"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,15 @@ class TopicPolicy:
     max_indexes_per_bucket_snapshot_segment: int | None = None
     min_indexes_per_bucket_snapshot_segment: int | None = None
     compatible_form: bool | None = None
+    shared_index: bool | None = None
+    max_num_buckets: int | None = None
+    merge_buckets_max: int | None = None
+    merge_rows_max: int | None = None
+    tick_ms: int | None = None
+    pending_rows_max: int | None = None
+    due_rows_per_second_max: int | None = None
+    client_rows_per_second_max: int | None = None
+    client_bytes_per_second_max: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +193,7 @@ class SubscriptionProgress:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketProgress:
     """What is gone from a bucket, and what its subscriptions acknowledged. `bucket` is its key, empty for the mutable
-    bucket.
+    bucket. It may have been merged since: then this counts for those of its rows that were kept (`merge.bits_of`).
     """
 
     bucket: str
@@ -222,7 +232,20 @@ class TopicManifest:
     policy: TopicPolicy = TopicPolicy()
 
 
-_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeadObject:
+    """An object, by its key, that could not be deleted in so many attempts and was given up. `error`: what the store
+    said last.
+    """
+
+    object: str
+    size_bytes: int
+    attempts: int
+    error: str
+    given_up_ms: int
+
+
+_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, DeadObject)
 
 
 def encode_root_format(value: RootFormat) -> bytes:
@@ -256,6 +279,14 @@ def encode_progress(value: Progress) -> bytes:
 
 def decode_progress(data: bytes) -> Progress:
     return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data)
+
+
+def encode_dead_object(value: DeadObject) -> bytes:
+    return _encode(DEAD_OBJECT_MAGIC, manifest_pb2.DeadObject(), value)
+
+
+def decode_dead_object(data: bytes) -> DeadObject:
+    return _decode(DeadObject, DEAD_OBJECT_MAGIC, manifest_pb2.DeadObject, "dead object", data)
 
 
 def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:

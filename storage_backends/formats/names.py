@@ -11,6 +11,7 @@ Does not own: listing and reading (`object_store`), and the order of keys: no co
     shards/<ss>/topics/<topic-id>/manifest/<number>
     shards/<ss>/topics/<topic-id>/buckets/<base>-<unique>
     shards/<ss>/topics/<topic-id>/progress/<base>-<unique>
+    dead_objects/<key>                                          an object that could not be deleted
 
 Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a
 ULID) makes its name its own.
@@ -28,6 +29,7 @@ from storage_backends.formats import errors
 
 FORMAT_KEY = "FORMAT"
 DAEMONS_PREFIX = "daemons/"
+_DEAD_OBJECTS_PREFIX = "dead_objects/"
 _TOPIC_ID_HASH_BYTES = 20
 _TOPIC_ID = re.compile(r"[a-z2-7]{32}")
 _NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z]+)?")
@@ -108,6 +110,15 @@ def progress_prefix(shard: int, topic_id: str) -> str:
 
 def progress_key(shard: int, topic_id: str, base: int, unique: str) -> str:
     return f"{numbered_key(progress_prefix(shard, topic_id), base)}-{unique}"
+
+
+def dead_objects_prefix() -> str:
+    return _DEAD_OBJECTS_PREFIX
+
+
+def dead_object_key(object_name: str) -> str:
+    """Where it is recorded that the object of that key was given up."""
+    return f"{_DEAD_OBJECTS_PREFIX}{object_name}"
 
 
 def numbered_key(prefix: str, number: int) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_backends.formats import checkpoint, errors, journal, manifest
-from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, SealingPart, TopicPart
+from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, OwnRows, SealingPart, TopicPart
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import Rows
@@ -22,7 +22,12 @@ progress = manifest.Progress(
         ),
     )
 )
-sealing_parts = st.builds(SealingPart, st.sampled_from(["a", "b"]), examples.u64, examples.rows(max_size=8))
+sealing_parts = st.builds(
+    SealingPart, st.sampled_from(["a", "b"]), examples.u64, examples.rows(max_size=8), st.integers(0, 2)
+)
+own_rows = st.dictionaries(st.integers(1, examples.U64_MAX), examples.rows(max_size=8), max_size=3).map(
+    lambda by_id: tuple(OwnRows(number, by_id[number]) for number in sorted(by_id))
+)
 topic_parts = st.builds(
     TopicPart,
     topic_id=st.just("id"),
@@ -31,6 +36,7 @@ topic_parts = st.builds(
     mutable_rows=examples.rows(max_size=30),
     sealing=st.lists(sealing_parts, max_size=2).map(tuple),
     progress=st.sampled_from([manifest.Progress(), progress]),
+    own_rows=own_rows,
 )
 carried_records = st.one_of(
     st.builds(journal.AddRecord, st.just("id"), examples.u64, examples.u64, examples.rows(max_size=4)),
@@ -61,10 +67,14 @@ def plain(value: Checkpoint) -> object:
 
 
 def plain_part(part: TopicPart) -> object:
-    sealing = [(sealing.bucket, sealing.slot, examples.tuples(sealing.rows)) for sealing in part.sealing]
+    sealing = [
+        (sealing.bucket, sealing.slot, sealing.subscription_id, examples.tuples(sealing.rows))
+        for sealing in part.sealing
+    ]
+    own = [(each.subscription_id, examples.tuples(each.rows)) for each in part.own_rows]
     rows = examples.tuples(part.mutable_rows)
     carried = [(carried.slot, [plain_record(record) for record in carried.records]) for carried in part.carried]
-    return (part.topic_id, part.topic, part.incarnation, rows, sealing, part.progress, part.slot, carried)
+    return (part.topic_id, part.topic, part.incarnation, rows, own, sealing, part.progress, part.slot, carried)
 
 
 def plain_record(record: journal.AnyRecord) -> object:
@@ -86,9 +96,17 @@ def carrying(slot: int | None, *carried: int, topic_id: str = "id") -> TopicPart
     )
 
 
+def owning(*subscription_ids: int) -> TopicPart:
+    rows = examples.random_delays(2)
+    return TopicPart("id", "orders", 1, rows, own_rows=tuple(OwnRows(each, rows) for each in subscription_ids))
+
+
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
+        (owning(0), "own rows of subscription 0 after those of 0"),
+        (owning(3, 2), "own rows of subscription 2 after those of 3"),
+        (owning(2, 2), "own rows of subscription 2 after those of 2"),
         (carrying(10), "as of slot 10, the checkpoint as of slot 9"),
         (carrying(None, 9), "carries slot 9 after slot 9, up to slot 9"),
         (carrying(5, 5), "carries slot 5 after slot 5, up to slot 9"),
@@ -104,6 +122,7 @@ def test_a_part_that_cannot_be_one_of_this_checkpoint_is_refused_at_encode_and_a
         Checkpoint(0, 1, 9, (part,))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_check_slots", lambda part, slot: None)
+        patch.setattr(checkpoint, "_check_own_rows", lambda part: None)
         data = checkpoint.encode_checkpoint(Checkpoint(0, 1, 9, (part,)))
     with pytest.raises(errors.FormatError, match=f"checkpoint is damaged at byte 16: topic 'orders' .*{reason}"):
         checkpoint.decode_checkpoint(data)

@@ -44,6 +44,7 @@ def a_slot() -> bytes:
         journal.AcknowledgeRecord("id", 1, 2, ROWS.take(slice(0, 4))),
         journal.GoneRecord("id", 1, 0, journal.GoneReason.TRIMMED, POSITIONS),
         journal.WaiveRecord("id", 1, 2, POSITIONS),
+        journal.RescheduleRecord("id", 1, 2, ROWS),
     )
     return journal.encode_slot(journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records)), records)
 
@@ -78,7 +79,9 @@ def a_progress(rows: Rows = ROWS) -> bytes:
 def a_checkpoint(rows: Rows = ROWS) -> bytes:
     carried = checkpoint.CarriedSlot(3, (journal.AddRecord("id", 1, 0, rows),))
     parts = (
-        checkpoint.TopicPart("id", "t", 1, rows, (checkpoint.SealingPart("b", 4, rows),)),
+        checkpoint.TopicPart(
+            "id", "t", 1, rows, (checkpoint.SealingPart("b", 4, rows),), own_rows=(checkpoint.OwnRows(2, rows),)
+        ),
         checkpoint.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
     )
     return checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, parts))
@@ -143,6 +146,13 @@ OBJECTS: dict[str, Stored] = {
     ),
     "topic manifest": Stored(a_topic_manifest(), manifest.decode_topic_manifest, "topic manifest"),
     "progress": Stored(a_progress(), manifest.decode_progress, "progress"),
+    "dead object": Stored(
+        manifest.encode_dead_object(
+            manifest.DeadObject(object="b", size_bytes=4, attempts=10, error="denied", given_up_ms=7)
+        ),
+        manifest.decode_dead_object,
+        "dead object",
+    ),
     "checkpoint": Stored(a_checkpoint(), checkpoint.decode_checkpoint, "checkpoint"),
 }
 every_object = pytest.mark.parametrize("name", OBJECTS)

@@ -55,6 +55,34 @@ def golden_records() -> tuple[journal.Record, ...]:
     )
 
 
+def golden_withdrawals() -> tuple[journal.Record, ...]:
+    rows = golden_rows()
+    acknowledged = Rows(rows.deliver_at_ms[:9], rows.ledger_id[:9], rows.entry_id[:9])
+    return (
+        journal.RescheduleRecord("id", 1, 2, rows),
+        journal.GoneRecord("id", 1, 2, journal.GoneReason.CANCELLED, golden_positions(4)),
+        journal.AcknowledgeRecord("id", 1, 2, acknowledged, own_index=True),
+    )
+
+
+def golden_slot_of_withdrawals() -> bytes:
+    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3), golden_withdrawals())
+
+
+def golden_kept() -> tuple[bucket.KeptRows, ...]:
+    return (
+        bucket.KeptRows(source="a", positions=golden_positions(9)),
+        bucket.KeptRows(source="b", positions=golden_positions(COUNT)),
+    )
+
+
+def golden_merged_bucket() -> bytes:
+    rows = golden_rows().sorted_by_due()
+    return bucket.encode_bucket(
+        rows, topic="orders", subscription_id=2, limits=SegmentLimits(), compatible=False, kept=golden_kept()
+    ).body
+
+
 def golden_slot() -> bytes:
     return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 4), golden_records())
 
@@ -151,15 +179,49 @@ def golden_checkpoint() -> bytes:
     return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part, carrying)))
 
 
+def golden_checkpoint_of_own_rows() -> bytes:
+    rows = golden_rows()
+    sealing = checkpoint.SealingPart("b", 6, rows.take(slice(0, 50)), 2)
+    own = checkpoint.OwnRows(2, rows.take(slice(50, COUNT)))
+    part = checkpoint.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), (sealing,), own_rows=(own,))
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part,)))
+
+
+def golden_dead_object() -> manifest.DeadObject:
+    return manifest.DeadObject(object="key", size_bytes=4, attempts=10, error="denied", given_up_ms=9)
+
+
+def golden_limits() -> manifest.TopicManifest:
+    policy = manifest.TopicPolicy(
+        shared_index=False,
+        max_num_buckets=-1,
+        merge_buckets_max=10,
+        merge_rows_max=2_000_000,
+        tick_ms=100,
+        pending_rows_max=0,
+        due_rows_per_second_max=5,
+        client_rows_per_second_max=6,
+        client_bytes_per_second_max=7,
+    )
+    return manifest.TopicManifest(
+        head=golden_head(), topic="orders", topic_id="id", incarnation=1, owner_epoch=2, applied=3, policy=policy
+    )
+
+
 OBJECTS: dict[str, Callable[[], bytes]] = {
     "bucket-columnar-1.bin": lambda: golden_bucket(compatible=False),
     "bucket-compatible-1.bin": lambda: golden_bucket(compatible=True),
+    "bucket-merged-1.bin": golden_merged_bucket,
     "slot-1.bin": golden_slot,
+    "slot-withdrawals-1.bin": golden_slot_of_withdrawals,
     "root-format-1.bin": lambda: manifest.encode_root_format(golden_root_format()),
     "shard-manifest-1.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest()),
     "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
     "progress-1.bin": lambda: manifest.encode_progress(golden_progress()),
+    "topic-manifest-limits-1.bin": lambda: manifest.encode_topic_manifest(golden_limits()),
+    "dead-object-1.bin": lambda: manifest.encode_dead_object(golden_dead_object()),
     "checkpoint-1.bin": golden_checkpoint,
+    "checkpoint-own-rows-1.bin": golden_checkpoint_of_own_rows,
 }
 
 
@@ -173,6 +235,23 @@ def test_a_bucket_of_version_1_is_read(name: str) -> None:
     assert examples.tuples(rows) == examples.tuples(golden_rows().sorted_by_due())
     assert metadata.topic == "orders"
     assert metadata.positions == position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+
+
+def test_a_merged_bucket_of_version_1_is_read() -> None:
+    metadata, rows = bucket.decode_bucket(stored("bucket-merged-1.bin"))
+    assert examples.tuples(rows) == examples.tuples(golden_rows().sorted_by_due())
+    assert (metadata.subscription_id, metadata.kept) == (2, golden_kept())
+
+
+def test_a_slot_of_withdrawals_of_version_1_is_read() -> None:
+    _, (rescheduled, cancelled, acknowledged) = journal.decode_slot(stored("slot-withdrawals-1.bin"))
+    assert isinstance(rescheduled, journal.RescheduleRecord)
+    assert examples.tuples(rescheduled.rows) == examples.tuples(golden_rows())
+    assert isinstance(cancelled, journal.GoneRecord)
+    assert (cancelled.reason, cancelled.positions) == (journal.GoneReason.CANCELLED, golden_positions(4))
+    assert isinstance(acknowledged, journal.AcknowledgeRecord)
+    assert acknowledged.own_index
+    assert {record.subscription_id for record in (rescheduled, cancelled, acknowledged)} == {2}
 
 
 def test_a_slot_of_version_1_is_read() -> None:
@@ -201,7 +280,9 @@ def test_manifests_of_version_1_are_read() -> None:
     assert manifest.decode_root_format(stored("root-format-1.bin")) == golden_root_format()
     assert manifest.decode_shard_manifest(stored("shard-manifest-1.bin")) == golden_shard_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")) == golden_topic_manifest()
+    assert manifest.decode_topic_manifest(stored("topic-manifest-limits-1.bin")) == golden_limits()
     assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()
+    assert manifest.decode_dead_object(stored("dead-object-1.bin")) == golden_dead_object()
 
 
 def test_a_checkpoint_of_version_1_is_read() -> None:
@@ -219,6 +300,15 @@ def test_a_checkpoint_of_version_1_is_read() -> None:
     (sealing,) = part.sealing
     assert (sealing.bucket, sealing.slot) == ("b", 6)
     assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
+
+
+def test_own_rows_in_a_checkpoint_of_version_1_are_read() -> None:
+    (part,) = checkpoint.decode_checkpoint(stored("checkpoint-own-rows-1.bin")).topics
+    (sealing,) = part.sealing
+    (own,) = part.own_rows
+    assert (len(part.mutable_rows), sealing.subscription_id, own.subscription_id) == (0, 2, 2)
+    assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
+    assert examples.tuples(own.rows) == examples.tuples(golden_rows().take(slice(50, COUNT)))
 
 
 def test_nothing_else_is_stored_there() -> None:

@@ -19,6 +19,7 @@ from storage_backends.formats.journal import (
     GoneReason,
     GoneRecord,
     Record,
+    RescheduleRecord,
     SlotBuilder,
     SlotHeader,
     SlotKind,
@@ -37,13 +38,19 @@ def gone(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> G
     return GoneRecord(topic_id, incarnation, subscription_id, GoneReason.TRIMMED, positions)
 
 
+def cancelled(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> GoneRecord:
+    return dataclasses.replace(gone(topic_id, incarnation, subscription_id, rows), reason=GoneReason.CANCELLED)
+
+
 def waive(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> WaiveRecord:
     return WaiveRecord(topic_id, incarnation, subscription_id, position_bitmaps(rows.ledger_id, rows.entry_id))
 
 
 records = st.one_of(
     st.builds(AddRecord, topics, small, small, examples.rows(max_size=6)),
-    st.builds(AcknowledgeRecord, topics, small, small, examples.rows(max_size=6, keyed=False)),
+    st.builds(RescheduleRecord, topics, small, small, examples.rows(max_size=6)),
+    st.builds(AcknowledgeRecord, topics, small, small, examples.rows(max_size=6, keyed=False), st.booleans()),
+    st.builds(cancelled, topics, small, small, examples.rows(max_size=6)),
     st.builds(gone, topics, small, small, examples.rows(max_size=6)),
     st.builds(waive, topics, small, small, examples.rows(max_size=6)),
 )
@@ -55,7 +62,8 @@ def plain(record: Record) -> tuple[object, ...]:
         return (*head, record.reason, record.positions)
     if isinstance(record, WaiveRecord):
         return (*head, record.positions)
-    return (*head, examples.tuples(record.rows))
+    own_index = isinstance(record, AcknowledgeRecord) and record.own_index
+    return (*head, own_index, examples.tuples(record.rows))
 
 
 def header(count: int, *, kind: SlotKind = SlotKind.DATA) -> SlotHeader:
@@ -121,7 +129,8 @@ def test_merging_keeps_every_row_of_every_kind_topic_and_subscription_in_its_ord
     def flat(records_of: list[Record] | tuple[Record, ...]) -> dict[object, list[tuple[int, int]]]:
         rows: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         for record in records_of:
-            key = (type(record), record.topic_id, record.incarnation, record.subscription_id)
+            how = record.reason if isinstance(record, GoneRecord) else getattr(record, "own_index", None)
+            key = (type(record), record.topic_id, record.incarnation, record.subscription_id, how)
             if isinstance(record, GoneRecord | WaiveRecord):
                 ledger_id, entry_id = positions_of(record.positions)
             else:
@@ -137,12 +146,15 @@ def test_merging_keeps_every_row_of_every_kind_topic_and_subscription_in_its_ord
 
 
 @given(st.lists(records, max_size=12))
-def test_no_record_is_moved_across_a_gone_or_waive_record_of_its_topic(some: list[Record]) -> None:
+def test_no_record_is_moved_across_a_waive_record_or_gone_record_but_a_cancellation_of_its_topic(
+    some: list[Record],
+) -> None:
     def kinds(records_of: list[Record] | tuple[Record, ...], topic_id: str) -> list[type[Record] | None]:
-        """Which runs of a topic's records are gone and waive records."""
+        """Which runs of a topic's records are such records."""
         runs: list[type[Record] | None] = []
         for record in records_of:
-            kind = type(record) if isinstance(record, GoneRecord | WaiveRecord) else None
+            commutes = isinstance(record, GoneRecord) and record.reason is GoneReason.CANCELLED
+            kind = type(record) if isinstance(record, GoneRecord | WaiveRecord) and not commutes else None
             if record.topic_id == topic_id and runs[-1:] != [kind]:
                 runs.append(kind)
         return runs
@@ -172,6 +184,36 @@ def test_adds_of_one_topic_stay_apart_when_a_gone_record_stands_between() -> Non
     rows = examples.random_delays(3)
     some: list[Record] = [AddRecord("first", 1, 0, rows), gone("first", 1, 0, rows), AddRecord("first", 1, 0, rows)]
     assert [plain(record) for record in built(some)] == [plain(record) for record in some]
+
+
+def test_cancellations_and_reschedules_of_one_topic_become_one_record_each_though_others_stand_between() -> None:
+    rows = [examples.random_delays(9).take(slice(start, start + 3)) for start in (0, 3, 6)]
+    frozen = built(
+        [
+            cancelled("t", 1, 0, rows[0]),
+            RescheduleRecord("t", 1, 0, rows[1]),
+            AddRecord("t", 1, 0, rows[0]),
+            cancelled("t", 1, 0, rows[2]),
+            RescheduleRecord("t", 1, 0, rows[0]),
+        ]
+    )
+    assert [plain(record) for record in frozen] == [
+        plain(cancelled("t", 1, 0, Rows.concat([rows[0], rows[2]]))),
+        plain(RescheduleRecord("t", 1, 0, Rows.concat([rows[1], rows[0]]))),
+        plain(AddRecord("t", 1, 0, rows[0])),
+    ]
+
+
+def test_a_cancellation_is_not_moved_across_a_trim() -> None:
+    rows = examples.random_delays(3)
+    some: list[Record] = [cancelled("t", 1, 0, rows), gone("t", 1, 0, rows), cancelled("t", 1, 0, rows)]
+    assert [plain(record) for record in built(some)] == [plain(record) for record in some]
+
+
+def test_acknowledgements_of_a_subscriptions_own_index_and_of_the_shared_one_stay_apart() -> None:
+    rows = examples.random_delays(3)
+    shared = AcknowledgeRecord("t", 1, 4, rows)
+    assert len(built([shared, dataclasses.replace(shared, own_index=True), shared])) == 2
 
 
 @pytest.mark.parametrize("other", [("second", 1, 0), ("first", 2, 0), ("first", 1, 4)])

@@ -72,6 +72,15 @@ topic_policies = st.builds(
     max_indexes_per_bucket_snapshot_segment=st.none() | st.integers(-1, 9),
     min_indexes_per_bucket_snapshot_segment=st.none() | u32,
     compatible_form=st.none() | st.booleans(),
+    shared_index=st.none() | st.booleans(),
+    max_num_buckets=st.none() | st.integers(-1, 9),
+    merge_buckets_max=st.none() | u32,
+    merge_rows_max=st.none() | u64,
+    tick_ms=st.none() | u32,
+    pending_rows_max=st.none() | u64,
+    due_rows_per_second_max=st.none() | u64,
+    client_rows_per_second_max=st.none() | u64,
+    client_bytes_per_second_max=st.none() | u64,
 )
 acknowledged = st.builds(manifest.SubscriptionProgress, subscription_id=u64, positions=bitmaps)
 bucket_progress = st.builds(
@@ -109,6 +118,7 @@ topic_manifests = st.builds(
     deleted=st.booleans(),
     policy=topic_policies,
 )
+dead_objects = st.builds(manifest.DeadObject, object=text, size_bytes=u64, attempts=u32, error=text, given_up_ms=u64)
 
 
 @given(root_formats)
@@ -129,6 +139,11 @@ def test_a_topic_manifest_comes_back_as_it_was(value: TopicManifest) -> None:
 @given(progress)
 def test_a_progress_object_comes_back_as_it_was(value: Progress) -> None:
     assert manifest.decode_progress(manifest.encode_progress(value)) == value
+
+
+@given(dead_objects)
+def test_a_dead_object_comes_back_as_it_was(value: manifest.DeadObject) -> None:
+    assert manifest.decode_dead_object(manifest.encode_dead_object(value)) == value
 
 
 @pytest.mark.parametrize(
