@@ -7,6 +7,7 @@ Does not own: the object (`checkpoint_store`), when one is taken (the engine) an
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 from daemon.core.index import BucketBits, IndexCut
 from daemon.durability import progress
@@ -16,26 +17,34 @@ from storage_backends.formats import checkpoint
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicCut:
-    """A topic as of the checkpoint's slot. `sealing`: cuts whose seal is not known to be committed."""
+    """A topic as of the checkpoint's slot. `indexes`: by subscription id, the first one is 0, the shared index.
+    `sealing`: cuts whose seal is not known to be committed.
+    """
 
     topic_id: str
     topic: str
     incarnation: int
-    index: IndexCut
+    indexes: tuple[tuple[int, IndexCut], ...]
     sealing: tuple[SealCut, ...]
 
 
 def part_of(cut: TopicCut) -> checkpoint.TopicPart:
     """The topic's part of the checkpoint. O(n): runs in an executor."""
-    mutable = cut.index.mutable
-    mutable_bits = BucketBits("", (), mutable.acknowledged)
+    (_, shared), *own = cut.indexes
+    bits = [each for _, index in cut.indexes for each in index.bits]
+    own_rows = ((number, index.mutable.kept().rows) for number, index in sorted(own, key=operator.itemgetter(0)))
     return checkpoint.TopicPart(
         topic_id=cut.topic_id,
         topic=cut.topic,
         incarnation=cut.incarnation,
-        mutable_rows=mutable.kept().rows,
-        sealing=tuple(
-            checkpoint.SealingPart(bucket=seal.key, slot=seal.slot, rows=seal.rows.kept().rows) for seal in cut.sealing
-        ),
-        progress=progress.to_stored(mutable.pages, (*cut.index.bits, mutable_bits)),
+        mutable_rows=shared.mutable.kept().rows,
+        sealing=tuple(map(_sealing_part, cut.sealing)),
+        progress=progress.to_stored(shared.mutable.pages, (*bits, BucketBits("", (), shared.mutable.acknowledged))),
+        own_rows=tuple(checkpoint.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
+    )
+
+
+def _sealing_part(cut: SealCut) -> checkpoint.SealingPart:
+    return checkpoint.SealingPart(
+        bucket=cut.key, slot=cut.slot, rows=cut.rows.kept().rows, subscription_id=cut.subscription_id
     )

@@ -1,16 +1,18 @@
-"""Sealing: the rows of a mutable bucket become an immutable object, and the topic's manifest names it.
+"""Sealing: the rows of mutable buckets become immutable objects, and the topic's manifest names them.
 
-Owns: what is stored for a cut: the bucket object and the progress as of the cut's slot.
+Owns: what is stored for a seal: a bucket object for each index that has rows, and the progress as of its slot.
 Does not own: when to seal and what serves the rows meanwhile (the engine, `daemon.core.index`), the manifest's
 operations (`storage_backends.topic_manifest`).
 
-The cut is made at a slot boundary; everything here is O(n) and runs in an executor, while the rows are served from
-memory. A crash before the manifest leaves an object that no manifest names; the rows are in journal or checkpoint.
+A seal cuts all indexes of a topic at one slot boundary; everything here is O(n) and runs in an executor, while the rows
+are served from memory. A crash before the manifest leaves objects that no manifest names; the rows are in journal or
+checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableRows
@@ -24,10 +26,9 @@ from storage_backends.formats.segment import SegmentLimits
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealCut:
-    """A topic's mutable bucket and progress as of `slot`.
+    """The mutable bucket of one index as of `slot`. `subscription_id`: whose index it is, 0 = the shared one.
 
-    `key`: the object that the bucket will be; `base`: the manifest number that it was started from. `bits`: of the
-    buckets that were sealed or being sealed before this one.
+    `key`: the object that the bucket will be; `base`: the manifest number that it was started from.
     """
 
     topic: str
@@ -35,7 +36,7 @@ class SealCut:
     base: int
     slot: int
     rows: MutableRows
-    bits: tuple[BucketBits, ...]
+    subscription_id: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -55,7 +56,9 @@ def write_bucket(
     if not len(kept):
         return None
     rows = kept.take(kept.rows.due_order())
-    encoded = bucket.encode_bucket(rows.rows, topic=cut.topic, subscription_id=0, limits=limits, compatible=compatible)
+    encoded = bucket.encode_bucket(
+        rows.rows, topic=cut.topic, subscription_id=cut.subscription_id, limits=limits, compatible=compatible
+    )
     crash_point("seal.before_bucket_put")
     store.put(cut.key, encoded.body)
     crash_point("seal.after_bucket_put")
@@ -71,13 +74,16 @@ def write_bucket(
         max_deliver_at_ms=encoded.max_deliver_at_ms,
         hash_low=encoded.hash_low,
         hash_high=encoded.hash_high,
+        subscription_id=cut.subscription_id,
         compatible_form=encoded.compatible,
         segments=len(encoded.segments),
     )
     return WrittenBucket(live, encoded.table, rows)
 
 
-def progress_of(cut: SealCut) -> manifest.Progress:
-    """Everything that is gone or acknowledged as of the cut, that of the rows that are being sealed included."""
-    own = BucketBits(cut.key, (), cut.rows.acknowledged)
-    return progress.to_stored(cut.rows.pages, (*cut.bits, own))
+def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
+    """Everything that is gone or acknowledged as of the cuts of one seal. `bits`: of the buckets of all indexes that
+    were sealed or being sealed before; what was acknowledged of the rows that are being sealed is in the cuts.
+    """
+    own = (BucketBits(cut.key, (), cut.rows.acknowledged) for cut in cuts)
+    return progress.to_stored(cuts[0].rows.pages, (*bits, *own))

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
 from daemon.core.sealed_bucket import SealedBucket
@@ -46,6 +47,7 @@ INLINE_PROGRESS_BYTES = 256 << 10
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
     cut: sealing.SealCut
+    bits: tuple[BucketBits, ...]
     memory: MutableBucket
     committed: asyncio.Future[Sealed]
 
@@ -108,13 +110,11 @@ class BucketLife:
         base = self._commits.number
         key = names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
         taken = index.cut()
-        cut = sealing.SealCut(
-            topic=self._topic.name, key=key, base=base, slot=slot, rows=taken.mutable, bits=taken.bits
-        )
+        cut = sealing.SealCut(topic=self._topic.name, key=key, base=base, slot=slot, rows=taken.mutable)
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when it fails.
         committed.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._seals.append(_Seal(cut, index.begin_seal(key, now_ms=now_ms), committed))
+        self._seals.append(_Seal(cut, taken.bits, index.begin_seal(key, now_ms=now_ms), committed))
         self._start()
         return committed
 
@@ -135,7 +135,7 @@ class BucketLife:
             topic_id=self._topic.topic_id,
             topic=self._topic.name,
             incarnation=self._topic.incarnation,
-            index=self._topic.index.cut(),
+            indexes=((0, self._topic.index.cut()),),
             sealing=tuple(seal.cut for seal in self._seals),
         )
 
@@ -194,7 +194,7 @@ class BucketLife:
                 compatible=settings.compatible_form,
             )
         )
-        progress, progress_object = await self._progress(seal.cut)
+        progress, progress_object = await self._progress(seal)
         await self._commits.commit(
             lambda tip: topic_manifest.Seal(
                 buckets=() if written is None else (written.live,),
@@ -232,9 +232,10 @@ class BucketLife:
         self._topic.finish_seal(seal.memory, sealed, rows, near_ms=near_ms)
         self._changed()
 
-    async def _progress(self, cut: sealing.SealCut) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
-        """The progress of a cut: itself where it is small, or the object that it was written to."""
-        progress, encoded = await self._environment.run(lambda: _encoded(cut))
+    async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
+        """The progress of a seal: itself where it is small, or the object that it was written to."""
+        cut = seal.cut
+        progress, encoded = await self._environment.run(lambda: _encoded(seal))
         if len(encoded) <= INLINE_PROGRESS_BYTES:
             return progress, None
         key = names.progress_key(self._commits.shard, self._topic.topic_id, cut.base, self._environment.new_id())
@@ -277,6 +278,6 @@ class BucketLife:
         raise InvariantViolated("the delays ended")
 
 
-def _encoded(cut: sealing.SealCut) -> tuple[manifest.Progress, bytes]:
-    progress = sealing.progress_of(cut)
+def _encoded(seal: _Seal) -> tuple[manifest.Progress, bytes]:
+    progress = sealing.progress_of((seal.cut,), seal.bits)
     return progress, manifest.encode_progress(progress)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from daemon.core.departures import Departure
-from daemon.core.index import SeenRows
+from daemon.core.index import BucketBits, SeenRows
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
@@ -94,6 +94,7 @@ def key_hashes_of(rows: KeyedRows) -> list[int]:
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
     cut: sealing.SealCut
+    bits: tuple[BucketBits, ...]
     memory: MutableBucket
 
 
@@ -309,18 +310,18 @@ class JournaledTopic:
             return False
         key = f"buckets/{next(self._names):03}"
         taken = index.cut()
-        cut = sealing.SealCut(topic="topic", key=key, base=0, slot=self.slot, rows=taken.mutable, bits=taken.bits)
-        self.seals.append(_Seal(cut, index.begin_seal(key, now_ms=self.now_ms)))
+        cut = sealing.SealCut(topic="topic", key=key, base=0, slot=self.slot, rows=taken.mutable)
+        self.seals.append(_Seal(cut, taken.bits, index.begin_seal(key, now_ms=self.now_ms)))
         return True
 
     def write_seal(self) -> sealing.WrittenBucket | None:
         """The oldest seal is committed: bucket, progress, manifest."""
-        cut = self.seals[0].cut
+        cut, bits = self.seals[0].cut, self.seals[0].bits
         written = sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
-        progress: manifest.Progress | None = sealing.progress_of(cut)
+        progress: manifest.Progress | None = sealing.progress_of((cut,), bits)
         reference = None
         if cut.slot % 2:
-            body = manifest.encode_progress(sealing.progress_of(cut))
+            body = manifest.encode_progress(sealing.progress_of((cut,), bits))
             reference = topic_manifest.reference_to(f"progress/{next(self._names):03}", 0, body)
             self.store.put(reference.name, body)
             progress = None
@@ -379,7 +380,7 @@ class JournaledTopic:
                 topic_id=TOPIC_ID,
                 topic="topic",
                 incarnation=1,
-                index=self.core.index.cut(),
+                indexes=((0, self.core.index.cut()),),
                 sealing=tuple(seal.cut for seal in self.seals),
             )
             parts = (checkpoint.part_of(cut),)
