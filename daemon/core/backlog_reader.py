@@ -41,7 +41,7 @@ class BacklogReader:
                 self._places[id(memory)] = _LogPlace(len(memory.passed_log))
 
     def _start(self, bucket: SealedBucket, *, at_head: bool) -> SegmentCursor:
-        number, offset = _head_place(bucket) if at_head else (0, 0)
+        number, offset = bucket.head.place if at_head else (0, 0)
         cursor = self._cursors[bucket.name] = SegmentCursor(bucket.name, bucket.table, number, offset)
         return cursor
 
@@ -63,7 +63,7 @@ class BacklogReader:
         for bucket in sealed:
             cursor = self._cursors.get(bucket.name) or self._start(bucket, at_head=False)
             run = cursor.settle(cache)
-            head = _head_place(bucket)
+            head = bucket.head.place
             if run is None and (cursor.number, cursor.offset) < head and not cursor.at_end:
                 last = min(head[0] if head[1] else head[0] - 1, cursor.number + READ_AHEAD_SEGMENTS - 1)
                 while last > cursor.number and (bucket.name, last) in cache:
@@ -107,7 +107,7 @@ class BacklogReader:
             run = self._cursors[bucket.name].run
             if run is None:
                 continue
-            number, offset = _head_place(bucket)
+            number, offset = bucket.head.place
             if self._cursors[bucket.name].number == number:
                 run.stop, run.continues = offset, False
             else:
@@ -132,12 +132,3 @@ class BacklogReader:
             place.batches = len(memory.passed_log)
             place.runs.add(KeyedRows.concat(fresh))
         return [run for run in place.runs.runs if len(run)]
-
-
-def _head_place(bucket: SealedBucket) -> tuple[int, int]:
-    head = bucket.head
-    if head.run is None:
-        return head.number, head.offset
-    if head.run.offset == len(head.run.rows):
-        return head.number + 1, 0
-    return head.number, head.run.offset

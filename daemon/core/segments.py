@@ -35,14 +35,21 @@ class SegmentTable:
         self.infos = segments
         self.min_ms = segments.min_deliver_at_ms
         self.max_ms = segments.max_deliver_at_ms
+        # i64: the row behind the last of each segment, counted over the bucket.
+        self.row_ends = np.cumsum(segments.rows, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.infos)
 
     def row_ranges(self) -> list[tuple[int, int]]:
         """The (first, behind the last) row of each segment, counted over the bucket."""
-        ends = np.cumsum(self.infos.rows).tolist()
+        ends = self.row_ends.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def rows_from(self, number: int, offset: int) -> int:
+        """How many rows there are from a place on."""
+        before = int(self.row_ends[number - 1]) if number else 0
+        return int(self.row_ends[-1]) - before - offset
 
     def that_fit(self, first: int, last: int, room_rows: int) -> int:
         """The last of the segments first..last that fit into the room together; the first one is always read."""
@@ -79,6 +86,10 @@ class SegmentCache:
         if rows is not None:
             self._segments.move_to_end((bucket, number))
         return rows
+
+    def peek(self, bucket: str, number: int) -> KeyedRows | None:
+        """The same, for whoever only looks: it stays no longer for that."""
+        return self._segments.get((bucket, number))
 
     def __contains__(self, segment: tuple[str, int]) -> bool:
         return segment in self._segments
@@ -140,6 +151,15 @@ class SegmentCursor:
     @property
     def at_end(self) -> bool:
         return self.number >= len(self._table)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(segment, offset in it) of the next row."""
+        if self.run is None:
+            return self.number, self.offset
+        if self.run.offset == len(self.run.rows):
+            return self.number + 1, 0
+        return self.number, self.run.offset
 
     def settle(self, cache: SegmentCache) -> SortedRun | None:
         """Moves past what was read, and picks the next segment up if it is loaded; None if it is not, or at the end."""
