@@ -1,8 +1,8 @@
 """Sets of positions: one Roaring bitmap for each page of 2^32 entry ids of a ledger.
 
-Owns: `PositionBitmap`, its making from columns and back, and what makes a list of them a set: they ascend by (ledger,
-page), no page twice.
-Does not own: set arithmetic but the union; whoever needs it works on `pyroaring.BitMap`.
+Owns: `PositionBitmap`, its making from columns and back, what makes a list of them a set (they ascend by (ledger,
+page), no page twice), and `PositionSet`, such a set in memory, with its arithmetic.
+Does not own: the sets of keys of a topic in memory, which are `pyroaring.BitMap64`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import array
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import ItemsView, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from storage_backends.formats.rows import U64
 PAGE_BITS = 32
 _U16_MAX = np.uint64((1 << 16) - 1)
 _LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
+
+Place: TypeAlias = tuple[int, int]
+"""(ledger_id, page)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,15 +74,26 @@ def position_bitmaps(ledger_id: U64, entry_id: U64) -> tuple[PositionBitmap, ...
     paged = bool(entry_id.max() > _LOW_MASK)
     if not paged and bool((ledger_id == ledger_id[0]).all()):
         return (PositionBitmap.of(int(ledger_id[0]), 0, bitmap_of(entry_id)),)
+    order, places = _by_page(ledger_id, entry_id, paged=paged)
+    low = entry_id[order] & _LOW_MASK
+    return tuple(PositionBitmap.of(*place, bitmap_of(low[start:end])) for place, start, end in places)
+
+
+def _by_page(
+    ledger_id: U64, entry_id: U64, *, paged: bool
+) -> tuple[npt.NDArray[np.intp], list[tuple[Place, int, int]]]:
+    """The order by (ledger, page) of at least one position, and where in it each page starts and ends. `paged`: whether
+    an entry id has a page above 0.
+    """
     page = entry_id >> np.uint64(PAGE_BITS)
     order = np.lexsort((page, ledger_id)) if paged else _ledger_order(ledger_id)
-    ledger_id, page, low = ledger_id[order], page[order], entry_id[order] & _LOW_MASK
+    ledger_id, page = ledger_id[order], page[order]
     cuts = np.flatnonzero((ledger_id[1:] != ledger_id[:-1]) | (page[1:] != page[:-1])) + 1
     starts = [0, *cuts.tolist()]
-    return tuple(
-        PositionBitmap.of(int(ledger_id[start]), int(page[start]), bitmap_of(low[start:end]))
-        for start, end in zip(starts, [*starts[1:], len(low)], strict=True)
-    )
+    return order, [
+        ((int(ledger_id[start]), int(page[start])), start, end)
+        for start, end in zip(starts, [*starts[1:], len(order)], strict=True)
+    ]
 
 
 def _ledger_order(ledger_id: U64) -> npt.NDArray[np.intp]:
@@ -111,14 +126,86 @@ def count_of(bitmaps: Iterable[PositionBitmap]) -> int:
     return sum(len(bitmap.bitmap()) for bitmap in bitmaps)
 
 
+class PositionSet:
+    """Positions, as one bitmap for each page of a ledger, none of them empty. The set and its bitmaps never change."""
+
+    __slots__ = ("_pages",)
+
+    def __init__(self, pages: Mapping[Place, pyroaring.BitMap]) -> None:
+        """The bitmaps are not copied and must not be changed afterwards."""
+        self._pages = {place: bitmap for place, bitmap in pages.items() if bitmap}
+
+    @staticmethod
+    def of(bitmaps: Iterable[PositionBitmap]) -> PositionSet:
+        """The union of the bitmaps, in any order. Raises FormatError when one is no bitmap."""
+        pages: dict[Place, list[pyroaring.BitMap]] = {}
+        for bitmap in bitmaps:
+            pages.setdefault((bitmap.ledger_id, bitmap.page), []).append(bitmap.bitmap())
+        return PositionSet(
+            {place: parts[0] if len(parts) == 1 else pyroaring.BitMap.union(*parts) for place, parts in pages.items()}
+        )
+
+    def bitmaps(self) -> tuple[PositionBitmap, ...]:
+        """Ascending by (ledger, page)."""
+        return tuple(PositionBitmap.of(*place, self._pages[place].copy()) for place in sorted(self._pages))
+
+    def items(self) -> ItemsView[Place, pyroaring.BitMap]:
+        """The bitmap of the low 32 bits of the entry ids of each page."""
+        return self._pages.items()
+
+    def mask_of(self, ledger_id: U64, entry_id: U64) -> npt.NDArray[np.bool_]:
+        """Which positions of two columns are in the set."""
+        mask = np.zeros(len(ledger_id), np.bool_)
+        if not self._pages or not len(mask):
+            return mask
+        order, places = _by_page(ledger_id, entry_id, paged=bool(entry_id.max() > _LOW_MASK))
+        for place, start, end in places:
+            bitmap = self._pages.get(place)
+            if bitmap is not None:
+                rows = order[start:end]
+                low = (entry_id[rows] & _LOW_MASK).astype(np.uint32)
+                mask[rows] = np.isin(low, np.frombuffer(bitmap.to_array(), np.uint32))
+        return mask
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pages.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._pages)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PositionSet) and self._pages == other._pages
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"PositionSet({len(self)} positions in {len(self._pages)} pages)"
+
+    def __or__(self, other: PositionSet) -> PositionSet:
+        pages = dict(self._pages)
+        for place, bitmap in other._pages.items():
+            known = pages.get(place)
+            pages[place] = bitmap if known is None else known | bitmap
+        return PositionSet(pages)
+
+    def __and__(self, other: PositionSet) -> PositionSet:
+        both = self._pages.keys() & other._pages.keys()
+        return PositionSet({place: self._pages[place] & other._pages[place] for place in both})
+
+    def __sub__(self, other: PositionSet) -> PositionSet:
+        pages = dict(self._pages)
+        for place in self._pages.keys() & other._pages.keys():
+            pages[place] = self._pages[place] - other._pages[place]
+        return PositionSet(pages)
+
+    def __le__(self, other: PositionSet) -> bool:
+        """Whether every position is in the other set too."""
+        return all(place in other._pages and bitmap <= other._pages[place] for place, bitmap in self._pages.items())
+
+
+NO_POSITIONS = PositionSet({})
+
+
 def union_of(sets: Iterable[Iterable[PositionBitmap]]) -> tuple[PositionBitmap, ...]:
     """The positions that are in any of the sets."""
-    pages: dict[tuple[int, int], pyroaring.BitMap] = {}
-    for bitmap in itertools.chain.from_iterable(sets):
-        place = bitmap.ledger_id, bitmap.page
-        known = pages.get(place)
-        if known is None:
-            pages[place] = bitmap.bitmap()
-        else:
-            known |= bitmap.bitmap()
-    return tuple(PositionBitmap.of(*place, pages[place]) for place in sorted(pages))
+    return PositionSet.of(itertools.chain.from_iterable(sets)).bitmaps()

@@ -4,9 +4,10 @@ import numpy as np
 import pyroaring
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from storage_backends.formats import errors, position_bitmap
-from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
 
@@ -61,3 +62,53 @@ def test_a_truncated_bitmap_is_refused() -> None:
     for kept in range(len(entries)):
         with pytest.raises(errors.FormatError):
             PositionBitmap(9, 0, entries[:kept]).bitmap()
+
+
+positions = st.sets(st.tuples(examples.ledgers, examples.entries), max_size=40)
+
+
+def set_of(some: set[tuple[int, int]]) -> PositionSet:
+    ledger_id = examples.column([ledger for ledger, _ in some])
+    entry_id = examples.column([entry for _, entry in some])
+    return PositionSet.of(position_bitmap.position_bitmaps(ledger_id, entry_id))
+
+
+def plain(some: PositionSet) -> set[tuple[int, int]]:
+    ledger_id, entry_id = position_bitmap.positions_of(some.bitmaps())
+    return set(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+
+
+@given(positions, positions)
+def test_the_arithmetic_of_position_sets_is_that_of_sets(
+    one: set[tuple[int, int]], other: set[tuple[int, int]]
+) -> None:
+    left, right = set_of(one), set_of(other)
+    before = left.bitmaps(), right.bitmaps()
+    assert plain(left | right) == one | other
+    assert plain(left & right) == one & other
+    assert plain(left - right) == one - other
+    assert (left <= right) == (one <= other)
+    assert (left == right) == (one == other)
+    assert (len(left), bool(left)) == (len(one), bool(one))
+    assert (left & right) <= left
+    assert (left.bitmaps(), right.bitmaps()) == before
+
+
+@given(positions, positions)
+def test_arithmetic_leaves_no_empty_page(one: set[tuple[int, int]], other: set[tuple[int, int]]) -> None:
+    for some in (set_of(one) - set_of(other), set_of(one) & set_of(other)):
+        assert all(bitmap for _, bitmap in some.items())
+        assert position_bitmap.in_order(some.bitmaps())
+
+
+@given(positions, examples.rows())
+def test_a_mask_says_which_positions_of_two_columns_are_in_the_set(some: set[tuple[int, int]], rows: Rows) -> None:
+    kept = set_of(some) | PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id[::2], rows.entry_id[::2]))
+    expected = [row[1:3] in plain(kept) for row in examples.tuples(rows)]
+    assert kept.mask_of(rows.ledger_id, rows.entry_id).tolist() == expected
+
+
+def test_bitmaps_of_a_page_that_come_apart_are_one_set() -> None:
+    page = [PositionBitmap.of(9, 1, pyroaring.BitMap(entries)) for entries in ([4, 5], [], [1, 5])]
+    assert plain(PositionSet.of(page)) == {(9, (1 << 32) + entry) for entry in (1, 4, 5)}
+    assert not PositionSet.of(page[1:2])
