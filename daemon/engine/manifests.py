@@ -78,8 +78,22 @@ async def give_up(
     )
 
 
+class Overtaken(commit.Refused):
+    """What the operation names is not there any more: another process has merged it. The topic is still ours."""
+
+
+def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
+    """That, if it is what the refusal means for the owner of `epoch`; None: the topic is another's, or no more."""
+    tip: commit.Tip[TopicManifest] | None = refused.tip
+    if tip is None or tip.manifest.owner_epoch != epoch or tip.manifest.deleted:
+        return None
+    return Overtaken(refused.reason, tip)
+
+
 class TopicCommits:
-    """The manifest sequence of one topic of a shard that is owned under `epoch`."""
+    """The manifest sequence of one topic of a shard that is owned under `epoch`. Other processes may merge its buckets:
+    every manifest that is read here may name some that this owner does not serve yet.
+    """
 
     def __init__(
         self,
@@ -105,16 +119,45 @@ class TopicCommits:
     def number(self) -> int:
         return self._tip.number
 
-    async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
-        """Commits the operation made for the tip; returns when that is certain, however long the store is away.
+    @property
+    def read_at_s(self) -> float:
+        """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
+        return self._tip.read_at
 
-        Raises commit.Refused when the precondition fails, which means for an owner that the epoch is over, and
-        Corruption when the tip is damaged.
+    async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
+        """Commits the operation made for the tip; returns when that is certain, however long the store is away: the
+        manifest that holds it, or a later one.
+
+        Raises Overtaken when what it names was merged; commit.Refused when its precondition fails otherwise, which
+        means for an owner that the epoch is over; Corruption when the tip is damaged.
         """
         async with self._turn:
             made = operation(self._tip.manifest)
-            self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
+            try:
+                self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
+            except commit.Refused as refused:
+                found = overtaken(refused, epoch=self.epoch)
+                if found is None or found.tip is None:
+                    raise
+                self._tip = found.tip
+                raise found from refused
             return self._tip.manifest
+
+    async def read(self) -> TopicManifest:
+        """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
+        store's errors.
+        """
+        async with self._turn:
+            try:
+                tip = await self._environment.run(lambda: self._manifests.read_tip(self._tip))
+            except Damaged as error:
+                raise Corruption(f"manifest {error}") from error
+            if tip is None:
+                raise Corruption(f"manifest {self._manifests.key(self._tip.number)}: the object is missing")
+            if tip.manifest.owner_epoch != self.epoch:
+                raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self.epoch}", tip)
+            self._tip = tip
+            return tip.manifest
 
 
 async def commit_until_certain(

@@ -287,13 +287,24 @@ class TopicLoading:
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
         part = recovery.counting_part(tip.manifest, tail)
-        objects = recovery.read_objects(environment.store, tip.manifest, part, environment.parts)
-        tip = self._quarantined(topic_log, tip, objects)
+        tip, objects = self._objects(topic_log, tip, part)
         topic = self._new_topic(tip.manifest)
         elapsed_ms = int(environment.clock.elapsed_s() * 1000)
         recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
         rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=elapsed_ms)
         return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
+
+    def _objects(
+        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], part: TopicPart | None
+    ) -> tuple[commit.Tip[TopicManifest], recovery.TopicObjects]:
+        """The manifest, with the buckets quarantined that are damaged, and what it names. Another process may merge
+        meanwhile, and the sources be deleted: then what took their place is read.
+        """
+        while True:
+            objects = recovery.read_objects(self._environment.store, tip.manifest, part, self._environment.parts)
+            tip = self._quarantined(topic_log, tip, objects)
+            if all(live.object.name in objects.buckets for live in tip.manifest.live):
+                return tip, objects
 
     def _quarantined(
         self,
@@ -301,12 +312,9 @@ class TopicLoading:
         tip: commit.Tip[TopicManifest],
         objects: recovery.TopicObjects,
     ) -> commit.Tip[TopicManifest]:
-        """The manifest, with the buckets quarantined that were found to be damaged."""
         for live in tip.manifest.live:
             damage = objects.buckets[live.object.name].damage
             if damage and not live.quarantined:
-                log.error("topic %s: a bucket is quarantined, the others are served: %s", tip.manifest.topic, damage)
-                self._environment.metrics.damage_found("bucket")
                 # Every slot that names the topic so far is below the fence.
                 operation = topic_manifest.Quarantine(
                     bucket=live.object.name,
@@ -314,7 +322,16 @@ class TopicLoading:
                     slot=self._fence_slot,
                     epoch=self._epoch,
                 )
-                tip = self._commit(topic_log, operation, tip)
+                try:
+                    tip = self._commit(topic_log, operation, tip)
+                except commit.Refused as refused:
+                    overtaken = manifests.overtaken(refused, epoch=self._epoch)
+                    if overtaken is None or overtaken.tip is None:
+                        raise
+                    tip = overtaken.tip
+                    continue
+                log.error("topic %s: a bucket is quarantined, the others are served: %s", tip.manifest.topic, damage)
+                self._environment.metrics.damage_found("bucket")
         return tip
 
     def _commit(
