@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
@@ -154,6 +154,16 @@ class InFlight:
     def take_keys(self, keys: BitMap64) -> KeyedRows:
         """Removes and returns the positions of a set, whoever holds them."""
         return self._take_where(lambda run: contained(run.rows.keys, keys))
+
+    def among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are in the table."""
+        found = BitMap64.union(BitMap64(), *[batch.keys & keys for batch in self._batches])
+        asked = keys_of(keys)
+        for run in self._runs:
+            places = np.searchsorted(run.rows.keys, asked)
+            places[places == len(run.rows)] = 0
+            found |= bitmap_of(asked[(run.rows.keys[places] == asked) & run.alive[places]])
+        return found
 
     def keys(self) -> BitMap64:
         """All positions of the table."""

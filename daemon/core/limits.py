@@ -13,6 +13,9 @@ import numpy as np
 from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.rows import U64
 
+# Spreads positions over 64 bits, so that two of them rarely fall together.
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -36,6 +39,23 @@ def check_rows(field: str, rows: int, rows_max: int) -> None:
     """Raises InvalidArgument for no rows or too many."""
     if not 1 <= rows <= rows_max:
         raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
+
+
+def check_distinct(ledger_id: U64, entry_id: U64) -> None:
+    """Raises InvalidArgument when a position is named twice."""
+    mixed = np.sort(ledger_id * _ODD + entry_id)
+    if (mixed[1:] != mixed[:-1]).all():
+        return
+    # Two positions, or one that is named twice.
+    order = np.lexsort((entry_id, ledger_id))
+    ledgers, entries = ledger_id[order], entry_id[order]
+    same = np.flatnonzero((ledgers[1:] == ledgers[:-1]) & (entries[1:] == entries[:-1]))
+    if len(same):
+        place = int(same[0])
+        raise InvalidArgument(
+            f"entry_id[{order[place + 1]}]: position ({ledgers[place]}, {entries[place]}) is that of "
+            f"entry_id[{order[place]}], too; a request names a position once"
+        )
 
 
 def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: int, delay_max_ms: int) -> U64:

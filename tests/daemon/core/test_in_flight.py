@@ -88,3 +88,5 @@ def check(steps: list[tuple[str, object, int]]) -> None:
         holders_of = [by for _, by in expected.values()]
         assert [table.held_rows(number) for number in (1, 2, 3)] == [holders_of.count(number) for number in (1, 2, 3)]
         assert keys_of(table.keys()).tolist() == sorted(expected)
+        for asked in (range(31), range(0, 31, 2), ()):
+            assert set(table.among(BitMap64(asked))) == expected.keys() & set(asked)

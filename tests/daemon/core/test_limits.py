@@ -65,3 +65,32 @@ def test_a_row_beyond_the_largest_delay_is_named(
 def test_a_request_without_times_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="both missing"):
         limits.absolute_times(None, None, now_ms=NOW_MS, delay_max_ms=500)
+
+
+@pytest.mark.parametrize(
+    ("ledgers", "entries"),
+    [
+        ([1], [1]),
+        ([1, 1, 2, 2], [1, 2, 1, 2]),
+        ([2**64 - 1, 0, 2**64 - 1], [0, 2**64 - 1, 2**64 - 1]),
+        # Of these two the mixed numbers are the same.
+        ([0, 1], [0x9E3779B97F4A7C15, 0]),
+    ],
+)
+def test_positions_that_differ_in_ledger_or_entry_are_distinct(ledgers: list[int], entries: list[int]) -> None:
+    limits.check_distinct(times(*ledgers), times(*entries))
+
+
+@pytest.mark.parametrize(
+    ("ledgers", "entries", "message"),
+    [
+        ([1, 1], [5, 5], r"entry_id\[1\]: position \(1, 5\) is that of entry_id\[0\], too"),
+        ([3, 7, 3, 3, 7], [1, 9, 2, 9, 9], r"entry_id\[4\]: position \(7, 9\) is that of entry_id\[1\]"),
+        ([2**64 - 1] * 2, [2**64 - 1] * 2, r"position \(18446744073709551615, 18446744073709551615\)"),
+    ],
+)
+def test_a_position_that_is_named_twice_is_refused_by_both_rows(
+    ledgers: list[int], entries: list[int], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        limits.check_distinct(times(*ledgers), times(*entries))
