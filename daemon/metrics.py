@@ -73,6 +73,8 @@ class Metrics:
         self._handed_out = counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic")
 
         self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
+        self._cancelled = counter("tarry_cancel_rows", "Positions of cancellations by result.", "topic", "result")
+        self._rescheduled = counter("tarry_reschedule_rows", "Positions of reschedules by result.", "topic", "result")
         self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
 
@@ -128,6 +130,24 @@ class Metrics:
     def trimmed(self, topic: str, *, rows: int, of_subscription: bool) -> None:
         """Rows left the topic, or the backlog of one subscription, by a trim or a clear."""
         self._trimmed.labels(self._labels.label(topic), "subscription" if of_subscription else "topic").inc(rows)
+
+    def withdrawn(
+        self,
+        topic: str,
+        result: Literal["cancelled", "rescheduled"],
+        *,
+        rows: int,
+        not_found: int,
+        already_due: int,
+        in_flight: int,
+    ) -> None:
+        """A request to cancel or to reschedule was decided: `rows` positions were, the others stayed as they were."""
+        label = self._labels.label(topic)
+        series = self._cancelled if result == "cancelled" else self._rescheduled
+        results = ((result, rows), ("not_found", not_found), ("already_due", already_due), ("in_flight", in_flight))
+        for name, count in results:
+            if count:
+                series.labels(label, name).inc(count)
 
     def lease_over(self, topic: str, *, rows: int) -> None:
         """A lease ended by itself with as many rows that nobody had acknowledged."""

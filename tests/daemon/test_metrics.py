@@ -42,6 +42,8 @@ def used() -> metrics.Metrics:
     everything.acknowledged("t", acknowledged=4, ignored=1)
     everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
     everything.trimmed("t", rows=2, of_subscription=True)
+    everything.withdrawn("t", "cancelled", rows=5, not_found=1, already_due=2, in_flight=3)
+    everything.withdrawn("t", "rescheduled", rows=4, not_found=0, already_due=1, in_flight=0)
     everything.lease_over("t", rows=3)
     everything.topic_deleted()
     everything.slot_written(size_bytes=1000, seconds=0.003)
@@ -66,6 +68,10 @@ def test_events_are_counted() -> None:
     assert sample("tarry_add_late_on_arrival_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_acknowledge_rows_total", {"topic": "t", "result": "ignored"}) == 1
     assert sample("tarry_handed_out_rows_total", {"topic": "t"}) == 3
+    for result, rows in (("cancelled", 5), ("not_found", 1), ("already_due", 2), ("in_flight", 3)):
+        assert sample("tarry_cancel_rows_total", {"topic": "t", "result": result}) == rows
+    for result, rows in (("rescheduled", 4), ("not_found", None), ("already_due", 1), ("in_flight", None)):
+        assert sample("tarry_reschedule_rows_total", {"topic": "t", "result": result}) == rows
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
