@@ -186,6 +186,10 @@ class SubscriptionState:
         sets = [bitmap_of(rows.keys) for rows in (self._returned, *self._ready) if len(rows)]
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
 
+    def held_among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are IN_FLIGHT or being acknowledged."""
+        return self.in_flight.among(keys) | (self.acknowledging & keys)
+
     def drop(self, keys: BitMap64) -> None:
         """Positions of the backlog left it by a decision. O(READY)."""
         if keys:
