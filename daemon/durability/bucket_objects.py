@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from daemon.errors import Corruption
 from storage_backends import object_store
-from storage_backends.formats import bucket, errors
+from storage_backends.formats import bucket, errors, manifest
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 
@@ -33,6 +33,11 @@ def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[buck
 def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     return _twice_damaged(lambda: _read(store, key, segments))
+
+
+def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+    """Entry 0 and all rows in due order, with one read of the whole object."""
+    return _twice_damaged(lambda: _whole(store, live))
 
 
 def _twice_damaged(read: Callable[[], T]) -> T:
@@ -62,6 +67,13 @@ def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.S
             bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info)
             for info in segments
         ]
+
+
+def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+    with _naming(live.object.name):
+        body = store.get(live.object.name)
+        manifest.check_bytes(live.object, body, "bucket")
+        return bucket.decode_bucket(body)
 
 
 @contextmanager

@@ -119,7 +119,8 @@ def read_objects(
     """
     opened = executor.map(lambda live: _opened(store, live), tip.live)
     buckets = {live.object.name: each for live, each in zip(tip.live, opened, strict=True)}
-    return TopicObjects(buckets, _progress(store, tip, part))
+    stored = progress.of_manifest(store, tip) if part is None else part.progress
+    return TopicObjects(buckets, stored)
 
 
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
@@ -127,24 +128,6 @@ def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> Opene
         return OpenedBucket(bucket_objects.open_bucket(store, live))
     except Corruption as error:
         return OpenedBucket(None, str(error))
-
-
-def _progress(
-    store: object_store.ObjectStore, tip: manifest.TopicManifest, part: checkpoint.TopicPart | None
-) -> manifest.Progress:
-    if part is not None:
-        return part.progress
-    if tip.progress_object is None:
-        return tip.progress or manifest.Progress()
-    key = tip.progress_object.name
-    try:
-        body = store.get(key)
-        manifest.check_bytes(tip.progress_object, body, "progress")
-        return manifest.decode_progress(body)
-    except errors.FormatError as error:
-        raise Corruption(f"progress {key}: {error}") from error
-    except (object_store.NotFound, object_store.Damaged) as error:
-        raise Corruption(f"progress {error}") from error
 
 
 def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint.TopicPart | None:
