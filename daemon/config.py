@@ -233,6 +233,16 @@ class Bucket(Section, frozen=True):
     min_indexes_per_bucket_snapshot_segment: Annotated[
         int, Meta(ge=0, description="The span cuts only a segment that has as many rows; 0: PIP-195's rule.")
     ] = 1000
+    max_num_buckets: Annotated[
+        int,
+        Meta(
+            ge=-1, description="Sealed buckets of one index above which neighbours are merged; at least 1; -1: never."
+        ),
+    ] = 50
+    merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads.")] = 10
+    merge_rows_max: Annotated[
+        int, Meta(ge=1, description="Rows of a merged bucket; a run of neighbours that has more stays as it is.")
+    ] = 2_000_000
 
 
 class Delivery(Section, frozen=True):
@@ -269,6 +279,33 @@ class Limits(Section, frozen=True):
     leases_per_subscription_max: Annotated[
         int, Meta(ge=1, description="Leases of one subscription that hold positions.")
     ] = 10_000
+    pending_rows_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="Pending rows of all topics together; 0: no limit.")
+    ] = 0
+    pending_rows_per_topic_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="Pending rows of a topic whose policy says nothing; 0: no limit.")
+    ] = 0
+    due_rows_per_second_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Rows of a topic whose policy says nothing that may come due within one second, so that nobody "
+            "plans a burst by accident; 0: no limit.",
+        ),
+    ] = 0
+    client_rows_per_second_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Rows that one client may add in a second to a topic whose policy says nothing; 0: no limit. A "
+            "client is who sends one `tarry-client-id`, or the host that calls.",
+        ),
+    ] = 0
+    client_bytes_per_second_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="The same in bytes of requests; 0: no limit.")
+    ] = 0
 
 
 class Ownership(Section, frozen=True):
@@ -439,6 +476,8 @@ def _check(config: Config) -> None:
             "configuration: bucket.max_indexes_per_bucket_snapshot_segment is 0: "
             "a segment has at least one row; -1 is no limit"
         )
+    if bucket.max_num_buckets == 0:
+        raise errors.InvalidArgument("configuration: bucket.max_num_buckets is 0: it is at least 1; -1 is never")
     if bucket.max_indexes_per_bucket_snapshot_segment > 0:
         _refuse_above(
             "bucket.min_indexes_per_bucket_snapshot_segment",

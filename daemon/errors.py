@@ -37,10 +37,10 @@ class DelayTooLong(LimitExceeded):
 class QuotaExceeded(LimitExceeded):
     """Too much for now; try again.
 
-    `retry_after_ms`: when to try again.
+    `retry_after_ms`: when to try again, None when waiting does not help: less must be asked for.
     """
 
-    def __init__(self, message: str, *, retry_after_ms: int) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int | None) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
 

@@ -15,8 +15,10 @@ from typing import Protocol
 
 from daemon.engine.environment import Clock
 
-# The wall clock may step while the loop sleeps: it looks again at least this often; `delivery.tick_ms` is at most that.
+# The wall clock may step while the loop sleeps: it looks again at least this often; a tick is at most that.
 SLEEP_MAX_MS = 500
+# Sleepers are woken for so long before streams and requests have their turn.
+TURN_S = 0.002
 # Stale entries that the heap may hold beside as many as there are sleepers.
 HEAP_SLACK = 1_000
 
@@ -27,17 +29,21 @@ class Sleeper(Protocol):
     # The time it is in the heap for; None when it is not.
     wake_at_ms: int | None
 
+    @property
+    def tick_ms(self) -> int:
+        """Its wake-ups are batched by as much, only ever later."""
+        ...
+
     def wake(self, now_ms: int) -> int | None:
         """Does a bounded amount of what is due; the time of the next wake-up, not after `now_ms` when more is due."""
         ...
 
 
 class DueLoop:
-    """Wakes sleepers. `tick_ms`: wake-ups are batched by as much, only ever later."""
+    """Wakes sleepers, each at a multiple of its tick."""
 
-    def __init__(self, clock: Clock, *, tick_ms: int) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._tick_ms = tick_ms
         # Who is no more is not kept until its time.
         self._heap: list[tuple[int, int, weakref.ref[Sleeper]]] = []
         self._numbers = itertools.count()
@@ -47,7 +53,15 @@ class DueLoop:
 
     def schedule(self, sleeper: Sleeper, wake_at_ms: int | None) -> None:
         """Wakes the sleeper at that time, or at the time it is scheduled for if that is sooner."""
-        if wake_at_ms is None or (sleeper.wake_at_ms is not None and sleeper.wake_at_ms <= wake_at_ms):
+        if wake_at_ms is not None:
+            self._push(sleeper, -(-wake_at_ms // sleeper.tick_ms) * sleeper.tick_ms)
+
+    def look_again(self) -> None:
+        """The clock has stepped, or the machine was suspended: what the loop sleeps for may be due."""
+        self._sooner.set()
+
+    def _push(self, sleeper: Sleeper, wake_at_ms: int) -> None:
+        if sleeper.wake_at_ms is not None and sleeper.wake_at_ms <= wake_at_ms:
             return
         sleeper.wake_at_ms = wake_at_ms
         if len(self._heap) > self._heap_max:
@@ -63,11 +77,21 @@ class DueLoop:
         self._heap_max = 2 * len(self._heap) + HEAP_SLACK
 
     async def run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             now_ms = self._clock.now_ms()
             due = self._pop_due(now_ms)
+            turn_ends_s = loop.time() + TURN_S
             for sleeper in due:
-                self.schedule(sleeper, sleeper.wake(now_ms))
+                again_ms = sleeper.wake(now_ms)
+                if again_ms is not None and again_ms <= now_ms:
+                    # More is due: it has waited for its tick already.
+                    self._push(sleeper, again_ms)
+                else:
+                    self.schedule(sleeper, again_ms)
+                if loop.time() >= turn_ends_s:
+                    await asyncio.sleep(0)
+                    turn_ends_s = loop.time() + TURN_S
             if due and self._heap and self._heap[0][0] <= now_ms:
                 # More is due: streams and requests have their turn first.
                 await asyncio.sleep(0)
@@ -87,8 +111,7 @@ class DueLoop:
         now_ms = self._clock.now_ms()
         until_ms = now_ms + SLEEP_MAX_MS
         if self._heap:
-            tick_ms = self._tick_ms
-            until_ms = min(until_ms, max(now_ms + 1, -(-self._heap[0][0] // tick_ms) * tick_ms))
+            until_ms = min(until_ms, max(now_ms + 1, self._heap[0][0]))
         self._sleeping_until_ms = until_ms
         self._sooner.clear()
         loop = asyncio.get_running_loop()

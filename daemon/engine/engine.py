@@ -51,7 +51,7 @@ class Engine:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._shards_total = 0
-        self._due_loop = DueLoop(environment.clock, tick_ms=environment.config.delivery.tick_ms)
+        self._due_loop = DueLoop(environment.clock)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
         # Of the shards as they were claimed, so that they can be given up when they are lost.

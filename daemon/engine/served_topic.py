@@ -17,13 +17,15 @@ from typing import Protocol
 import numpy as np
 
 from daemon.core import limits
+from daemon.core.adding import AddBatch, AddOutcome
+from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import earliest
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
-from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
+from daemon.core.topic import Topic
 from daemon.engine import topic_settings
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.due_loop import DueLoop
@@ -99,16 +101,16 @@ class ServedTopic:
         await self.gate.passed()
         commits = self.shard.commits
         commits.check_accepting()
-        if len(self.core.index.sealing) >= SEALING_MAX:
+        if self.core.indexes.sealing >= SEALING_MAX:
             raise self.too_many_seals()
         environment = self._environment
-        record, outcome = self.core.stage_add(
+        records, outcome = self.core.stage_add(
             batch, now_ms=environment.clock.now_ms(), request_limits=self.settings.request_limits
         )
-        if record is None:
-            await commits.confirmed()
+        if records:
+            await asyncio.shield(commits.stage(*records))
         else:
-            await asyncio.shield(commits.stage(record))
+            await commits.confirmed()
         environment.metrics.added(
             self.core.name,
             accepted=outcome.accepted,
@@ -142,16 +144,16 @@ class ServedTopic:
         self._check_there(state)
         commits = self.shard.commits
         commits.check_accepting()
-        record, rest = self.core.stage_acknowledge(state, claims)
-        slot = None if record is None else commits.stage(record, awaited=awaited)
+        records, rest = self.core.stage_acknowledge(state, claims)
+        slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         self.notify(state)
         ignored = len(rest)
         if len(rest):
             found = await self._find_in_backlog(state, rest)
-            record = self.core.stage_acknowledge_found(state, found)
-            if record is not None:
-                slot = commits.stage(record, awaited=awaited)
+            records = self.core.stage_acknowledge_found(state, found)
+            if records:
+                slot = commits.stage(*records, awaited=awaited)
                 ignored -= len(found)
         if slot is not None:
             await asyncio.shield(slot)
@@ -236,7 +238,7 @@ class ServedTopic:
                 # Others have their turn.
                 await asyncio.sleep(0)
                 continue
-            wanted = self.core.index.wanted_segments(now_ms)
+            wanted = self.core.indexes.wanted_segments(now_ms)
             if not wanted:
                 return
             await self._load(wanted)
@@ -252,7 +254,7 @@ class ServedTopic:
                 self._read_on(state)
             elif self._pass_due(now_ms):
                 await asyncio.sleep(0)
-            elif wanted := self.core.index.wanted_segments(now_ms):
+            elif wanted := self.core.indexes.wanted_segments(now_ms):
                 await self._load(wanted)
             else:
                 return
@@ -348,6 +350,11 @@ class ServedTopic:
 
     # ---- due rows
 
+    @property
+    def tick_ms(self) -> int:
+        """Wake-ups are batched by as much."""
+        return self.settings.tick_ms
+
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
         if self._ended is None:
@@ -357,7 +364,7 @@ class ServedTopic:
     def rows_added(self) -> None:
         """The next wake-up may be sooner, by rows of the buckets in memory."""
         if self._ended is None:
-            self._due_loop.schedule(self, self.core.index.next_due_of_memory_buckets_ms())
+            self._due_loop.schedule(self, self.core.indexes.next_due_of_memory_buckets_ms())
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
@@ -370,7 +377,7 @@ class ServedTopic:
             return None
         self._pass_due(now_ms)
         ahead_ms = self._environment.config.delivery.lookahead_ms
-        self._loader.start(self.core.index.wanted_segments(now_ms, ahead_ms))
+        self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
         return self._next_wake_ms()
 
     def _pass_due(self, now_ms: int) -> int:
@@ -385,9 +392,9 @@ class ServedTopic:
 
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
-        index = self.core.index
-        next_load_ms = index.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
-        return earliest(index.next_due_in_memory_ms(), next_load_ms)
+        indexes = self.core.indexes
+        next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
+        return earliest(indexes.next_due_in_memory_ms(), next_load_ms)
 
     def _bucket_damaged(self, bucket: str, damage: str) -> None:
         self.shard.bucket_damaged(self.core.name, bucket, damage)

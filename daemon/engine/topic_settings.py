@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from daemon.config import Config
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import SealLimits
+from daemon.core.quotas import QuotaLimits
 from daemon.engine.environment import Environment
 from daemon.errors import InvalidArgument
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
@@ -19,6 +21,9 @@ from storage_backends.formats.segment import SegmentLimits
 TIME_MAX_MS = 1 << 53
 ROWS_MAX = (1 << 32) - 1
 SIZE_MAX_BYTES = 1 << 53
+QUOTA_MAX = 1 << 53
+# The daemon looks as often at what is due.
+TICK_MAX_MS = 500
 LEASE_MAX_MS = 12 * 3_600_000
 LEASE_DEFAULT_MS = 30_000
 PROPERTIES_MAX = 64
@@ -35,6 +40,19 @@ _TOPIC_LIMITS = {
     "max_time_step_per_bucket_snapshot_segment_seconds": (1, ROWS_MAX),
     "max_indexes_per_bucket_snapshot_segment": (-1, (1 << 31) - 1),
     "min_indexes_per_bucket_snapshot_segment": (0, ROWS_MAX),
+    "max_num_buckets": (-1, (1 << 31) - 1),
+    "merge_buckets_max": (2, ROWS_MAX),
+    "merge_rows_max": (1, SIZE_MAX_BYTES),
+    "tick_ms": (1, TICK_MAX_MS),
+    "pending_rows_max": (0, QUOTA_MAX),
+    "due_rows_per_second_max": (0, QUOTA_MAX),
+    "client_rows_per_second_max": (0, QUOTA_MAX),
+    "client_bytes_per_second_max": (0, QUOTA_MAX),
+}
+# Of these 0 is no number that they may have, though it lies between the least and the most.
+_NOT_ZERO = {
+    "max_indexes_per_bucket_snapshot_segment": "a segment has at least one row; -1 is no limit",
+    "max_num_buckets": "it is at least 1; -1 is never",
 }
 
 
@@ -47,24 +65,16 @@ class TopicSettings:
     seal_limits: SealLimits
     segment_limits: SegmentLimits
     request_limits: RequestLimits
+    quota_limits: QuotaLimits
     compatible_form: bool
+    shared_index: bool
+    tick_ms: int
 
 
 def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
     """The settings of a topic with this policy."""
-    bucket = environment.config.bucket
     set_here = {name: value for name, value in _fields(policy).items() if value is not None}
-    effective: dict[str, Any] = {
-        "delay_max_ms": environment.config.limits.delay_max_ms,
-        "min_index_count_per_bucket": bucket.min_index_count_per_bucket,
-        "bucket_rows_max": bucket.rows_max,
-        "bucket_bytes_max": bucket.bytes_max,
-        "bucket_age_max_ms": int(bucket.age_max_s * 1000),
-        "max_time_step_per_bucket_snapshot_segment_seconds": bucket.max_time_step_per_bucket_snapshot_segment_seconds,
-        "max_indexes_per_bucket_snapshot_segment": bucket.max_indexes_per_bucket_snapshot_segment,
-        "min_indexes_per_bucket_snapshot_segment": bucket.min_indexes_per_bucket_snapshot_segment,
-        "compatible_form": bucket.form == "compatible",
-    } | set_here
+    effective = _defaults(environment.config) | set_here
     # A default gives way to what was set: a small bucket has no more rows than it may have.
     rows_min, rows_max = effective["min_index_count_per_bucket"], effective["bucket_rows_max"]
     effective["min_index_count_per_bucket"] = min(rows_min, rows_max)
@@ -87,8 +97,36 @@ def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
             rows_min=effective["min_indexes_per_bucket_snapshot_segment"],
         ),
         request_limits=dataclasses.replace(environment.request_limits, delay_max_ms=effective["delay_max_ms"]),
+        quota_limits=QuotaLimits(**{field.name: effective[field.name] for field in dataclasses.fields(QuotaLimits)}),
         compatible_form=effective["compatible_form"],
+        shared_index=effective["shared_index"],
+        tick_ms=effective["tick_ms"],
     )
+
+
+def _defaults(config: Config) -> dict[str, Any]:
+    """What holds for a topic whose policy says nothing."""
+    bucket, limits = config.bucket, config.limits
+    return {
+        "delay_max_ms": limits.delay_max_ms,
+        "min_index_count_per_bucket": bucket.min_index_count_per_bucket,
+        "bucket_rows_max": bucket.rows_max,
+        "bucket_bytes_max": bucket.bytes_max,
+        "bucket_age_max_ms": int(bucket.age_max_s * 1000),
+        "max_time_step_per_bucket_snapshot_segment_seconds": bucket.max_time_step_per_bucket_snapshot_segment_seconds,
+        "max_indexes_per_bucket_snapshot_segment": bucket.max_indexes_per_bucket_snapshot_segment,
+        "min_indexes_per_bucket_snapshot_segment": bucket.min_indexes_per_bucket_snapshot_segment,
+        "compatible_form": bucket.form == "compatible",
+        "shared_index": True,
+        "max_num_buckets": bucket.max_num_buckets,
+        "merge_buckets_max": bucket.merge_buckets_max,
+        "merge_rows_max": bucket.merge_rows_max,
+        "tick_ms": config.delivery.tick_ms,
+        "pending_rows_max": limits.pending_rows_per_topic_max,
+        "due_rows_per_second_max": limits.due_rows_per_second_max,
+        "client_rows_per_second_max": limits.client_rows_per_second_max,
+        "client_bytes_per_second_max": limits.client_bytes_per_second_max,
+    }
 
 
 def check_topic_policy(policy: TopicPolicy) -> None:
@@ -96,10 +134,9 @@ def check_topic_policy(policy: TopicPolicy) -> None:
     values = _fields(policy)
     for name, (least, most) in _TOPIC_LIMITS.items():
         _check_number(name, values[name], least, most)
-    if policy.max_indexes_per_bucket_snapshot_segment == 0:
-        raise InvalidArgument(
-            "max_indexes_per_bucket_snapshot_segment is 0: a segment has at least one row; -1 is no limit"
-        )
+    for name, why in _NOT_ZERO.items():
+        if values[name] == 0:
+            raise InvalidArgument(f"{name} is 0: {why}")
     _check_not_above(values, "min_index_count_per_bucket", "bucket_rows_max")
     if (policy.max_indexes_per_bucket_snapshot_segment or 0) > 0:
         _check_not_above(values, "min_indexes_per_bucket_snapshot_segment", "max_indexes_per_bucket_snapshot_segment")

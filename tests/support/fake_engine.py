@@ -35,6 +35,15 @@ DEFAULT_POLICY = calls.TopicPolicy(
     max_indexes_per_bucket_snapshot_segment=5000,
     min_indexes_per_bucket_snapshot_segment=1000,
     compatible_form=False,
+    shared_index=True,
+    max_num_buckets=50,
+    merge_buckets_max=10,
+    merge_rows_max=2_000_000,
+    tick_ms=5,
+    pending_rows_max=0,
+    due_rows_per_second_max=0,
+    client_rows_per_second_max=0,
+    client_bytes_per_second_max=0,
 )
 
 

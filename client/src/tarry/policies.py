@@ -45,6 +45,21 @@ class TopicPolicy:
     min_indexes_per_bucket_snapshot_segment: int | None = None
     bucket_form: BucketForm | None = None
     """How buckets are written from now on; both forms are always read."""
+    shared_index: bool | None = None
+    """Whether subscriptions share one index; if not, rows that are added from now on are copied to each one's own."""
+    max_num_buckets: int | None = None
+    """Sealed buckets of one index above which neighbours are merged; at least 1, -1 = never."""
+    merge_buckets_max: int | None = None
+    """Buckets that one merge reads, at least 2, and rows of a merged bucket, at least 1."""
+    merge_rows_max: int | None = None
+    tick_ms: int | None = None
+    """Hand-outs are batched by as much, only ever later; 1 to 500."""
+    pending_rows_max: int | None = None
+    """Rows that may be pending, and that may come due within one second; 0 = no limit."""
+    due_rows_per_second_max: int | None = None
+    client_rows_per_second_max: int | None = None
+    """What one client may add in a second, in rows and in bytes of requests; 0 = no limit."""
+    client_bytes_per_second_max: int | None = None
 
     def to_message(self) -> policy_pb2.TopicPolicy:
         """Raises InvalidArgument: a value that the field cannot hold."""

@@ -39,8 +39,21 @@ def seal(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.Sealed]:
 
 
 async def test_what_is_not_set_has_the_daemons_default(machines: EngineFixture) -> None:
-    one = await machines.served_by("one", "bucket.rows_max=60000", "bucket.form=compatible")
+    one = await machines.served_by(
+        "one",
+        "bucket.rows_max=60000",
+        "bucket.form=compatible",
+        "bucket.max_num_buckets=-1",
+        "delivery.tick_ms=7",
+        "limits.pending_rows_per_topic_max=11",
+        "limits.pending_rows_max=99",
+        "limits.client_bytes_per_second_max=12",
+    )
     effective = await set_policy(one, TopicPolicy(delay_max_ms=5_000))
+    assert (effective.max_num_buckets, effective.merge_buckets_max, effective.merge_rows_max) == (-1, 10, 2_000_000)
+    assert (effective.shared_index, effective.tick_ms) == (True, 7)
+    assert (effective.pending_rows_max, effective.due_rows_per_second_max) == (11, 0)
+    assert (effective.client_rows_per_second_max, effective.client_bytes_per_second_max) == (0, 12)
     assert effective.delay_max_ms == 5_000
     assert effective.bucket_rows_max == 60_000
     assert effective.min_index_count_per_bucket == 50_000
@@ -101,6 +114,16 @@ async def test_the_form_and_the_segments_of_new_buckets_follow_the_policy(machin
         (TopicPolicy(max_indexes_per_bucket_snapshot_segment=0), "max_indexes_per_bucket_snapshot_segment is 0"),
         (TopicPolicy(max_indexes_per_bucket_snapshot_segment=-2), "is -2"),
         (TopicPolicy(min_indexes_per_bucket_snapshot_segment=-1), "is -1"),
+        (TopicPolicy(max_num_buckets=0), "max_num_buckets is 0: it is at least 1; -1 is never"),
+        (TopicPolicy(max_num_buckets=-2), "max_num_buckets is -2"),
+        (TopicPolicy(merge_buckets_max=1), "merge_buckets_max is 1; it must be 2"),
+        (TopicPolicy(merge_rows_max=0), "merge_rows_max is 0"),
+        (TopicPolicy(tick_ms=0), "tick_ms is 0; it must be 1 to 500"),
+        (TopicPolicy(tick_ms=501), "tick_ms is 501; it must be 1 to 500"),
+        (TopicPolicy(pending_rows_max=-1), "pending_rows_max is -1"),
+        (TopicPolicy(due_rows_per_second_max=1 << 54), "due_rows_per_second_max"),
+        (TopicPolicy(client_rows_per_second_max=1 << 54), "client_rows_per_second_max"),
+        (TopicPolicy(client_bytes_per_second_max=1 << 54), "client_bytes_per_second_max"),
         (TopicPolicy(min_index_count_per_bucket=11, bucket_rows_max=10), "is 11, above bucket_rows_max, which is 10"),
         (
             TopicPolicy(min_indexes_per_bucket_snapshot_segment=11, max_indexes_per_bucket_snapshot_segment=10),

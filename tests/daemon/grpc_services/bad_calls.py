@@ -181,8 +181,21 @@ def topic_policies() -> list[Case]:
         "bucket_age_max_ms",
         "max_time_step_per_bucket_snapshot_segment_seconds",
         "max_indexes_per_bucket_snapshot_segment",
+        "max_num_buckets",
+        "merge_buckets_max",
+        "merge_rows_max",
+        "tick_ms",
     )
-    large = ("delay_max_ms", "bucket_bytes_max", "bucket_age_max_ms")
+    large = (
+        "delay_max_ms",
+        "bucket_bytes_max",
+        "bucket_age_max_ms",
+        "merge_rows_max",
+        "pending_rows_max",
+        "due_rows_per_second_max",
+        "client_rows_per_second_max",
+        "client_bytes_per_second_max",
+    )
     limit = str(1 << 53)
     below = {"max_indexes_per_bucket_snapshot_segment": -2}
     return [
@@ -214,6 +227,9 @@ def topic_policies() -> list[Case]:
                     ("min_indexes_per_bucket_snapshot_segment", "11", "10"),
                 ),
                 ("bucket_form unknown", policy(bucket_form=3), ("bucket_form", "3", "BUCKET_FORM_COLUMNAR")),
+                ("max_num_buckets below -1", policy(max_num_buckets=-2), ("max_num_buckets", "-2", "-1")),
+                ("merge_buckets_max of one", policy(merge_buckets_max=1), ("merge_buckets_max", "1", "2")),
+                ("tick_ms above its maximum", policy(tick_ms=501), ("tick_ms", "501", "500")),
             ],
         ),
     ]
@@ -391,6 +407,16 @@ COVERED: dict[type[message.Message], set[str]] = {
         "max_indexes_per_bucket_snapshot_segment",
         "min_indexes_per_bucket_snapshot_segment",
         "bucket_form",
+        # Either value is right.
+        "shared_index",
+        "max_num_buckets",
+        "merge_buckets_max",
+        "merge_rows_max",
+        "tick_ms",
+        "pending_rows_max",
+        "due_rows_per_second_max",
+        "client_rows_per_second_max",
+        "client_bytes_per_second_max",
     },
     policy_pb2.SubscriptionPolicy: {"in_flight_rows_max", "lease_ms", "properties"},
 }

@@ -35,8 +35,9 @@ def policy(
     """Show the policy of TOPIC, or change it: what is set, and what is in force. Rows keep their times, buckets their
     form.
 
-    Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible. Setting a field
-    creates the topic if it is new. A change reads the policy and writes it as a whole: of two at a time one counts.
+    Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible, shared_index true or
+    false. Setting a field creates the topic if it is new. A change reads the policy and writes it as a whole: of two at
+    a time one counts.
 
     \b
     Examples:
@@ -61,11 +62,7 @@ def policy(
     output.table(
         f"Policy of {topic}",
         ("field", "set", "in force"),
-        # As text: what is written here can be given to --set.
-        (
-            (name, "-" if stored_fields[name] is None else str(stored_fields[name]), str(effective[name]))
-            for name in FIELDS
-        ),
+        ((name, _text(stored_fields[name]), _text(effective[name])) for name in FIELDS),
         empty="",
     )
 
@@ -88,6 +85,10 @@ def _value(name: str, text: str) -> Any:
             return policies.BucketForm[text.upper()]
         except KeyError:
             raise click.UsageError(f"--set {name}={text}: {name} is columnar or compatible") from None
+    if name == "shared_index":
+        if text not in ("true", "false"):
+            raise click.UsageError(f"--set {name}={text}: {name} is true or false")
+        return text == "true"
     if re.fullmatch(r"-?[0-9]+", text):
         return int(text)
     if not name.endswith("_ms"):
@@ -96,6 +97,13 @@ def _value(name: str, text: str) -> Any:
         return rows.Duration()(text)
     except click.BadParameter as error:
         raise click.UsageError(f"--set {name}={text}: {error.message}; or an integer of ms") from None
+
+
+def _text(value: object) -> str:
+    """As it can be given to --set."""
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _named(policy: policies.TopicPolicy) -> dict[str, object]:

@@ -1,0 +1,268 @@
+"""How much may be added: what is used of each quota, and the refusal when it is used up.
+
+Owns: the pending rows of all topics, the rows that come due in each second of one topic, what each client adds in a
+second, and the words of a refusal.
+Does not own: which limits hold for a topic (`daemon.engine.topic_settings`), counting a topic's rows again when they
+are wanted exactly (`daemon.engine.topic_quotas`), and the clock.
+
+A limit of 0 is no limit. Every check comes before anything is changed. Only what enters is counted at once; what leaves
+is noticed when it is counted anew, so that a count is never too low.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.errors import QuotaExceeded
+from storage_backends.formats.rows import U32, U64
+
+SECOND_MS = 1000
+# Rows come due, and a daemon counts its rows, about once a second.
+PENDING_RETRY_MS = 1_000
+DUE_RETRY_MS = 1_000
+# Clients of one topic whose use is remembered; beyond it the one is forgotten that has added nothing for the longest.
+CLIENTS_MAX = 10_000
+# Seconds that have passed are kept until the next count; these many more than there were make one worthwhile.
+STALE_SECONDS_MAX = 100_000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaLimits:
+    """What may be added to one topic; names as in its policy. 0: no limit."""
+
+    pending_rows_max: int = 0
+    due_rows_per_second_max: int = 0
+    client_rows_per_second_max: int = 0
+    client_bytes_per_second_max: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request, and how large it is on the wire."""
+
+    client: str
+    size_bytes: int
+
+
+# ---- pending rows
+
+
+def check_pending(where: str, field: str, *, pending_rows: int, rows: int, rows_max: int) -> None:
+    """Raises QuotaExceeded when `rows` more would be too many. `where`: what the limit is of, for people."""
+    if rows_max and rows and pending_rows + rows > rows_max:
+        raise QuotaExceeded(
+            f"{where}: {field} is {rows_max}; {pending_rows} rows are pending, and the request has {rows} new ones",
+            retry_after_ms=None if rows > rows_max else PENDING_RETRY_MS,
+        )
+
+
+class PendingRows:
+    """The pending rows of all topics: counted now and then, with what was accepted since.
+
+    Between two counts nothing is subtracted: what came due or left makes room after the next one.
+    """
+
+    def __init__(self, rows_max: int) -> None:
+        self.rows_max = rows_max
+        self._counted = 0
+        self._since_count = 0
+        self._since_begin = 0
+
+    @property
+    def rows(self) -> int:
+        return self._counted + self._since_count
+
+    def check(self, rows: int) -> None:
+        """Raises QuotaExceeded."""
+        check_pending(
+            "all topics of this daemon",
+            "limits.pending_rows_max",
+            pending_rows=self.rows,
+            rows=rows,
+            rows_max=self.rows_max,
+        )
+
+    def accepted(self, rows: int) -> None:
+        self._since_count += rows
+        self._since_begin += rows
+
+    def begin_count(self) -> None:
+        """What is accepted from here on may or may not be in the count that ends next: it is added to it."""
+        self._since_begin = 0
+
+    def end_count(self, rows: int) -> None:
+        """So many rows were found pending since `begin_count`."""
+        self._counted = rows
+        self._since_count = self._since_begin
+
+
+# ---- rows that come due in one second
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class RowsOfSeconds:
+    """How many rows come due in which seconds, Unix time; columns of one length, each second once."""
+
+    second: npt.NDArray[np.uint64]
+    rows: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(deliver_at_ms: U64, *, now_ms: int) -> RowsOfSeconds:
+        """What is due already comes due now."""
+        seconds = np.maximum(deliver_at_ms, np.uint64(max(now_ms, 0))) // np.uint64(SECOND_MS)
+        return RowsOfSeconds(*np.unique(seconds, return_counts=True))
+
+    def pairs(self) -> Iterable[tuple[int, int]]:
+        return zip(self.second.tolist(), self.rows.tolist(), strict=True)
+
+
+def due_in_seconds(
+    deliver_at_ms: Iterable[U64], segments: Iterable[tuple[U64, U64, U32]], now_ms: int
+) -> dict[int, int]:
+    """The rows that come due from this second on, by second: all rows of the columns, and whole segments.
+
+    `segments`: columns of least time, largest time, rows; of a segment that spans seconds nothing is counted. O(n): not
+    for the event loop.
+    """
+    counted: dict[int, int] = {}
+    from_second = np.uint64(now_ms // SECOND_MS)
+    for times in deliver_at_ms:
+        seconds = times // np.uint64(SECOND_MS)
+        found, rows = np.unique(seconds[seconds >= from_second], return_counts=True)
+        _add_to(counted, zip(found.tolist(), rows.tolist(), strict=True))
+    for min_ms, max_ms, rows_of in segments:
+        seconds = min_ms // np.uint64(SECOND_MS)
+        whole = (seconds == max_ms // np.uint64(SECOND_MS)) & (seconds >= from_second)
+        _add_to(counted, zip(seconds[whole].tolist(), rows_of[whole].tolist(), strict=True))
+    return counted
+
+
+def _add_to(counts: dict[int, int], pairs: Iterable[tuple[int, int]]) -> None:
+    for second, rows in pairs:
+        counts[second] = counts.get(second, 0) + rows
+
+
+class DueSeconds:
+    """The burst guard of one topic: the rows that come due in each second. About 100 bytes for each that has rows.
+
+    `uncounted`: whether a count was never made. `wants_count`: whether one is worthwhile: something was refused since
+    the last one, or much of what is remembered is past.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self._since_begin: dict[int, int] | None = None
+        self._seconds_counted = 0
+        self.uncounted = True
+        self.wants_count = True
+
+    def check(self, topic: str, coming: RowsOfSeconds, rows_max: int) -> None:
+        """Raises QuotaExceeded when a second would have too many rows."""
+        counts = self._counts
+        for second, rows in coming.pairs():
+            there = counts.get(second, 0)
+            if there + rows > rows_max:
+                self.wants_count = True
+                raise QuotaExceeded(
+                    f"topic {topic}: due_rows_per_second_max is {rows_max}; in the second from {second * SECOND_MS} ms "
+                    f"on {there} rows are due, and the request has {rows} new ones for it",
+                    retry_after_ms=None if rows > rows_max else DUE_RETRY_MS,
+                )
+
+    def take(self, coming: RowsOfSeconds) -> None:
+        """The rows are staged."""
+        _add_to(self._counts, coming.pairs())
+        if self._since_begin is not None:
+            _add_to(self._since_begin, coming.pairs())
+        if len(self._counts) > 2 * self._seconds_counted + STALE_SECONDS_MAX:
+            self.wants_count = True
+
+    def begin_count(self, staged: Iterable[RowsOfSeconds]) -> None:
+        """A count begins of what is applied; `staged`, what is not, and what is staged from here on are added to it."""
+        self._since_begin = {}
+        for coming in staged:
+            _add_to(self._since_begin, coming.pairs())
+
+    def end_count(self, counted: Mapping[int, int], now_ms: int) -> None:
+        """`counted`: what was found applied from `now_ms` on. What has left this second has come due in it already."""
+        counts = dict(counted)
+        _add_to(counts, (self._since_begin or {}).items())
+        this_second = now_ms // SECOND_MS
+        if this_second in self._counts:
+            counts[this_second] = max(self._counts[this_second], counts.get(this_second, 0))
+        self._counts = counts
+        self._seconds_counted = len(counts)
+        self._since_begin = None
+        self.uncounted = self.wants_count = False
+
+
+# ---- what one client adds
+
+
+@dataclasses.dataclass(slots=True)
+class _Balance:
+    """What a client may still add now: less than 0 is a debt."""
+
+    rows: float
+    size_bytes: float
+    at_s: float
+
+
+class ClientRates:
+    """What each client of one topic has added, as token buckets that hold what is allowed in one second.
+
+    A request passes while the balance is positive, however large it is, and its debt is waited for by the next one: so
+    a request larger than the limit passes too, and the rate holds on average. `now_s`: of a clock that never steps.
+    """
+
+    def __init__(self, topic: str, limits: QuotaLimits, *, clients_max: int = CLIENTS_MAX) -> None:
+        self._topic = topic
+        self._rows_max = limits.client_rows_per_second_max
+        self._bytes_max = limits.client_bytes_per_second_max
+        self._clients_max = clients_max
+        # The one that added last is the last.
+        self._balances: collections.OrderedDict[str, _Balance] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._balances)
+
+    def check(self, client: str, now_s: float) -> None:
+        """Raises QuotaExceeded."""
+        balance = self._balances.get(client)
+        if balance is None:
+            return
+        self._refill(balance, now_s)
+        for field, left, limit in (
+            ("client_rows_per_second_max", balance.rows, self._rows_max),
+            ("client_bytes_per_second_max", balance.size_bytes, self._bytes_max),
+        ):
+            if limit and left <= 0:
+                raise QuotaExceeded(
+                    f"topic {self._topic}: {field} is {limit}; client {client!r} is {int(-left)} ahead of that",
+                    retry_after_ms=int(-left * 1000 / limit) + 1,
+                )
+
+    def charge(self, client: str, now_s: float, *, rows: int, size_bytes: int) -> None:
+        """A request of the client was accepted."""
+        if not self._rows_max and not self._bytes_max:
+            return
+        balance = self._balances.pop(client, None)
+        if balance is None:
+            balance = _Balance(self._rows_max, self._bytes_max, now_s)
+            if len(self._balances) >= self._clients_max:
+                self._balances.popitem(last=False)
+        self._balances[client] = balance
+        self._refill(balance, now_s)
+        balance.rows -= rows
+        balance.size_bytes -= size_bytes
+
+    def _refill(self, balance: _Balance, now_s: float) -> None:
+        passed_s = max(0.0, now_s - balance.at_s)
+        balance.rows = min(self._rows_max, balance.rows + passed_s * self._rows_max)
+        balance.size_bytes = min(self._bytes_max, balance.size_bytes + passed_s * self._bytes_max)
+        balance.at_s = now_s
