@@ -139,7 +139,7 @@ class BucketTable:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRows:
-    """Which rows of the bucket `source` a merge copied."""
+    """Which rows of the bucket `source` a merge copied, by itself or by way of other merges."""
 
     source: str
     positions: tuple[PositionBitmap, ...] = ()
@@ -148,7 +148,7 @@ class KeptRows:
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketMetadata:
     """Entry 0. `positions`: of all rows. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
-    shared index. `kept`: one for each source of a merged bucket.
+    shared index. `kept`: one for each source of a merged bucket, and for each source of a source, that has any.
     """
 
     topic: str
@@ -190,8 +190,10 @@ def encode_bucket(
     limits: SegmentLimits,
     compatible: bool,
     kept: Sequence[KeptRows] = (),
+    positions: tuple[PositionBitmap, ...] | None = None,
 ) -> EncodedBucket:
-    """The bucket of at least one row, in the order of `Rows.sorted_by_due`.
+    """The bucket of at least one row, in the order of `Rows.sorted_by_due`. `positions`: those of the rows, where they
+    are known.
 
     `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot hold entry ids from 2^32 on: a reader would
     take such a position for absent. A bucket with one is written in columns instead, in which that reader sees no
@@ -203,7 +205,8 @@ def encode_bucket(
         raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
     compatible = compatible and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
     parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits)]
-    positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    if positions is None:
+        positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
     hash_low, hash_high = row_hash(rows)
     metadata = bucket_pb2.SnapshotMetadata(
         rows=len(rows), hash_low=hash_low, hash_high=hash_high, subscription_id=subscription_id, topic=topic

@@ -1,0 +1,210 @@
+"""Several buckets of one index as one, and what progress that names the former says of the latter.
+
+Owns: which rows a merge keeps, the merged bucket with its `kept`, the check that no row is lost or doubled, and the
+reading of progress through `kept`.
+Does not own: which buckets are merged, reading and writing them, and the commit (`topic_merge`).
+
+A merge drops only what is gone by the progress that it was planned with: it knows no clock, no trimming and no
+entitlement. What leaves its sources between plan and commit, and whatever else names one of them afterwards, counts for
+the rows that `kept` says were copied from it. The `kept` of a source is carried on, for those of its rows that were
+copied again, so that a name that is two merges old still says something.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from storage_backends.formats import bucket, errors
+from storage_backends.formats.bucket import BucketMetadata, EncodedBucket, KeptRows, SegmentLimits
+from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet
+from storage_backends.formats.rows import Rows, row_hash
+
+_U64_MASK = (1 << 64) - 1
+
+
+class NotConserved(Exception):
+    """A row would be lost, or held twice: the merge must not be written."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Bits:
+    """What is gone from a bucket, and what each subscription that acknowledged anything acknowledged in it."""
+
+    gone: PositionSet
+    acknowledged: Mapping[int, PositionSet]
+
+
+def bits_of(bucket: str, kept: Sequence[KeptRows], progress: Progress) -> Bits:
+    """What progress says of the bucket of that name. `kept`: that of its metadata.
+
+    Progress may name a source of the bucket, or a source of a source. Names that the bucket does not know are passed
+    over. Raises FormatError when a bitmap is none.
+    """
+    copied: dict[str, list[KeptRows | None]] = {bucket: [None]}
+    for each in kept:
+        copied.setdefault(each.source, []).append(each)
+    gone = NO_POSITIONS
+    acknowledged: dict[int, PositionSet] = {}
+    for part in progress.buckets:
+        for within in copied.get(part.bucket, ()):
+            found = _within(part, None if within is None else PositionSet.of(within.positions))
+            gone |= found.gone
+            for subscription_id, positions in found.acknowledged.items():
+                acknowledged[subscription_id] = acknowledged.get(subscription_id, NO_POSITIONS) | positions
+    return Bits(gone, {number: positions for number, positions in acknowledged.items() if positions})
+
+
+def _within(part: BucketProgress, within: PositionSet | None) -> Bits:
+    """What a part of progress says; of those positions only, None = of all."""
+
+    def counting(positions: PositionSet) -> PositionSet:
+        return positions if within is None else positions & within
+
+    return Bits(
+        counting(PositionSet.of(part.gone)),
+        {each.subscription_id: counting(PositionSet.of(each.positions)) for each in part.acknowledged},
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Source:
+    """A live bucket that was read whole: as the manifest names it, its metadata, and its rows in due order."""
+
+    live: LiveBucket
+    metadata: BucketMetadata
+    rows: Rows
+
+    @property
+    def name(self) -> str:
+        return self.live.object.name
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Merged:
+    """What becomes of the sources. `encoded`: None when no row is left. `dropped`: by source, the positions that were
+    gone and not copied; `dropped_hash`: the hash of their rows. `level`: of the merged bucket. `rows`: of the merged
+    bucket, in due order.
+    """
+
+    encoded: EncodedBucket | None
+    kept: tuple[KeptRows, ...]
+    dropped: Mapping[str, PositionSet]
+    dropped_hash: tuple[int, int]
+    level: int
+    rows: Rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Part:
+    """A source and what of it is copied."""
+
+    source: Source
+    kept: PositionSet
+    dropped: PositionSet
+    rows: Rows
+    dropped_rows: Rows
+
+
+def merged(
+    sources: Sequence[Source],
+    progress: Progress,
+    *,
+    topic: str,
+    subscription_id: int,
+    limits: SegmentLimits,
+    compatible: bool,
+) -> Merged:
+    """The sources, all of the index of `subscription_id`, as one bucket. `progress`: that of the manifest which the
+    merge is planned from. O(n log n): runs in a thread; its steps that hold the interpreter are short.
+
+    Raises FormatError, naming the source, when a source is not what the manifest or its metadata says; NotConserved
+    when a position is held by two sources, or the hashes do not balance.
+    """
+    parts = [_part(source, progress, subscription_id) for source in sources]
+    kept_positions = _disjoint_union(parts)
+    rows = Rows.concat([part.rows for part in parts]).sorted_by_due()
+    dropped_hash = _hash_sum(row_hash(part.dropped_rows) for part in parts)
+    kept = _kept(parts)
+    encoded = None
+    if len(rows):
+        encoded = bucket.encode_bucket(
+            rows,
+            topic=topic,
+            subscription_id=subscription_id,
+            limits=limits,
+            compatible=compatible,
+            kept=kept,
+            positions=kept_positions.bitmaps(),
+        )
+    written = (0, 0) if encoded is None else (encoded.hash_low, encoded.hash_high)
+    check_conserved([part.source.live for part in parts], written, dropped_hash)
+    return Merged(
+        encoded,
+        kept,
+        {part.source.name: part.dropped for part in parts},
+        dropped_hash,
+        1 + max(part.source.live.level for part in parts),
+        rows,
+    )
+
+
+def check_conserved(sources: Iterable[LiveBucket], written: tuple[int, int], dropped: tuple[int, int]) -> None:
+    """Raises NotConserved unless the hash of the sources' rows is that of what was written and dropped together."""
+    before = _hash_sum((source.hash_low, source.hash_high) for source in sources)
+    after = _hash_sum((written, dropped))
+    if before != after:
+        raise NotConserved(f"the rows of the sources have hash {before}, those kept and dropped {after}")
+
+
+def _hash_sum(hashes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    low = high = 0
+    for each in hashes:
+        low += each[0]
+        high += each[1]
+    return low & _U64_MASK, high & _U64_MASK
+
+
+def _part(source: Source, progress: Progress, subscription_id: int) -> _Part:
+    live, rows = source.live, source.rows
+    if live.subscription_id != subscription_id:
+        raise ValueError(f"bucket {source.name} is of index {live.subscription_id}, not of {subscription_id}")
+    positions = PositionSet.of(source.metadata.positions)
+    dropped = positions & bits_of(source.name, source.metadata.kept, progress).gone
+    kept = positions - dropped
+    mask = kept.mask_of(rows.ledger_id, rows.entry_id)
+    found, expected = (len(rows), int(mask.sum())), (live.rows, len(kept))
+    if found != expected or len(positions) != live.rows:
+        detail = (
+            f"it has {found[0]} rows, {found[1]} of them among the {expected[1]} positions to keep; the manifest says "
+            f"{live.rows} rows, its metadata {len(positions)} positions"
+        )
+        raise errors.FormatError(f"bucket {source.name}", 0, detail)
+    if not dropped:
+        return _Part(source, kept, dropped, rows, Rows.empty())
+    return _Part(source, kept, dropped, rows.take(mask), rows.take(~mask))
+
+
+def _disjoint_union(parts: Sequence[_Part]) -> PositionSet:
+    union = NO_POSITIONS
+    for part in parts:
+        both = union & part.kept
+        if both:
+            (ledger_id, page), entries = next(iter(both.items()))
+            raise NotConserved(
+                f"{len(both)} rows of bucket {part.source.name} are held by another source as well, the first in "
+                f"ledger {ledger_id} page {page} with low entry id {entries[0]}"
+            )
+        union |= part.kept
+    return union
+
+
+def _kept(parts: Sequence[_Part]) -> tuple[KeptRows, ...]:
+    """Of each source, and of each source of a source what was copied again; empty ones say nothing."""
+    copied = [(part.source.name, part.kept) for part in parts]
+    for part in parts:
+        copied += [
+            (former.source, PositionSet.of(former.positions) & part.kept) for former in part.source.metadata.kept
+        ]
+    return tuple(KeptRows(source=name, positions=positions.bitmaps()) for name, positions in copied if positions)
