@@ -35,6 +35,11 @@ class TopicGate:
         self._change: asyncio.Task[Any] | None = None
         self._ended: Exception | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests pass now."""
+        return self._open.is_set() and self._ended is None
+
     async def passed(self) -> None:
         """Returns when requests pass; without awaiting anything when they pass now.
 
