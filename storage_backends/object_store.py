@@ -151,6 +151,13 @@ class ObjectStore(ABC):
     def delete(self, key: str) -> None:
         """Remove the object; that there is none is success."""
 
+    def clock_skew_s(self) -> float | None:
+        """The store's time minus this machine's in seconds, as recent answers told; None where nothing tells it.
+
+        Reads what is known: sends nothing, raises nothing.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Give up connections, files and locks; no operation may follow. May be repeated."""

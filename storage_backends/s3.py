@@ -1,6 +1,7 @@
 """A store on S3, or on a server that speaks its protocol, through boto3.
 
-Owns: the settings of the connection, the two clients, and what the server's answers and silences mean.
+Owns: the settings of the connection, the two clients, what the server's answers and silences mean, and when by the
+server's clock they were given.
 Does not own: whether the server keeps the promises of the port (`probe`), and the retries of conditional writes.
 
 Two clients: conditional writes go through one that never repeats a request, because a repeated PUT whose first answer
@@ -14,10 +15,13 @@ Listing a directory bucket (S3 Express) needs prefixes that end in `/`, and show
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import email.utils
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 import boto3.session
 from botocore import exceptions as botocore_errors
@@ -42,6 +46,7 @@ from storage_backends.object_store import (
     check_prefix,
     check_range,
 )
+from storage_backends.store_clock import StoreClock
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -111,15 +116,24 @@ class S3Settings:
 
 
 class S3Store(ObjectStore):
-    """Objects beneath a prefix of a bucket. The bucket must exist."""
+    """Objects beneath a prefix of a bucket. The bucket must exist.
 
-    def __init__(self, settings: S3Settings) -> None:
+    `wall_clock`: this machine's, Unix time in seconds, to compare the store's with.
+    """
+
+    def __init__(self, settings: S3Settings, *, wall_clock: Callable[[], float] = time.time) -> None:
         self.settings: Final = settings
         self._bucket: Final = settings.bucket
         self._front: Final = f"{settings.prefix}/" if settings.prefix else ""
         session = boto3.session.Session()
         self._conditional: Final = _client(session, settings, attempts=1)
         self._data: Final = _client(session, settings, attempts=settings.attempts)
+        self._clock: Final = _ClockReader(wall_clock)
+        for client in (self._conditional, self._data):
+            self._clock.read_answers_of(client)
+
+    def clock_skew_s(self) -> float | None:
+        return self._clock.read.skew_s()
 
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
         check_key(key)
@@ -192,6 +206,33 @@ class S3Store(ObjectStore):
     def close(self) -> None:
         self._conditional.close()
         self._data.close()
+
+
+class _ClockReader:
+    """Reads the `Date` of every answer, errors included, and of every try of a request."""
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self.read: Final = StoreClock()
+        self._wall_clock = wall_clock
+        # A request is sent and answered in one thread.
+        self._of_thread = threading.local()
+
+    def read_answers_of(self, client: S3Client) -> None:
+        client.meta.events.register("before-send.s3", self._sending)
+        client.meta.events.register("response-received.s3", self._received)
+
+    def _sending(self, **_: object) -> None:
+        self._of_thread.sent_s = self._wall_clock()
+
+    def _received(self, *, response_dict: Mapping[str, Any] | None, **_: object) -> None:
+        date = None if response_dict is None else response_dict["headers"].get("date")
+        if date is None:
+            return
+        try:
+            date_s = email.utils.parsedate_to_datetime(date).timestamp()
+        except ValueError:
+            return  # a look-alike that writes no dates as RFC 9110 wants them
+        self.read.answered(date_s, sent_s=self._of_thread.sent_s, received_s=self._wall_clock())
 
 
 def _client(session: boto3.session.Session, settings: S3Settings, *, attempts: int) -> S3Client:

@@ -55,6 +55,9 @@ class CountedStore(ObjectStore):
         with self._counting("delete"):
             self._inner.delete(key)
 
+    def clock_skew_s(self) -> float | None:
+        return self._inner.clock_skew_s()
+
     def close(self) -> None:
         self._inner.close()
 

@@ -214,6 +214,9 @@ class FaultStore(ObjectStore):
     def delete(self, key: str) -> None:
         self._write("delete", key, lambda: self.inner.delete(key))
 
+    def clock_skew_s(self) -> float | None:
+        return self.inner.clock_skew_s()
+
     def close(self) -> None:
         """Nothing to give up."""
 
