@@ -308,6 +308,65 @@ class Limits(Section, frozen=True):
     ] = 0
 
 
+class Collection(Section, frozen=True):
+    """Deleting what no manifest needs any more."""
+
+    interval_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and journal.")
+    ] = 600.0
+    orphan_interval_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=7 * 86_400,
+            description="Time between two listings of a shard, for orphans, old manifests and deleted topics.",
+        ),
+    ] = 21_600.0
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=30 * 86_400,
+            description="How long an object stays after it left its manifest. Whoever reads by an older one is done by "
+            "then, or looks at the newest.",
+        ),
+    ] = 3600.0
+    orphan_age_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=365 * 86_400,
+            description="How long an object may take from its beginning to the manifest that names it. What takes "
+            "longer is refused and begun again, never lost.",
+        ),
+    ] = 86_400.0
+    manifests_kept: Annotated[
+        int, Meta(ge=1, description="Manifests of a shard or topic that are kept whatever their age.")
+    ] = 1000
+    manifests_age_s: Annotated[
+        float,
+        Meta(
+            ge=86_400,
+            le=3650 * 86_400,
+            description="How long a manifest is kept after a later one; all but the last of a deleted topic go then.",
+        ),
+    ] = 86_400.0
+    attempts_max: Annotated[
+        int,
+        Meta(ge=1, le=1000, description="Failed deletions after which an object is given up, under `dead_objects/`."),
+    ] = 10
+    guard_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Part of a shard's bytes above which orphans stay until `tarry gc --force`: so many are more "
+            "likely a mistake.",
+        ),
+    ] = 0.2
+    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes go in any case.")] = 64 << 20
+
+
 class Ownership(Section, frozen=True):
     """How daemons that share a root watch each other."""
 
@@ -330,6 +389,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     delivery: Delivery = Delivery()
     limits: Limits = Limits()
     ownership: Ownership = Ownership()
+    collection: Collection = Collection()
 
     @property
     def daemon_id(self) -> str:

@@ -100,6 +100,15 @@ class Metrics:
         )
         self._rows_replayed = counter("tarry_recovery_rows_replayed", "Rows of journal records that were replayed.")
 
+        self._collected_objects = counter("tarry_collected_objects", "Objects that were deleted, by kind.", "kind")
+        self._collected_bytes = counter("tarry_collected_bytes", "Their bytes.", "kind")
+        self._collection_failures = counter("tarry_collection_failures", "Deletions of objects that failed.")
+        self._given_up = counter("tarry_collection_given_up_objects", "Objects that could not be deleted.")
+        self._orphans_refused = gauge("tarry_orphans_refused_bytes", "Orphans kept by the guard, in bytes.", "shard")
+        self._tombstones = gauge("tarry_tombstones", "Objects that left a manifest and are still kept.")
+        self._tombstone_bytes = gauge("tarry_tombstone_bytes", "Their bytes.")
+        self._collection_age = gauge("tarry_collection_age_seconds", "Time since every shard had a pass that worked.")
+
         self._topics = gauge("tarry_topics", "Topics by state: loaded, loading, damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
         self._damage = counter("tarry_damage_found", "Damage that was found; the log names it.", "kind")
@@ -203,6 +212,34 @@ class Metrics:
     def damage_found(self, kind: Literal["shard", "checkpoint", "topic", "bucket"]) -> None:
         """Something stored is damaged or missing, and was found so for the first time."""
         self._damage.labels(kind).inc()
+
+    def collected(
+        self,
+        kind: Literal["tombstone", "orphan", "manifest", "journal_slot", "dead_object"],
+        *,
+        objects: int,
+        size_bytes: int,
+    ) -> None:
+        """So many objects, which nothing needed any more, were deleted."""
+        self._collected_objects.labels(kind).inc(objects)
+        self._collected_bytes.labels(kind).inc(size_bytes)
+
+    def collection_failed(self, *, failed: int, given_up: int) -> None:
+        """Objects could not be deleted; the latter will not be tried again by themselves."""
+        self._collection_failures.inc(failed)
+        self._given_up.inc(given_up)
+
+    def set_orphans_refused(self, shard: int, size_bytes: int) -> None:
+        """So much was not deleted by the last listing of the shard, since it is suspiciously much."""
+        self._orphans_refused.labels(str(shard)).set(size_bytes)
+
+    def set_tombstones(self, *, objects: int, size_bytes: int) -> None:
+        self._tombstones.set(objects)
+        self._tombstone_bytes.set(size_bytes)
+
+    def set_collection_age(self, seconds: float) -> None:
+        """Of the shard that has waited longest, so long after its last pass that worked."""
+        self._collection_age.set(seconds)
 
     def _counter(self, name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
         return prometheus_client.Counter(name, meaning, labels, registry=self.registry)

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# An object that left the manifest may be deleted after this time.
-TOMBSTONE_GRACE_MS = 3_600_000
 # Progress up to this size is part of the manifest.
 INLINE_PROGRESS_BYTES = 256 << 10
 
@@ -203,7 +201,7 @@ class BucketLife:
                 slot_from=tip.applied,
                 slot_to=seal.cut.slot,
                 epoch=self._commits.epoch,
-                replaced_delete_after_ms=environment.clock.now_ms() + TOMBSTONE_GRACE_MS,
+                replaced_delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
             )
         )
         self._finish(seal, written)
@@ -259,7 +257,7 @@ class BucketLife:
         now_ms = self._environment.clock.now_ms()
         await self._commits.commit(
             lambda tip: topic_manifest.DropBuckets(
-                buckets=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + TOMBSTONE_GRACE_MS
+                buckets=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + self._environment.grace_ms
             )
         )
         for name in empty:

@@ -87,6 +87,11 @@ class Environment:
         return linger_ms / 1000
 
     @functools.cached_property
+    def grace_ms(self) -> int:
+        """An object that left its manifest may be deleted after this time."""
+        return int(self.config.collection.grace_s * 1000)
+
+    @functools.cached_property
     def request_limits(self) -> RequestLimits:
         limits = self.config.limits
         return RequestLimits(

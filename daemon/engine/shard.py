@@ -1,10 +1,9 @@
-"""One shard that this daemon owns: its journal, its topics, its checkpoints.
+"""One shard that this daemon owns: its journal and its topics.
 
-Owns: finding a topic, the birth of topics, applying slots to them, checkpoints and truncation, and saying whose the
-shard is when it is lost.
-Does not own: taking the shard over (`ownership`), loading topics (`topic_loading`), writing slots (`group_commit`), a
-topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going
-(`subscription_changes`), and changes of a topic as a whole (`topic_changes`).
+Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
+Does not own: taking the shard over (`ownership`), loading topics (`topic_loading`), writing slots (`group_commit`),
+checkpoints (`checkpointing`), garbage (`collection`), a topic's requests (`served_topic`), its buckets (`bucket_life`)
+and its subscriptions' coming and going (`subscription_changes`), and changes of a topic as a whole (`topic_changes`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
-from daemon.durability import backoff, checkpoint, checkpoint_store, epoch_confirmation, recovery, shard_manifest
+from daemon.durability import backoff, checkpoint, epoch_confirmation, recovery, shard_manifest
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
-from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
 from daemon.engine import manifests
-from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS, BucketLife
+from daemon.engine.bucket_life import BucketLife
+from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
@@ -32,7 +31,6 @@ from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest, names
 from storage_backends.formats.journal import AddRecord, Record
 from storage_backends.object_store import StoreError
@@ -83,11 +81,6 @@ class ServedShard:
         self._releasing = False
         self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
-        self._bytes_since_checkpoint = 0
-        self._slots_since_checkpoint = 0
-        self._tail_bytes = sum(slot.size_bytes for slot in claim.slots)
-        self._tail_slots = len(claim.slots)
-        self._checkpointing: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.confirmation = EpochConfirmation(
             shard_log,
@@ -113,14 +106,7 @@ class ServedShard:
         self.subscriptions = SubscriptionChanges(self, environment)
         self.changes = TopicChanges(self, environment)
         self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
-        self._truncation = JournalTruncation(
-            environment.store,
-            shard=claim.shard,
-            epoch=claim.epoch,
-            fence_slot=claim.fence_slot,
-            known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
-            executor=environment.parts,
-        )
+        self.checkpoints = Checkpointing(self, claim, shard_log, environment)
 
     def _new_journal(self, claim: ShardClaim) -> JournalWriter:
         environment = self._environment
@@ -148,10 +134,8 @@ class ServedShard:
         self.loading.start()
 
     def topics_loaded(self) -> None:
-        """Every topic is loaded or damaged: what former owners left in the journal counts for the next checkpoint."""
-        self._bytes_since_checkpoint += self._tail_bytes
-        self._slots_since_checkpoint += self._tail_slots
-        self._consider_checkpoint()
+        """Every topic is loaded or damaged."""
+        self.checkpoints.topics_loaded()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -201,6 +185,7 @@ class ServedShard:
             topic.end_streams(Unavailable("the daemon is stopping; try again"))
         await self._keep()
         await manifests.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
+        await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:
         """Everything that is in memory is in buckets and a checkpoint when this returns."""
@@ -209,12 +194,11 @@ class ServedShard:
             life.seal(self.applied_slot)
         for life in list(self.lives.values()):
             await life.settled()
-        if self._checkpointing is not None:
-            await asyncio.wait([self._checkpointing])
+        await self.checkpoints.settled()
         if self._losing is not None:
             # What is in memory is not to be relied on any more.
             raise Unavailable(f"shard {self.number} was lost")
-        await self._checkpoint()
+        await self.checkpoints.write_last()
 
     def close(self, error: Exception) -> None:
         """Drops all state; whoever waits gets the error."""
@@ -222,13 +206,13 @@ class ServedShard:
         self.commits.end(error)
         self.journal.close()
         self.confirmation.close()
+        self.checkpoints.close()
         for life in self.lives.values():
             life.close()
         for topic in self.topics.values():
             topic.close(error)
-        for task in (*self._tasks, *self._births.values(), self._checkpointing):
-            if task is not None:
-                task.cancel()
+        for task in (*self._tasks, *self._births.values()):
+            task.cancel()
 
     # ---- what topics ask of their shard
 
@@ -273,8 +257,7 @@ class ServedShard:
     def _written(self, slot: WrittenSlot) -> None:
         self.confirmation.confirmed(slot.sent_at_s)
         self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
-        self._bytes_since_checkpoint += slot.size_bytes
-        self._slots_since_checkpoint += 1
+        self.checkpoints.written(slot)
 
     def _apply(self, slot: int, records: Sequence[Record]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
@@ -294,7 +277,7 @@ class ServedShard:
         for topic in touched.values():
             self.lives[topic.core.name].after_slot(slot)
             topic.rows_added()
-        self._consider_checkpoint()
+        self.checkpoints.consider()
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
@@ -305,6 +288,14 @@ class ServedShard:
             life.after_slot(self.applied_slot)
         for topic in self.topics.values():
             topic.look_after()
+
+    def cuts(self) -> list[checkpoint.TopicCut]:
+        """What a checkpoint of now holds: the topics that are not all in their manifests."""
+        return [
+            life.cut()
+            for name, life in self.lives.items()
+            if self.topics[name].last_changed_slot > self.topic_commits[name].manifest.applied
+        ]
 
     # ---- topics
 
@@ -405,64 +396,3 @@ class ServedShard:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
-
-    # ---- checkpoints
-
-    def _consider_checkpoint(self) -> None:
-        limits = self._environment.config.journal
-        wanted = (
-            self._bytes_since_checkpoint >= limits.checkpoint_bytes
-            or self._slots_since_checkpoint >= limits.checkpoint_slots
-        )
-        if wanted and (self._checkpointing is None or self._checkpointing.done()):
-            self._checkpointing = asyncio.ensure_future(self._try_checkpoint())
-            self._checkpointing.add_done_callback(self._task_done)
-
-    async def _try_checkpoint(self) -> None:
-        try:
-            await self._checkpoint()
-        except (StoreError, commit.CommitOutcomeUnknown) as error:
-            # The journal is longer for it; the next slots ask again.
-            log.warning("shard %d: no checkpoint could be written: %s", self.number, error)
-
-    async def _checkpoint(self) -> None:
-        """Writes the state as of now, commits it, and deletes the slots that two checkpoints cover."""
-        environment = self._environment
-        size_bytes, slots = self._bytes_since_checkpoint, self._slots_since_checkpoint
-        slot = self.applied_slot
-        cuts = [
-            life.cut()
-            for name, life in self.lives.items()
-            if self.topics[name].last_changed_slot > self.topic_commits[name].manifest.applied
-        ]
-        carried = self.loading.carried()
-        tip = self.confirmation.tip
-
-        def write() -> commit.Tip[manifest.ShardManifest]:
-            parts = (*map(checkpoint.part_of, cuts), *carried)
-            body = checkpoint_format.Checkpoint(shard=self.number, epoch=self.epoch, slot=slot, topics=parts)
-            written = checkpoint_store.write_checkpoint(
-                environment.store, body, base=tip.number, unique=environment.new_id()
-            )
-            reference = manifest.CheckpointReference(object=written, slot=slot, replay_from=slot)
-            return commit.commit(
-                self._shard_log,
-                shard_manifest.WriteCheckpoint(
-                    reference=reference,
-                    replay_from=slot,
-                    epoch=self.epoch,
-                    delete_after_ms=environment.clock.now_ms() + TOMBSTONE_GRACE_MS,
-                ),
-                writer=environment.config.daemon_id,
-                created_ms=environment.clock.now_ms(),
-                warm=tip,
-                deadline_s=30.0,
-            )
-
-        committed = await environment.run(write)
-        # It may be committed, and have a successor's claim behind it.
-        epoch_confirmation.check_owner(committed, epoch=self.epoch)
-        self._bytes_since_checkpoint -= size_bytes
-        self._slots_since_checkpoint -= slots
-        while await environment.run(lambda: self._truncation.truncate(committed.manifest)):
-            pass

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from daemon.core.trimming import LedgerRanges
 from daemon.engine import topic_settings
-from daemon.engine.bucket_life import TOMBSTONE_GRACE_MS
 from daemon.engine.calls import Sealed, TopicDeleted
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import Operation
@@ -97,7 +96,7 @@ class TopicChanges:
             try:
                 lost_rows = sum(needed.rows for needed in core.rebuild_needed())
                 rows = sum(bucket.present_rows for bucket in core.index.buckets) + lost_rows
-                delete_after_ms = self._environment.clock.now_ms() + TOMBSTONE_GRACE_MS
+                delete_after_ms = self._environment.clock.now_ms() + self._environment.grace_ms
                 await self._commit(
                     core.name,
                     lambda tip: DeleteTopic(

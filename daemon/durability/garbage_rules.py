@@ -1,0 +1,224 @@
+"""What may be deleted, and when: decisions on what was read and listed.
+
+Owns: which tombstones are due, which objects are orphans, how far the orphan floor may move, which manifests have
+served, and when a pass would delete suspiciously much.
+Does not own: reading, listing, deleting (`garbage`) and when that is done (`daemon.engine.collection`).
+
+R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
+object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a
+listing only shows what there is to decide on.
+"""
+
+from __future__ import annotations
+
+import array
+import bisect
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from storage_backends.formats import errors, names
+from storage_backends.formats.manifest import ShardManifest, Tombstone, TopicManifest
+from storage_backends.object_store import ListedObject
+
+FIRST_RETRY_MS: Final = 600_000
+LAST_RETRY_MS: Final = 6 * 3_600_000
+"""An object whose deletion failed is tried again after the first, doubled each time up to the last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Count:
+    """Objects and their bytes."""
+
+    objects: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.objects + other.objects, self.size_bytes + other.size_bytes)
+
+    def __sub__(self, other: Count) -> Count:
+        return Count(self.objects - other.objects, self.size_bytes - other.size_bytes)
+
+
+NOTHING: Final = Count()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a pass did; fields as in `tarry.v1.GarbageSummary`."""
+
+    tombstones: Count = NOTHING
+    orphans: Count = NOTHING
+    manifests: Count = NOTHING
+    journal_slots: Count = NOTHING
+    waiting: Count = NOTHING
+    failed: Count = NOTHING
+    given_up: Count = NOTHING
+    refused: Count = NOTHING
+
+    def __add__(self, other: Summary) -> Summary:
+        fields = (field.name for field in dataclasses.fields(self))
+        return Summary(**{name: getattr(self, name) + getattr(other, name) for name in fields})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`orphan_age_ms`: how long an object may be on its way from its first byte to the manifest that names it.
+    `manifests_kept`, `manifests_age_ms`: both must be exceeded. `attempts_max`: failed deletions after which an object
+    is given up. `guard_share`, `guard_bytes`: orphans that exceed both, as a part of their shard and in bytes, stay.
+    """
+
+    orphan_age_ms: int
+    manifests_kept: int
+    manifests_age_ms: int
+    attempts_max: int
+    guard_share: float
+    guard_bytes: int
+
+
+# ---- tombstones
+
+
+def due_at_ms(tombstone: Tombstone) -> int:
+    """When it may be tried to delete the object, for the first time or again; Unix time."""
+    if tombstone.attempts == 0:
+        return tombstone.delete_after_ms
+    # What came before: 1 + 2 + 4 ... steps.
+    steps = (1 << min(tombstone.attempts, 16)) - 1
+    doubled_ms = min(FIRST_RETRY_MS * steps, LAST_RETRY_MS * tombstone.attempts)
+    return tombstone.delete_after_ms + doubled_ms
+
+
+def due(tombstones: Iterable[Tombstone], now_ms: int) -> list[Tombstone]:
+    """Those whose time has come."""
+    return [each for each in tombstones if due_at_ms(each) <= now_ms]
+
+
+def next_due_at_ms(tombstones: Iterable[Tombstone]) -> int | None:
+    """When the first of them is due; None when there is none."""
+    return min(map(due_at_ms, tombstones), default=None)
+
+
+def count(tombstones: Iterable[Tombstone]) -> Count:
+    sizes = [each.object.size_bytes for each in tombstones]
+    return Count(len(sizes), sum(sizes))
+
+
+# ---- what was listed
+
+
+class Listed:
+    """The listed objects of one sequence of manifests: the manifests, and what they may name."""
+
+    def __init__(self) -> None:
+        self.manifests = array.array("Q")
+        self._manifest_bytes = array.array("Q")
+        # By key: the base and the size.
+        self.objects: dict[str, tuple[int, int]] = {}
+
+    def add_manifest(self, number: int, size_bytes: int) -> None:
+        self.manifests.append(number)
+        self._manifest_bytes.append(size_bytes)
+
+    def in_order(self) -> list[tuple[int, int]]:
+        """The numbers of the manifests, ascending, and their sizes: no listing is in order."""
+        return sorted(zip(self.manifests, self._manifest_bytes, strict=True))
+
+    def unnamed(self, named: frozenset[str]) -> dict[str, tuple[int, int]]:
+        """Objects that are on their way into a manifest, or never will be in one."""
+        return {key: found for key, found in self.objects.items() if key not in named}
+
+
+class ShardListing:
+    """Everything that was listed of one shard. `size_bytes`: all of it."""
+
+    def __init__(self, shard: int) -> None:
+        self.size_bytes = 0
+        self.shard = Listed()
+        self.topics: dict[str, Listed] = {}
+        self._prefix = names.shard_prefix(shard)
+
+    def add(self, entries: Iterable[ListedObject]) -> None:
+        """What is not of this layout counts, and is left alone."""
+        for entry in entries:
+            self.size_bytes += entry.size_bytes
+            parts = entry.key.removeprefix(self._prefix).split("/")
+            try:
+                self._add(parts, entry)
+            except errors.FormatError:
+                continue
+
+    def _add(self, parts: Sequence[str], entry: ListedObject) -> None:
+        match parts:
+            case ["manifest", _]:
+                self.shard.add_manifest(names.number_of(entry.key), entry.size_bytes)
+            case ["checkpoint", _]:
+                self.shard.objects[entry.key] = names.number_of(entry.key), entry.size_bytes
+            case ["topics", _, "manifest", _]:
+                number = names.number_of(entry.key)
+                self._topic(names.topic_id_of(entry.key)).add_manifest(number, entry.size_bytes)
+            case ["topics", _, "buckets" | "progress", _]:
+                found = names.number_of(entry.key), entry.size_bytes
+                self._topic(names.topic_id_of(entry.key)).objects[entry.key] = found
+
+    def _topic(self, topic_id: str) -> Listed:
+        return self.topics.setdefault(topic_id, Listed())
+
+
+# ---- orphans
+
+
+def named_by_topic(manifest: TopicManifest) -> frozenset[str]:
+    """Every object that the manifest names."""
+    live = {each.object.name for each in manifest.live}
+    progress = set() if manifest.progress_object is None else {manifest.progress_object.name}
+    return frozenset(live | progress | {each.object.name for each in manifest.tombstones})
+
+
+def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
+    """Every object that the manifest names."""
+    checkpoints = (manifest.checkpoint, manifest.previous_checkpoint)
+    live = {each.object.name for each in checkpoints if each is not None}
+    return frozenset(live | {each.object.name for each in manifest.tombstones})
+
+
+def orphans(listed: Listed, named: frozenset[str], floor: int, *, given_up: frozenset[str]) -> list[tuple[str, int]]:
+    """Keys and sizes of the objects that no manifest will ever name again.
+
+    `named`: by a manifest that has the orphan floor `floor`, or was read after one that has. `given_up`: objects that
+    could not be deleted; they are tried again on request only.
+    """
+    unnamed = listed.unnamed(named | given_up)
+    return [(key, size_bytes) for key, (base, size_bytes) in unnamed.items() if base < floor]
+
+
+def tip_at(numbers: Sequence[int], created_ms: Callable[[int], int | None], at_ms: int) -> int | None:
+    """The highest of these ascending manifest numbers that was created at or before `at_ms`; None when none was.
+
+    `created_ms`: when a manifest was created, None when that cannot be told: then it counts as later. Clocks of writers
+    differ; where times do not ascend, the answer is one manifest after which a later one was created.
+    """
+    place = bisect.bisect_right(numbers, False, key=lambda number: _is_later(created_ms(number), at_ms))
+    return None if place == 0 else numbers[place - 1]
+
+
+def _is_later(created_ms: int | None, at_ms: int) -> bool:
+    return created_ms is None or created_ms > at_ms
+
+
+def is_suspicious(found: Count, shard_bytes: int, limits: Limits) -> bool:
+    """Whether so many orphans are more likely a mistake than garbage."""
+    return found.size_bytes > limits.guard_bytes and found.size_bytes > limits.guard_share * shard_bytes
+
+
+# ---- manifests
+
+
+def beyond_kept(listed: Listed, tip: int, kept: int) -> list[tuple[int, int]]:
+    """Numbers, ascending, and sizes of the manifests that are not among the newest `kept`; never the tip."""
+    return [each for each in listed.in_order() if each[0] <= tip - max(kept, 1)]
+
+
+def chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,244 @@
+"""The checkpoints of one shard, and what they let go of its journal.
+
+Owns: when a checkpoint is written, that one is written at a time, and deleting the slots that two checkpoints cover.
+Does not own: what a checkpoint holds (`daemon.durability.checkpoint`), its object (`checkpoint_store`), which slots may
+go (`journal_truncation`).
+
+A shard that writes is checkpointed after so many slots or bytes. One that has fallen silent is checkpointed twice, when
+garbage is collected: then two checkpoints cover its whole journal, and only fences are left of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from daemon.durability import checkpoint, checkpoint_store, epoch_confirmation, shard_manifest
+from daemon.durability.garbage_rules import Count
+from daemon.durability.journal import WrittenSlot
+from daemon.durability.journal_truncation import JournalTruncation
+from daemon.durability.takeover import ShardClaim
+from daemon.engine.environment import Environment
+from storage_backends import commit
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import manifest
+from storage_backends.formats.journal import SlotKind
+from storage_backends.object_store import StoreError
+
+if TYPE_CHECKING:
+    from daemon.engine.shard import ServedShard
+
+log = logging.getLogger(__name__)
+
+# One attempt to find out whether a checkpoint is committed.
+DEADLINE_S = 30.0
+# A shard that has written no slot for so long is idle.
+IDLE_S = 60.0
+# At an orderly end, so long is spent on deleting covered slots; the next owner deletes the rest.
+LAST_TRUNCATION_S = 3.0
+
+
+class Checkpointing:
+    """The checkpoints of a shard that was taken over by `claim`. Used on one event loop."""
+
+    def __init__(
+        self,
+        shard: ServedShard,
+        claim: ShardClaim,
+        shard_log: commit.ManifestLog[manifest.ShardManifest],
+        environment: Environment,
+    ) -> None:
+        self._shard = shard
+        self._shard_log = shard_log
+        self._environment = environment
+        self._bytes_since = 0
+        self._slots_since = 0
+        self._tail_bytes = sum(slot.size_bytes for slot in claim.slots)
+        self._tail_slots = len(claim.slots)
+        self._last_data_slot = _last_data_slot(claim)
+        self._written_at_s = environment.clock.elapsed_s()
+        # The manifest of the newest checkpoint of this owner; a probe may not have seen it yet.
+        self._committed: commit.Tip[manifest.ShardManifest] | None = None
+        self._work: asyncio.Task[None] | None = None
+        # One checkpoint, and one deletion of slots, at a time.
+        self._turn = asyncio.Lock()
+        self._truncation = JournalTruncation(
+            environment.store,
+            shard=claim.shard,
+            epoch=claim.epoch,
+            fence_slot=claim.fence_slot,
+            known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
+            executor=environment.parts,
+        )
+
+    # ---- what happens to the journal
+
+    def written(self, slot: WrittenSlot) -> None:
+        """A slot is certain."""
+        self._bytes_since += slot.size_bytes
+        self._slots_since += 1
+        self._last_data_slot = slot.slot
+        self._written_at_s = self._environment.clock.elapsed_s()
+        self._truncation.written(slot.size_bytes)
+
+    def topics_loaded(self) -> None:
+        """Every topic is loaded or damaged: what former owners left in the journal counts for the next checkpoint."""
+        self._bytes_since += self._tail_bytes
+        self._slots_since += self._tail_slots
+        self.consider()
+
+    def consider(self) -> None:
+        """Begins a checkpoint if the journal has grown enough and none is under way."""
+        limits = self._environment.config.journal
+        wanted = self._bytes_since >= limits.checkpoint_bytes or self._slots_since >= limits.checkpoint_slots
+        if wanted and not self._busy:
+            self._start(self._try()).add_done_callback(self._ended)
+
+    # ---- what others ask for
+
+    @property
+    def covered_twice(self) -> bool:
+        """Whether two checkpoints cover every data slot that is known."""
+        previous = self._newest.manifest.previous_checkpoint
+        return (0 if previous is None else previous.replay_from) >= self._last_data_slot
+
+    async def settled(self) -> None:
+        """Returns when no checkpoint and no deletion of slots is under way."""
+        while self._busy and self._work is not None:
+            await asyncio.wait([self._work])
+
+    async def write_last(self) -> None:
+        """The state as of now, for the next owner. Raises the store's errors, CommitOutcomeUnknown and Refused."""
+        async with self._turn:
+            await self._write()
+            if not self.covered_twice:
+                # Slots are kept for a checkpoint that may turn out to be damaged: a second one stands in for them.
+                await self._write()
+
+    async def truncate_last(self) -> None:
+        """Deletes covered slots for a while. The shard may belong to another by now: what is covered stays covered."""
+        end_s = self._environment.clock.elapsed_s() + LAST_TRUNCATION_S
+        async with self._turn:
+            try:
+                while await self._truncate_some() and self._environment.clock.elapsed_s() < end_s:
+                    pass
+            except StoreError as error:
+                log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
+
+    async def collect(self) -> Count:
+        """Checkpoints an idle shard whose journal is not covered twice, and deletes what is; what was deleted.
+
+        Raises the store's errors and CommitOutcomeUnknown. The shard is lost when its epoch is over.
+        """
+        await self.settled()
+        before = self._truncation.deleted
+        work = self._start(self._collect())
+        # Who waits may be cancelled; a thread that deletes slots cannot be.
+        await asyncio.wait([work])
+        if not work.cancelled():
+            work.result()
+        return self._truncation.deleted - before
+
+    async def covered(self) -> Count:
+        """What `collect` would delete now without another checkpoint. Raises the store's errors."""
+        async with self._turn:
+            newest = self._newest.manifest
+            return await self._environment.run(lambda: self._truncation.covered(newest))
+
+    def close(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+
+    # ---- doing
+
+    @property
+    def _busy(self) -> bool:
+        return self._work is not None and not self._work.done()
+
+    @property
+    def _newest(self) -> commit.Tip[manifest.ShardManifest]:
+        probed, committed = self._shard.confirmation.tip, self._committed
+        return probed if committed is None or committed.number < probed.number else committed
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self._work = asyncio.ensure_future(work)
+        return self._work
+
+    def _ended(self, work: asyncio.Task[None]) -> None:
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._shard.lose(error)
+
+    async def _try(self) -> None:
+        try:
+            async with self._turn:
+                await self._write()
+                await self._truncate()
+        except (StoreError, commit.CommitOutcomeUnknown) as error:
+            # The journal is longer for it; the next slots ask again.
+            log.warning("shard %d: no checkpoint could be written: %s", self._shard.number, error)
+
+    async def _collect(self) -> None:
+        async with self._turn:
+            idle_s = self._environment.clock.elapsed_s() - self._written_at_s
+            if idle_s >= IDLE_S and not self.covered_twice:
+                await self._write()
+            await self._truncate()
+
+    async def _truncate(self) -> None:
+        while await self._truncate_some():
+            pass
+
+    async def _truncate_some(self) -> int:
+        newest = self._newest.manifest
+        before = self._truncation.deleted
+        looked_at = await self._environment.run(lambda: self._truncation.truncate(newest))
+        deleted = self._truncation.deleted - before
+        self._environment.metrics.collected("journal_slot", objects=deleted.objects, size_bytes=deleted.size_bytes)
+        return looked_at
+
+    async def _write(self) -> None:
+        """Writes the state as of now and commits it."""
+        environment, shard = self._environment, self._shard
+        size_bytes, slots = self._bytes_since, self._slots_since
+        slot = shard.applied_slot
+        cuts = shard.cuts()
+        carried = shard.loading.carried()
+        tip = self._newest
+
+        def write() -> commit.Tip[manifest.ShardManifest]:
+            parts = (*map(checkpoint.part_of, cuts), *carried)
+            body = checkpoint_format.Checkpoint(shard=shard.number, epoch=shard.epoch, slot=slot, topics=parts)
+            written = checkpoint_store.write_checkpoint(
+                environment.store, body, base=tip.number, unique=environment.new_id()
+            )
+            return commit.commit(
+                self._shard_log,
+                shard_manifest.WriteCheckpoint(
+                    reference=manifest.CheckpointReference(object=written, slot=slot, replay_from=slot),
+                    replay_from=slot,
+                    epoch=shard.epoch,
+                    delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
+                ),
+                writer=environment.config.daemon_id,
+                created_ms=environment.clock.now_ms(),
+                warm=tip,
+                deadline_s=DEADLINE_S,
+            )
+
+        committed = await environment.run(write)
+        # It may be committed, and have a successor's claim behind it.
+        epoch_confirmation.check_owner(committed, epoch=shard.epoch)
+        self._committed = committed
+        self._bytes_since -= size_bytes
+        self._slots_since -= slots
+
+
+def _last_data_slot(claim: ShardClaim) -> int:
+    """The highest data slot that may be left of former owners; 0 when none is."""
+    read = max((slot.header.slot for slot in claim.slots if slot.header.kind is SlotKind.DATA), default=0)
+    previous = claim.tip.manifest.previous_checkpoint
+    kept_from = 0 if previous is None else previous.replay_from
+    covered = claim.tip.manifest.replay_from
+    return max(read, covered if covered > kept_from else 0)
