@@ -87,9 +87,9 @@ class SegmentCache:
             self._segments.move_to_end((bucket, number))
         return rows
 
-    def peek(self, bucket: str, number: int) -> KeyedRows | None:
-        """The same, for whoever only looks: it stays no longer for that."""
-        return self._segments.get((bucket, number))
+    def of_bucket(self, bucket: str) -> dict[int, KeyedRows]:
+        """The bucket's segments, for whoever only looks: they stay no longer for that."""
+        return {number: self._segments[bucket, number] for number in self._of_bucket.get(bucket, ())}
 
     def __contains__(self, segment: tuple[str, int]) -> bool:
         return segment in self._segments
