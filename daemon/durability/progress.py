@@ -1,12 +1,14 @@
 """What is gone and acknowledged, between its form in memory and its stored form.
 
-Owns: that translation, both ways, and reading the progress that a manifest names.
-Does not own: writing progress (`sealing`, `checkpoint`) and what it means (`daemon.core.bucket`).
+Owns: that translation, both ways, reading the progress of a manifest, and finding what it says of a bucket, also under
+the names of those that were merged into it.
+Does not own: where progress is written (`sealing`, `checkpoint`), what it means (`daemon.core.bucket`), and the mapping
+of a merge (`storage_backends.formats.merge`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pyroaring import BitMap64
 
@@ -14,8 +16,9 @@ from daemon.core.index import BucketBits
 from daemon.core.positions import PageTable
 from daemon.errors import Corruption
 from storage_backends import object_store
-from storage_backends.formats import errors, manifest
-from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress, TopicManifest
+from storage_backends.formats import errors, manifest, merge
+from storage_backends.formats.bucket import KeptRows
+from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress
 
 
 def to_stored(pages: PageTable, bits: Iterable[BucketBits]) -> Progress:
@@ -41,8 +44,32 @@ def acknowledged_from_stored(pages: PageTable, stored: Iterable[SubscriptionProg
     return {part.subscription_id: pages.from_stored(part.positions) for part in stored}
 
 
-def of_manifest(store: object_store.ObjectStore, tip: TopicManifest) -> Progress:
-    """The progress as of the manifest's `applied`. Raises Corruption when it is damaged or missing."""
+def of_bucket(name: str, kept: Sequence[KeptRows], by_bucket: Mapping[str, BucketProgress]) -> BucketProgress | None:
+    """What is stored of a live bucket; None when nothing is. `kept`: of a merged one; `by_bucket`: all that is stored.
+
+    Of what is stored under the name of a source, the rows that were kept of it count. Nothing is decoded when no source
+    is named.
+    """
+    own = by_bucket.get(name)
+    sources = [each for each in kept if each.source in by_bucket]
+    if not sources:
+        return own
+    named = tuple(by_bucket[each.source] for each in sources)
+    bits = merge.bits_of(name, sources, Progress(buckets=named if own is None else (own, *named)))
+    return BucketProgress(
+        bucket=name,
+        gone=bits.gone.bitmaps(),
+        acknowledged=tuple(
+            SubscriptionProgress(subscription_id=number, positions=positions.bitmaps())
+            for number, positions in sorted(bits.acknowledged.items())
+        ),
+    )
+
+
+def of_manifest(store: object_store.ObjectStore, tip: manifest.TopicManifest) -> Progress:
+    """The progress as of the manifest's `applied`, inline or from its object. Raises Corruption when the object is
+    damaged or missing, and the store's errors.
+    """
     if tip.progress_object is None:
         return tip.progress or Progress()
     key = tip.progress_object.name
