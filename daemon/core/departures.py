@@ -22,8 +22,8 @@ SLOT_PAGES_MAX = 2_000
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Departure:
-    """Positions to leave. `gone`: from the index; `waived`: from the backlog of `subscription_id` alone. `rows`: of how
-    many rows that decides.
+    """Positions of one index to leave. `gone`: from the index; `waived`: from the backlog of `subscription_id` alone.
+    `rows`: of how many rows that decides. `index_id`: the subscription whose own index it is, 0 for the shared one.
 
     It stays what it is while its slots are applied one after the other.
     """
@@ -36,6 +36,7 @@ class Departure:
     waived: BitMap64 = dataclasses.field(default_factory=BitMap64)
     subscription_id: int = 0
     rows: int = 0
+    index_id: int = 0
 
     def slots(self) -> Iterator[tuple[Record, ...]]:
         """The records, those together that must stand in one slot. Each step is bounded work."""
@@ -62,5 +63,5 @@ class Departure:
             records.append(WaiveRecord(self.topic_id, self.incarnation, self.subscription_id, positions))
         if gone:
             positions = self.pages.to_stored(gone)
-            records.append(GoneRecord(self.topic_id, self.incarnation, 0, self.reason, positions))
+            records.append(GoneRecord(self.topic_id, self.incarnation, self.index_id, self.reason, positions))
         return tuple(records)

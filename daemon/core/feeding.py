@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from pyroaring import BitMap64
 
 from daemon.core.backlog_reader import BacklogReader
-from daemon.core.index import Index, Passed
+from daemon.core.index import Index
+from daemon.core.indexes import Passed
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.runs import in_due_order
-from daemon.core.segments import SegmentRange
+from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 
 
@@ -22,27 +23,34 @@ def feed(
     passed: Sequence[Passed],
     states: Sequence[SubscriptionState],
     coming: SubscriptionState | None,
-    reader: Callable[[], BacklogReader],
+    reader: Callable[[SubscriptionState], BacklogReader],
 ) -> BitMap64:
     """Rows that were passed come into the backlogs; those that nobody is owed, empty where there is no subscription.
 
     `coming`: a subscription that is being created: what is passed now is counted for it. `reader` makes one that stands
     at the head.
     """
+    shared = [each for each in passed if not each.bucket.subscription_id]
     everything: KeyedRows | None = None
     owed_by: list[list[KeyedRows]] = []
     owed_whole = not states
     for state in states:
-        owed, complete = owed_of(state, passed)
+        owed, complete = owed_of(state, shared)
         owed_by.append(owed)
         owed_whole = owed_whole or complete
+        came = shared
+        if len(shared) < len(passed):
+            own = [each for each in passed if each.bucket.subscription_id == state.subscription_id]
+            came = [*shared, *own]
+            owed = [*owed, *(each.rows for each in own)]
+            complete = complete and not own
         if not state.is_fed:
             state.pass_by(owed)
         state.backlog += sum(map(len, owed))
         if not state.is_fed:
             if state.dispatchers:
                 # The reader may be beyond the late ones.
-                state.feed(in_due_order([rows for each, rows in zip(passed, owed, strict=True) if each.late]))
+                state.feed(in_due_order([rows for each, rows in zip(came, owed, strict=True) if each.late]))
             continue
         if complete:
             everything = in_due_order(owed) if everything is None else everything
@@ -50,14 +58,14 @@ def feed(
         else:
             state.feed(in_due_order(owed))
         if state.is_full:
-            state.reader = reader()
+            state.reader = reader(state)
     if coming is not None:
-        owed, complete = owed_of(coming, passed)
+        owed, complete = owed_of(coming, shared)
         owed_by.append(owed)
         owed_whole = owed_whole or complete
         coming.pass_by(owed)
         coming.backlog += sum(map(len, owed))
-    return BitMap64() if owed_whole else _owed_to_none(passed, owed_by)
+    return BitMap64() if owed_whole else _owed_to_none(shared, owed_by)
 
 
 def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows]]) -> BitMap64:
@@ -70,7 +78,7 @@ def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows
 
 
 def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[KeyedRows], bool]:
-    """The passed rows that a subscription is owed and has not acknowledged; whether that is all of them.
+    """The passed rows of the shared index that a subscription is owed and has not acknowledged; whether that is all.
 
     What it is not owed counts as acknowledged by it from here on.
     """
@@ -90,17 +98,18 @@ def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[Ke
     return owed, complete
 
 
-def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int) -> list[SegmentRange]:
     """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
 
-    When there is nothing left to derive the subscription is fed again.
+    `indexes`: those that it is owed rows of. When there is nothing left to derive the subscription is fed again.
     """
-    sealed = index.readable
+    sealed = [bucket for index in indexes for bucket in index.readable]
+    memory = [bucket for index in indexes for bucket in index.memory_buckets]
     while state.reader is not None and not state.is_full:
-        needed = state.reader.needs(sealed, index.cache)
+        needed = state.reader.needs(sealed, cache)
         if needed:
             return needed
-        taken = state.reader.take(sealed, index.memory_buckets, index.cache, limit)
+        taken = state.reader.take(sealed, memory, cache, limit)
         if not taken:
             state.reader = None
             return []
@@ -108,7 +117,7 @@ def catch_up(index: Index, state: SubscriptionState, limit: int) -> list[Segment
         ready = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, in_hand)
-            mask = state.owes(owed) if len(owed) else None
+            mask = state.owes(owed) if len(owed) and not bucket.subscription_id else None
             ready.append(owed if mask is None else owed.take(mask))
         rows = KeyedRows.concat(ready)
         if len(rows):

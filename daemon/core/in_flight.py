@@ -130,20 +130,22 @@ class InFlight:
         deliver_at_ms: npt.NDArray[np.uint64],
         holders: Collection[int],
         dispatcher: int,
-    ) -> int:
-        """Gives a dispatcher the positions with that time that one of the holders holds; how many."""
+    ) -> Mask:
+        """Gives a dispatcher the positions with that time that one of the holders holds; a mask of those."""
         self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
-        moved_rows = 0
+        moved = np.zeros(len(keys), np.bool_)
         for run in self._runs:
-            _, places = _found(run, keys, deliver_at_ms)
-            places = places[np.isin(run.dispatcher[places], among)]
+            hits, places = _found(run, keys, deliver_at_ms)
+            held = np.isin(run.dispatcher[places], among)
+            hits, places = hits[held], places[held]
             self._count_left(run.dispatcher[places])
             run.dispatcher[places] = dispatcher
-            moved_rows += len(places)
+            moved[hits] = True
+        moved_rows = int(np.count_nonzero(moved))
         if moved_rows:
             self._held[dispatcher] += moved_rows
-        return moved_rows
+        return moved
 
     def take_dispatcher(self, dispatcher: int) -> KeyedRows:
         """Removes and returns what a dispatcher holds."""

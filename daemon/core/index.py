@@ -1,37 +1,40 @@
-"""The index of a topic: every row that is not gone, in a mutable bucket or a sealed one, and what comes due next.
+"""An index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
 
-Owns: the buckets, membership over all of them, passing rows as they come due, what leaves, and the cut for a seal.
-Does not own: who receives rows (`subscription`), requests (`topic`), and what is stored (`daemon.durability`).
+Owns: the buckets, membership over all of them, what comes and leaves, and the cut for a seal.
+Does not own: what comes due next (`indexes`), who receives rows (`subscription`), requests (`topic`), and what is
+stored (`daemon.durability`).
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
     a row waits in its bucket until the head passes it: then it is due, until it is gone
     a damaged bucket is quarantined: its rows are in the index no longer
 
-The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in
-hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
+The shared index is owed to every subscription that is entitled to a row. A subscription's own index is owed to it
+alone: what it acknowledges there is gone, and nothing else is kept of who acknowledged what.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from pyroaring import BitMap64
 
+from daemon.core import quarantine
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
-from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.core.quarantine import QuarantinedBucket
-from daemon.core.runs import SortedRun, earliest, take_due
+from daemon.core.runs import SortedRun
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
+from daemon.core.staged import StagedKeys
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import U64
-
-# Segments of one bucket that are loaded with one read, ahead of the head.
-LOAD_AHEAD_SEGMENTS = 8
+from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats.rows import U64, Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -55,33 +58,25 @@ class IndexCut:
 SeenRows = dict[tuple[str, int], KeyedRows]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Passed:
-    """Rows of one bucket that have just been passed, in due order. `late`: they lie before the bucket's head."""
-
-    bucket: Bucket
-    rows: KeyedRows
-    late: bool
-
-
-# A bucket, whether its rows are late ones, and of a bucket in memory the run: rows of one source come in due order.
-_Source = tuple[Bucket, bool, SortedRun | None]
-
-
 class Index:
-    """The shared index of a topic."""
+    """`subscription_id`: whose own index it is, 0 for the shared one.
 
-    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int) -> None:
+    `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
+    were being acknowledged when these were quarantined.
+    """
+
+    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int, subscription_id: int = 0) -> None:
+        self.subscription_id = subscription_id
         self.pages = pages
         self.cache = cache
+        self.staged = StagedKeys(pages)
+        self.acknowledging_lost = BitMap64()
         self.sealed: dict[str, SealedBucket] = {}
         # The sealed buckets that have rows of a page, by its ordinal.
         self._of_page: dict[int, dict[str, SealedBucket]] = {}
         self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
-        self.mutable = MutableBucket(pages, horizon_ms=now_ms)
-        # No row that was passed has a later time.
-        self.passed_until_ms = 0
+        self.mutable = MutableBucket(pages, horizon_ms=now_ms, subscription_id=subscription_id)
         self._left_out: set[str] = set()
 
     # ---- counts
@@ -106,7 +101,7 @@ class Index:
 
     @property
     def loaded_rows(self) -> int:
-        """Rows of this topic's segments that are in memory."""
+        """Rows of this index's segments that are in memory."""
         return sum(self.cache.rows_of(name) for name in self.sealed)
 
     @property
@@ -172,7 +167,53 @@ class Index:
         same = (rows.keys[places] == keys) & (rows.rows.deliver_at_ms[places] == deliver_at_ms)
         return rows.take(np.unique(places[same])), missing
 
+    def fresh_among(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:
+        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows.
+
+        `asked`: the set of the keys.
+        """
+        present = self.present_among(asked)
+        for staged in (self.staged.keys, self.acknowledging_lost):
+            if staged.intersect(asked):
+                present |= staged & asked
+        if not present and len(asked) == len(keys):
+            return None
+        chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
+        _, first = np.unique(keys[chosen], return_index=True)
+        return chosen[np.sort(first)]
+
     # ---- changes
+
+    def add(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
+        """Rows of positions that have no row, of a slot that is durable."""
+        keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
+        added = bitmap_of(keyed.keys)
+        self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
+        quarantine.added_again(self.quarantined.values(), added, slot)
+        self.staged.applied(added)
+
+    @contextlib.contextmanager
+    def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
+        """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""
+        if not quarantine.learns_positions(self.quarantined.values()):
+            yield self.pages.find_stored(positions)
+            return
+        keys = self.pages.from_stored(positions)
+        yield keys
+        self.pages.forget_unheld(pages_of(keys))
+
+    @contextlib.contextmanager
+    def named_rows(self, rows: Rows) -> Iterator[tuple[KeyedRows, BitMap64]]:
+        """Rows that were acknowledged, and their keys: as `named`."""
+        learns = quarantine.learns_positions(self.quarantined.values())
+        if learns:
+            self.pages.intern(rows.ledger_id, rows.entry_id)
+        keyed = self.pages.keyed(rows)
+        keys = bitmap_of(keyed.keys)
+        yield keyed, keys
+        self.acknowledging_lost -= keys
+        if learns:
+            self.pages.forget_unheld(pages_of(keys))
 
     def remove(self, keys: BitMap64) -> None:
         """Positions are gone."""
@@ -278,126 +319,6 @@ class Index:
                 found |= BitMap64.intersection(*[keys for keys in sets if keys])
         return found
 
-    # ---- due
-
-    def next_due_ms(self) -> int | None:
-        """No waiting row is due before; None when nothing waits."""
-        times = [self.next_due_of_memory_buckets_ms()]
-        for bucket in self.readable:
-            if bucket.waiting_rows:
-                times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
-        return earliest(*times)
-
-    def next_due_of_memory_buckets_ms(self) -> int | None:
-        """The same, of rows that are in no sealed bucket: what an add can bring forward."""
-        return earliest(*[bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows])
-
-    def next_due_in_memory_ms(self) -> int | None:
-        """The same, of rows that can be passed without loading anything."""
-        times = [self.next_due_of_memory_buckets_ms()]
-        for bucket in self.readable:
-            if bucket.waiting_rows:
-                times.append(bucket.late.next_due_ms())
-                if self._settle(bucket) is not None:
-                    times.append(bucket.head.next_due_ms())
-        return earliest(*times)
-
-    def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
-        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
-        while True:
-            due = self._take_due(now_ms, limit)
-            if not due:
-                return []
-            passed = []
-            for (bucket, late, _), parts in due.items():
-                rows = bucket.pass_rows(KeyedRows.concat(parts))
-                if len(rows):
-                    self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
-                    passed.append(Passed(bucket, rows, late))
-            if passed:
-                return passed
-
-    def _take_due(self, now_ms: int, limit: int) -> dict[_Source, list[KeyedRows]]:
-        """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so
-        that what is done once for a bucket is done for many rows.
-        """
-        due: dict[_Source, list[KeyedRows]] = {}
-        rows_taken = 0
-        while 2 * rows_taken < limit:
-            sources, runs = self._runs_at(now_ms)
-            taken = take_due(runs, now_ms, limit)
-            if not taken:
-                break
-            for number, rows in taken:
-                due.setdefault(sources[number], []).append(rows)
-                rows_taken += len(rows)
-        return due
-
-    def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
-        """The runs to take from, and of each its source."""
-        sources: list[_Source] = []
-        runs: list[SortedRun] = []
-        for memory in self.memory_buckets:
-            for run in memory.runs_at(now_ms):
-                sources.append((memory, False, run))
-                runs.append(run)
-        for bucket in self.readable:
-            if len(bucket.late):
-                sources.append((bucket, True, None))
-                runs.append(bucket.late)
-            loaded = self._settle(bucket)
-            if loaded is not None:
-                sources.append((bucket, False, None))
-                runs.append(loaded)
-        return sources, runs
-
-    def _settle(self, bucket: SealedBucket) -> SortedRun | None:
-        """The head's segment, if it is in memory; segments that it has left may be dropped."""
-        number = bucket.head.number
-        run = bucket.head.settle(self.cache)
-        if bucket.head.number != number:
-            self.cache.spend(bucket.name, number)
-        return run
-
-    def wanted_segments(self, now_ms: int, ahead_ms: int = 0) -> list[SegmentRange]:
-        """The segments to load for the head, the earliest first: those that are due, and those that come due within
-        `ahead_ms` as far as there is room for them: what is loaded ahead must not drive out what was.
-        """
-        wanted = []
-        for bucket in self.readable:
-            if not bucket.waiting_rows or bucket.head.at_end:
-                continue
-            self._settle(bucket)
-            segments = bucket.head.wanted(now_ms + ahead_ms, LOAD_AHEAD_SEGMENTS, self.cache)
-            if segments is not None:
-                wanted.append((int(bucket.table.min_ms[segments.first]), bucket.table, segments))
-        wanted.sort(key=lambda item: item[0])
-        room_rows = self.cache.room_rows
-        chosen = []
-        for min_ms, table, segments in wanted:
-            if min_ms <= now_ms or table.infos[segments.first].rows <= room_rows:
-                chosen.append(segments)
-                room_rows -= sum(info.rows for info in table.infos[segments.first : segments.last + 1])
-        return chosen
-
-    def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
-        """When the next segment of the head is to be loaded: `ahead_ms` before it is due if there is room."""
-        times = []
-        for bucket in self.readable:
-            if bucket.waiting_rows and not bucket.head.at_end:
-                number = bucket.head.number + (bucket.head.run is not None)
-                in_memory = number >= len(bucket.table) or (bucket.name, number) in self.cache
-                if not in_memory and not being_read(bucket.name, number):
-                    fits = bucket.table.infos[number].rows <= self.cache.room_rows
-                    times.append(int(bucket.table.min_ms[number]) - (ahead_ms if fits else 0))
-        return min(times, default=None)
-
-    def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
-        """A segment is in memory. The head takes it up at once if it waits for it: a later one may push it out."""
-        if bucket in self.sealed:
-            self.cache.put(bucket, number, rows)
-            self._settle(self.sealed[bucket])
-
     # ---- the life of buckets
 
     def begin_seal(self, name: str, *, now_ms: int) -> MutableBucket:
@@ -405,7 +326,7 @@ class Index:
         bucket = self.mutable
         bucket.begin_seal(name)
         self.sealing.append(bucket)
-        self.mutable = MutableBucket(self.pages, horizon_ms=now_ms)
+        self.mutable = MutableBucket(self.pages, horizon_ms=now_ms, subscription_id=self.subscription_id)
         return bucket
 
     def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:

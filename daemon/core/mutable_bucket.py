@@ -1,7 +1,7 @@
 """The bucket that takes new rows, in memory until its seal is committed.
 
-Owns: the rows in the order they came, as growing columns; which of them come due next; the test for sealing.
-Does not own: sealing itself (`daemon.durability.sealing`) and who receives rows.
+Owns: the rows in the order they came, as growing columns, and which of them come due next.
+Does not own: when it is sealed (`indexes`), sealing itself (`daemon.durability.sealing`) and who receives rows.
 
 Rows that are far from due lie in the columns unsorted; those near are in sorted runs. Every row with a time at or
 below `_horizon_ms` is or was in a run, so the horizon is moved by one scan about once a second.
@@ -38,10 +38,10 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SealLimits:
-    """When a mutable bucket is sealed (PIP-195 and beyond).
+    """When the mutable buckets of a topic are sealed, counted together (PIP-195 and beyond).
 
-    `rows_min`: with that many rows it is sealed when a higher ledger arrives. `rows_max`, `size_max_bytes`,
-    `age_max_ms`: it is sealed whatever the ledger.
+    `rows_min`: with that many rows they are sealed when a higher ledger arrives. `rows_max`, `size_max_bytes`,
+    `age_max_ms`: they are sealed whatever the ledger.
     """
 
     rows_min: int
@@ -82,8 +82,8 @@ class MutableRows:
 class MutableBucket(Bucket):
     """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
 
-    def __init__(self, pages: PageTable, *, horizon_ms: int) -> None:
-        super().__init__("", BitMap64(), None)
+    def __init__(self, pages: PageTable, *, horizon_ms: int, subscription_id: int = 0) -> None:
+        super().__init__("", BitMap64(), None, subscription_id)
         self._pages = pages
         self.pages: set[int] = set()
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
@@ -147,16 +147,10 @@ class MutableBucket(Bucket):
             self._key_hash[self._rows : end] = 0 if rows.rows.key_hash is None else rows.rows.key_hash
         self._rows = end
 
-    def wants_seal(self, limits: SealLimits, *, elapsed_ms: int) -> bool:
-        return self.first_row_at_ms is not None and (
-            self._rows >= limits.rows_max
-            or self._rows * ROW_BYTES >= limits.size_max_bytes
-            or elapsed_ms - self.first_row_at_ms >= limits.age_max_ms
-        )
-
-    def wants_seal_before(self, highest_ledger_id: int, limits: SealLimits) -> bool:
-        """PIP-195's rule: enough rows, and rows of a higher ledger come."""
-        return self._rows >= limits.rows_min and highest_ledger_id > self.highest_ledger_id
+    @property
+    def added_rows(self) -> int:
+        """Rows that came, those that have left included: what the bucket takes in memory."""
+        return self._rows
 
     # ---- rows come due
 

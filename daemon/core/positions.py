@@ -1,10 +1,11 @@
 """Positions as 64-bit keys, and sets of positions as Roaring bitmaps of keys.
 
-Owns: the table that gives every page of a topic (2^32 entry ids of one ledger) an ordinal; a position's key is the
-ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger.
+Owns: the tables that give every page of an index (2^32 entry ids of one ledger) an ordinal; a position's key is the
+ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger. A position
+that is in two indexes of a topic has two keys.
 Does not own: what a set of positions means (`bucket`, `subscription`), and stored forms (`storage_backends.formats`).
 
-Keys live in memory only and mean nothing in another table. Their order is not the order of positions.
+Keys live in memory only and mean nothing in another topic. Their order is not the order of positions.
 """
 
 from __future__ import annotations
@@ -126,20 +127,61 @@ class KeyedRows:
         return KeyedRows(Rows.empty(), np.empty(0, np.uint64))
 
 
-class PageTable:
-    """The pages of one topic and their ordinals. An ordinal is never given out twice.
+class PagePlaces:
+    """Which page every ordinal stands for, over the page tables of one topic: their keys never collide.
 
-    A page stays while a bucket holds it (`hold`, `release`); lookups may run in another thread beside an `intern`.
+    An ordinal is never given out twice. Lookups may run in another thread beside an `add`.
     """
 
     def __init__(self) -> None:
+        self._ledgers = np.zeros(16, np.uint64)
+        self._pages = np.zeros(16, np.uint64)
+        # Whose table it is: a subscription's own, 0 the shared one.
+        self._owners = np.zeros(16, np.uint64)
+        self._next = 0
+
+    def add(self, ledger_id: int, page: int, owner: int) -> int:
+        """The ordinal of a page that is new in its table."""
+        ordinal = self._next
+        self._next += 1
+        if ordinal == len(self._ledgers):
+            self._ledgers = np.concatenate([self._ledgers, np.zeros(ordinal, np.uint64)])
+            self._pages = np.concatenate([self._pages, np.zeros(ordinal, np.uint64)])
+            self._owners = np.concatenate([self._owners, np.zeros(ordinal, np.uint64)])
+        self._ledgers[ordinal], self._pages[ordinal], self._owners[ordinal] = ledger_id, page, owner
+        return ordinal
+
+    def positions(self, keys: U64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of keys."""
+        ordinals = (keys >> _SHIFT).astype(np.int64)
+        return self._ledgers[ordinals], (self._pages[ordinals] << _SHIFT) | (keys & LOW_MASK)
+
+    def owners(self, keys: U64) -> U64:
+        """The owners of the tables that the keys are of."""
+        return self._owners[(keys >> _SHIFT).astype(np.int64)]
+
+    def page_of(self, ordinal: int) -> tuple[int, int]:
+        """(ledger id, page) of an ordinal."""
+        return int(self._ledgers[ordinal]), int(self._pages[ordinal])
+
+    def ledgers(self, ordinals: npt.NDArray[np.int64]) -> U64:
+        return self._ledgers[ordinals]
+
+
+class PageTable:
+    """The pages of one index and their ordinals.
+
+    A page stays while a bucket holds it (`hold`, `release`); lookups may run in another thread beside an `intern`.
+    `places`: shared by the tables of one topic. `owner`: the subscription whose own index it is, 0 the shared one.
+    """
+
+    def __init__(self, places: PagePlaces | None = None, *, owner: int = 0) -> None:
+        self.places = PagePlaces() if places is None else places
+        self._owner = owner
         self._ordinals: dict[tuple[int, int], int] = {}
         self._holders: dict[int, int] = {}
         # Of each ledger its pages beyond the first, ascending: few ledgers have any.
         self._further_pages: dict[int, list[int]] = {}
-        self._ledgers = np.zeros(16, np.uint64)
-        self._pages = np.zeros(16, np.uint64)
-        self._next = 0
 
     def __len__(self) -> int:
         return len(self._ordinals)
@@ -157,9 +199,8 @@ class PageTable:
         return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
-        """(ledger_id, entry_id) of keys of this table."""
-        ordinals = (keys >> _SHIFT).astype(np.int64)
-        return self._ledgers[ordinals], (self._pages[ordinals] << _SHIFT) | (keys & LOW_MASK)
+        """(ledger_id, entry_id) of keys of any of the topic's tables."""
+        return self.places.positions(keys)
 
     def hold(self, ordinals: Iterable[int]) -> None:
         for ordinal in ordinals:
@@ -180,7 +221,7 @@ class PageTable:
                 self._forget(ordinal)
 
     def _forget(self, ordinal: int) -> None:
-        ledger_id, page = int(self._ledgers[ordinal]), int(self._pages[ordinal])
+        ledger_id, page = self.places.page_of(ordinal)
         del self._ordinals[ledger_id, page]
         if page:
             further = self._further_pages[ledger_id]
@@ -209,12 +250,12 @@ class PageTable:
     def ordinals_of(self, first_ledger_id: int, last_ledger_id: int) -> list[int]:
         """The ordinals of all pages of a range of ledgers, both ends included. O(pages)."""
         ordinals = np.fromiter(self._ordinals.values(), np.int64, len(self._ordinals))
-        ledgers = self._ledgers[ordinals]
+        ledgers = self.places.ledgers(ordinals)
         chosen = (ledgers >= np.uint64(first_ledger_id)) & (ledgers <= np.uint64(last_ledger_id))
         return [int(ordinal) for ordinal in ordinals[chosen]]
 
     def ledger_of(self, ordinal: int) -> int:
-        return int(self._ledgers[ordinal])
+        return self.places.page_of(ordinal)[0]
 
     def _keys(self, ledger_id: U64, entry_id: U64, ordinal_of: object) -> U64:
         if not len(ledger_id):
@@ -239,13 +280,7 @@ class PageTable:
     def _ordinal(self, page: tuple[int, int]) -> int:
         ordinal = self._ordinals.get(page)
         if ordinal is None:
-            ordinal = self._next
-            self._next += 1
-            if ordinal == len(self._ledgers):
-                self._ledgers = np.concatenate([self._ledgers, np.zeros(ordinal, np.uint64)])
-                self._pages = np.concatenate([self._pages, np.zeros(ordinal, np.uint64)])
-            self._ledgers[ordinal], self._pages[ordinal] = page
-            self._ordinals[page] = ordinal
+            ordinal = self._ordinals[page] = self.places.add(*page, self._owner)
             if page[1]:
                 bisect.insort(self._further_pages.setdefault(page[0], []), page[1])
         return ordinal
@@ -264,7 +299,7 @@ class PageTable:
             length = _portable_length(data[offset:])
             entries = bytes(data[offset : offset + length])
             offset += length
-            stored.append(PositionBitmap(int(self._ledgers[ordinal]), int(self._pages[ordinal]), entries))
+            stored.append(PositionBitmap(*self.places.page_of(ordinal), entries))
         return tuple(sorted(stored, key=lambda part: (part.ledger_id, part.page)))
 
     def from_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:

@@ -11,7 +11,7 @@ learning what leaves, so that its stored progress, which is that of any bucket, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from pyroaring import BitMap64
@@ -56,7 +56,7 @@ class QuarantinedBucket(Bucket):
         pages: PageTable,
     ) -> None:
         """`present`: None where the bucket's head cannot be read."""
-        super().__init__(live.object.name, BitMap64() if present is None else present, gone)
+        super().__init__(live.object.name, BitMap64() if present is None else present, gone, live.subscription_id)
         self.live = live
         self.acknowledged = acknowledged
         self.positions_known = present is not None
@@ -106,8 +106,9 @@ class QuarantinedBucket(Bucket):
             self._pages.hold(fresh_pages)
             self.pages |= fresh_pages
             self.gone.add(hit)
-            for acknowledged in self.acknowledged.values():
-                acknowledged -= hit
+        # Also when none is missing any more: what was acknowledged here says nothing of a row that was added since.
+        for acknowledged in self.acknowledged.values():
+            acknowledged -= keys
         return hit, 0
 
     def stand_in(self) -> BitMap64:
@@ -140,7 +141,7 @@ def learns_positions(damaged: Collection[QuarantinedBucket]) -> bool:
     return any(not bucket.positions_known and bucket.missing_rows for bucket in damaged)
 
 
-def rebuild_needed(damaged: Collection[QuarantinedBucket]) -> tuple[RebuildNeeded, ...]:
+def rebuild_needed(damaged: Iterable[QuarantinedBucket]) -> tuple[RebuildNeeded, ...]:
     """The buckets of which rows are missing, by their ledgers."""
     needed = (bucket.rebuild_needed() for bucket in damaged if bucket.missing_rows)
     return tuple(sorted(needed, key=lambda each: (each.first_ledger_id, each.last_ledger_id, each.bucket)))

@@ -11,7 +11,7 @@ from pyroaring import BitMap64
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.positions import KeyedRows, PageTable, pages_of
 from daemon.core.runs import SortedRun
-from daemon.core.segments import SegmentCursor, SegmentTable
+from daemon.core.segments import SegmentCache, SegmentCursor, SegmentTable
 from storage_backends.formats.bucket import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
 
@@ -32,7 +32,7 @@ class SealedBucket(Bucket):
         gone: GoneSet,
         pages: PageTable,
     ) -> None:
-        super().__init__(live.object.name, present, gone)
+        super().__init__(live.object.name, present, gone, live.subscription_id)
         self.live = live
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
@@ -40,6 +40,14 @@ class SealedBucket(Bucket):
         self._pages = pages
         self.pages = frozenset(pages_of(present))
         pages.hold(self.pages)
+
+    def settle(self, cache: SegmentCache) -> SortedRun | None:
+        """The head's segment, if it is in memory; segments that it has left may be dropped."""
+        number = self.head.number
+        run = self.head.settle(cache)
+        if self.head.number != number:
+            cache.spend(self.name, number)
+        return run
 
     def release_pages(self) -> None:
         """The bucket was dropped; call once."""

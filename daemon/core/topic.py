@@ -12,70 +12,37 @@ together commute: an add names positions that have no row, an acknowledgement po
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import numpy as np
-import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core import feeding, limits, quarantine, trimming
+from daemon.core import adding, feeding, limits, trimming
+from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
+from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
 from daemon.core.containment import Contained, EntryRanges, contained_in
 from daemon.core.departures import Departure
 from daemon.core.index import Index, SeenRows
+from daemon.core.indexes import SHARED, Indexes
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import InvariantViolated
-from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord, Record
+from storage_backends.formats.journal import (
+    AcknowledgeRecord,
+    AddRecord,
+    GoneReason,
+    GoneRecord,
+    Record,
+    WaiveRecord,
+)
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U32, U64, Rows
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AddBatch:
-    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given.
-
-    `return_already_due`: rows whose time has come are not stored but returned.
-    """
-
-    ledger_id: U64
-    entry_id: U64
-    deliver_at_ms: U64 | None
-    delay_ms: U64 | None
-    key_hash: U32 | None
-    return_already_due: bool
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AddOutcome:
-    """What became of a batch. `returned_index`, `raised_index`: rows of the request."""
-
-    accepted: int
-    duplicates: int
-    returned_index: U32
-    late_on_arrival: int
-    raised_index: U32
-    raised_deliver_at_ms: U64
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class HeldPositions:
-    """Positions with the time they were handed out with, columns of one length."""
-
-    ledger_id: U64
-    entry_id: U64
-    deliver_at_ms: U64
-
-    def __len__(self) -> int:
-        return len(self.ledger_id)
+from storage_backends.formats.rows import U64, Rows
 
 
 class Topic:
@@ -98,138 +65,102 @@ class Topic:
         self.name = name
         self.topic_id = topic_id
         self.incarnation = incarnation
-        self.index = Index(PageTable(), cache, now_ms=now_ms)
+        self.indexes = Indexes(cache, now_ms=now_ms)
         self._ready_rows_max = ready_rows_max
         self.subscriptions: dict[int, SubscriptionState] = {}
         for stored in subscriptions:
             self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
         self._coming: SubscriptionState | None = None
-        self._staged = BitMap64()
-        self._staged_pages: set[int] = set()
         self._not_owed = BitMap64()
-        # Positions of damaged buckets that were being acknowledged when these were quarantined.
-        self._acknowledging_lost = BitMap64()
+
+    @property
+    def index(self) -> Index:
+        """The shared index."""
+        return self.indexes.shared
 
     # ---- adds
 
     def stage_add(
-        self, batch: AddBatch, *, now_ms: int, request_limits: limits.RequestLimits
-    ) -> tuple[AddRecord | None, AddOutcome]:
-        """Which rows are accepted, and with which time. The record is to be journaled; None when nothing is new."""
-        times = limits.absolute_times(
-            batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
-        )
-        keys = self.index.pages.intern(batch.ledger_id, batch.entry_id)
-        asked = bitmap_of(keys)
-        fresh = self._without_row(keys, asked)
-        duplicates = len(times) - (len(times) if fresh is None else len(fresh))
-        late = times <= np.uint64(now_ms)
-        nothing = np.empty(0, np.uint32)
-        returned = nothing
-        late_on_arrival = int(late.sum() if fresh is None else late[fresh].sum())
-        if batch.return_already_due and late.any():
-            chosen = np.arange(len(times)) if fresh is None else fresh
-            returned = chosen[late[chosen]].astype(np.uint32)
-            fresh = chosen[~late[chosen]]
-        rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
-        if fresh is not None:
-            rows = rows.take(fresh)
-        rows, raised = self._raised(rows)
-        raised_index = nothing if raised is None else raised if fresh is None else fresh[raised]
-        outcome = AddOutcome(
-            accepted=len(rows),
-            duplicates=duplicates,
-            returned_index=returned,
-            late_on_arrival=late_on_arrival,
-            raised_index=raised_index.astype(np.uint32),
-            raised_deliver_at_ms=np.empty(0, np.uint64) if raised is None else rows.deliver_at_ms[raised],
-        )
-        staged = asked if fresh is None else bitmap_of(keys[fresh])
-        # A bucket that is dropped before the rows are applied must not take their pages with it.
-        fresh_pages = pages_of(staged) - self._staged_pages
-        self.index.pages.hold(fresh_pages)
-        self._staged_pages |= fresh_pages
-        self._staged |= staged
-        if fresh is not None:
-            self.index.pages.forget_unheld(pages_of(asked))
-        if not len(rows):
-            return None, outcome
-        return AddRecord(self.topic_id, self.incarnation, 0, rows), outcome
+        self,
+        batch: AddBatch,
+        *,
+        now_ms: int,
+        request_limits: limits.RequestLimits,
+        subscription_id: int = 0,
+        shared_index: bool = True,
+    ) -> tuple[tuple[AddRecord, ...], AddOutcome]:
+        """Which rows are accepted, and with which time: (the records to journal in one slot, none when nothing is new).
 
-    def _without_row(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:
-        """The rows of a request whose position has no row, applied or staged, each position once; None for all rows.
-
-        `asked`: the set of the keys.
+        `subscription_id`: rows for that subscription alone, 0 for every one. `shared_index`: the topic's policy; if
+        not, what is for every subscription is a row in the own index of each, and a duplicate where it is one in all.
         """
-        present = self.index.present_among(asked)
-        for staged in (self._staged, self._acknowledging_lost):
-            if staged.intersect(asked):
-                present |= staged & asked
-        if not present and len(asked) == len(keys):
-            return None
-        chosen = np.flatnonzero(~contained(keys, present)) if present else np.arange(len(keys))
-        _, first = np.unique(keys[chosen], return_index=True)
-        return chosen[np.sort(first)]
-
-    def _raised(self, rows: Rows) -> tuple[Rows, npt.NDArray[np.intp] | None]:
-        """A row is stored later than every subscription was created, so that all of them are owed it.
-
-        The first one is owed what is later than 0.
-        """
+        if subscription_id:
+            indexes = [self.indexes.of(subscription_id)]
+        elif shared_index or not self.subscriptions:
+            indexes = [self.index]
+        else:
+            indexes = [self.indexes.of(number) for number in self.subscriptions]
+        # So that every subscription is owed a row of the shared index; the first one is owed what is later than 0.
         floor_ms = max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
-        below = rows.deliver_at_ms <= np.uint64(floor_ms)
-        if not below.any():
-            return rows, None
-        times = np.where(below, np.uint64(floor_ms + 1), rows.deliver_at_ms)
-        return Rows(times, rows.ledger_id, rows.entry_id, rows.key_hash), np.flatnonzero(below)
+        accepted, outcome = adding.stage(
+            batch,
+            indexes,
+            now_ms=now_ms,
+            floor_ms=floor_ms if indexes[0] is self.index else None,
+            request_limits=request_limits,
+        )
+        records = tuple(
+            AddRecord(self.topic_id, self.incarnation, index.subscription_id, rows)
+            for index, rows in zip(indexes, accepted, strict=True)
+            if len(rows)
+        )
+        return records, outcome
 
     # ---- acknowledgements
 
     def stage_acknowledge(
         self, state: SubscriptionState, claims: HeldPositions
-    ) -> tuple[AcknowledgeRecord | None, HeldPositions]:
-        """Acknowledges what is IN_FLIGHT with that time: (the record to journal, the claims that are not IN_FLIGHT)."""
-        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
-        found = state.in_flight.take(keys, claims.deliver_at_ms)
-        record = self._acknowledge_record(state, claims, keys, found)
-        if found.all():
-            return record, HeldPositions(keys[:0], keys[:0], keys[:0])
-        rest = ~found
-        return record, HeldPositions(claims.ledger_id[rest], claims.entry_id[rest], claims.deliver_at_ms[rest])
+    ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
+        """Acknowledges what is IN_FLIGHT with that time: (the records to journal, the claims that are not IN_FLIGHT).
 
-    def stage_acknowledge_found(self, state: SubscriptionState, found: KeyedRows) -> AcknowledgeRecord | None:
+        Where both indexes have a row of a position the first claim is for that of the shared one.
+        """
+        records: list[AcknowledgeRecord] = []
+        for index in self.indexes.serving(state.subscription_id):
+            if not len(claims):
+                break
+            keys = claims.keys_in(index)
+            found = state.in_flight.take(keys, claims.deliver_at_ms)
+            if found.any():
+                taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
+                rows = Rows(taken.deliver_at_ms, taken.ledger_id, taken.entry_id)
+                records.append(self._acknowledge_record(index, state, rows, keys))
+                claims = claims.take(~found)
+        return tuple(records), claims
+
+    def stage_acknowledge_found(self, state: SubscriptionState, found: KeyedRows) -> tuple[AcknowledgeRecord, ...]:
         """Acknowledges rows of the backlog that `find_in_backlog` found."""
         if not len(found):
-            return None
+            return ()
         state.withdraw(bitmap_of(found.keys))
-        rows = found.rows
-        claims = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
-        return self._acknowledge_record(state, claims, found.keys, np.ones(len(found), np.bool_))
+        records: list[AcknowledgeRecord] = []
+        owners = self.indexes.places.owners(found.keys)
+        for index in self.indexes.serving(state.subscription_id):
+            here = owners == np.uint64(index.subscription_id)
+            if here.any():
+                part = found if here.all() else found.take(here)
+                rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
+                records.append(self._acknowledge_record(index, state, rows, part.keys))
+        return tuple(records)
 
-    def _acknowledge_record(
-        self, state: SubscriptionState, claims: HeldPositions, keys: U64, chosen: npt.NDArray[np.bool_]
-    ) -> AcknowledgeRecord | None:
-        if not chosen.any():
-            return None
-        state.acknowledging |= bitmap_of(keys[chosen])
-        rows = Rows(claims.deliver_at_ms, claims.ledger_id, claims.entry_id)
-        if not chosen.all():
-            rows = rows.take(chosen)
-        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows)
+    def _acknowledge_record(self, index: Index, state: SubscriptionState, rows: Rows, keys: U64) -> AcknowledgeRecord:
+        state.acknowledging |= bitmap_of(keys)
+        own_index = index.subscription_id != SHARED
+        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows, own_index=own_index)
 
     def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
         """The claims that may be in the backlog; whether the times are right only the rows can tell."""
-        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
-        due = BitMap64()
-        asked = bitmap_of(keys)
-        for bucket in self.index.buckets:
-            here = asked & bucket.passed
-            if here:
-                here -= bucket.acknowledged.get(state.subscription_id, BitMap64())
-                due |= here
-        due -= state.acknowledging
-        mask = contained(keys, due)
-        return HeldPositions(claims.ledger_id[mask], claims.entry_id[mask], claims.deliver_at_ms[mask])
+        return that_may_be_due(self.indexes.serving(state.subscription_id), state, claims)
 
     def find_in_backlog(
         self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows
@@ -238,13 +169,7 @@ class Topic:
 
         `seen`: empty at the first call, and handed in again with the same claims after loading.
         """
-        claims = self.in_backlog(state, claims)
-        if not len(claims):
-            return KeyedRows.empty(), []
-        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
-        found, missing = self.index.find_loaded(keys, claims.deliver_at_ms, seen)
-        owed = state.owes(found) if len(found) else None
-        return (found if owed is None else found.take(owed)), missing
+        return find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows) -> None:
         """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them."""
@@ -254,70 +179,66 @@ class Topic:
 
     def move_held(self, state: SubscriptionState, claims: HeldPositions, leases: Collection[int], lease: int) -> int:
         """Claims that one of the leases holds with that time are held by another lease from now on; how many."""
-        keys = self.index.pages.find(claims.ledger_id, claims.entry_id)
-        return state.in_flight.move(keys, claims.deliver_at_ms, leases, lease)
+        moved_rows = 0
+        for index in self.indexes.serving(state.subscription_id):
+            moved = state.in_flight.move(claims.keys_in(index), claims.deliver_at_ms, leases, lease)
+            moved_rows += int(np.count_nonzero(moved))
+            claims = claims.take(~moved)
+        return moved_rows
 
     # ---- decisions are applied
 
     def apply(self, record: Record, slot: int, *, elapsed_ms: int) -> None:
-        """Applies one decision of a slot that is durable; also at replay. Records of another incarnation do nothing."""
+        """Applies one decision of a slot that is durable; also at replay.
+
+        Records of another incarnation do nothing, nor do those of the own index of a subscription that is no more.
+        """
         if record.incarnation != self.incarnation:
             return
-        if isinstance(record, AddRecord):
-            rows = KeyedRows(record.rows, self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id))
-            added = bitmap_of(rows.keys)
-            self.index.mutable.add(rows, added, elapsed_ms=elapsed_ms)
-            quarantine.added_again(self.index.quarantined.values(), added, slot)
-            self._release_staged(added)
-        elif isinstance(record, AcknowledgeRecord):
-            self._apply_acknowledge(record, slot)
-        elif isinstance(record, GoneRecord):
-            with self._named(record.positions) as keys:
-                for state in self.subscriptions.values():
-                    state.drop(self.index.owed_among(keys, state.subscription_id))
-                self.index.remove(keys)
-        elif record.subscription_id in self.subscriptions:
-            with self._named(record.positions) as keys:
-                waived = self.index.waive(keys, record.subscription_id)
-                self.subscriptions[record.subscription_id].drop(waived)
+        match record:
+            case AddRecord():
+                if self._has_index(record.subscription_id):
+                    self.indexes.of(record.subscription_id).add(record.rows, slot, elapsed_ms=elapsed_ms)
+            case AcknowledgeRecord():
+                if not record.own_index:
+                    self._apply_acknowledge(self.index, record, slot)
+                elif self._has_index(record.subscription_id):
+                    self._apply_acknowledge(self.indexes.of(record.subscription_id), record, slot)
+            case GoneRecord():
+                if self._has_index(record.subscription_id):
+                    self._apply_gone(self.indexes.of(record.subscription_id), record)
+            case WaiveRecord() if record.subscription_id in self.subscriptions:
+                with self.index.named(record.positions) as keys:
+                    waived = self.index.waive(keys, record.subscription_id)
+                    self.subscriptions[record.subscription_id].drop(waived)
 
-    @contextlib.contextmanager
-    def _named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
-        """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""
-        if not quarantine.learns_positions(self.index.quarantined.values()):
-            yield self.index.pages.find_stored(positions)
-            return
-        keys = self.index.pages.from_stored(positions)
-        yield keys
-        self.index.pages.forget_unheld(pages_of(keys))
+    def _has_index(self, index_id: int) -> bool:
+        return index_id == SHARED or index_id in self.subscriptions
 
-    def _release_staged(self, added: BitMap64) -> None:
-        if not self._staged_pages:
-            return
-        self._staged -= added
-        left = pages_of(self._staged)
-        self.index.pages.release(self._staged_pages - left)
-        self._staged_pages = left
+    def _apply_gone(self, index: Index, record: GoneRecord) -> None:
+        with index.named(record.positions) as keys:
+            for state in self._served_by(index):
+                state.drop(index.owed_among(keys, state.subscription_id))
+            index.remove(keys)
 
-    def _apply_acknowledge(self, record: AcknowledgeRecord, slot: int) -> None:
-        learns = quarantine.learns_positions(self.index.quarantined.values())
-        if learns:
-            self.index.pages.intern(record.rows.ledger_id, record.rows.entry_id)
-        rows = self.index.pages.keyed(record.rows)
-        keys = bitmap_of(rows.keys)
+    def _apply_acknowledge(self, index: Index, record: AcknowledgeRecord, slot: int) -> None:
         entitled = {
             number: other.stored.since_ms
             for number, other in self.subscriptions.items()
-            if other.stored.created_slot < slot
+            if index is self.index and other.stored.created_slot < slot
         }
-        passed_rows = self.index.acknowledge(rows, keys, record.subscription_id, entitled)
-        state = self.subscriptions.get(record.subscription_id)
-        if state is not None:
-            state.backlog -= passed_rows
-            state.acknowledging -= keys
-        self._acknowledging_lost -= keys
-        if learns:
-            self.index.pages.forget_unheld(pages_of(keys))
+        with index.named_rows(record.rows) as (rows, keys):
+            passed_rows = index.acknowledge(rows, keys, record.subscription_id, entitled)
+            state = self.subscriptions.get(record.subscription_id)
+            if state is not None:
+                state.backlog -= passed_rows
+                state.acknowledging -= keys
+
+    def _served_by(self, index: Index) -> list[SubscriptionState]:
+        """The subscriptions that are owed rows of an index."""
+        if index is self.index:
+            return list(self.subscriptions.values())
+        return [self.subscriptions[index.subscription_id]]
 
     # ---- what is there
 
@@ -331,39 +252,31 @@ class Topic:
 
     # ---- trims
 
-    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> Departure:
-        """The decision to drop what is present of the ranges, None: of everything; for one subscription only what it is
-        owed.
+    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> list[Departure]:
+        """The decisions to drop what is present of the ranges, None: of everything, one for each index; for one
+        subscription only what it is owed.
 
         Call while no request passes and nothing is staged, until the records are applied.
         """
-        parts = trimming.chosen(self.index, ranges)
+        indexes = self.indexes.values() if subscription_id is None else self.indexes.serving(subscription_id)
         others = [number for number in self.subscriptions if number != subscription_id]
-        if subscription_id is None:
-            gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
-        else:
-            gone, waived = trimming.split(parts, subscription_id, others)
-        rows = len(gone) + len(waived)
-        if subscription_id is None or not others:
-            for keys, missing_rows in trimming.stand_ins(self.index, ranges):
-                gone |= keys
-                rows += missing_rows
-        return Departure(
-            self.topic_id,
-            self.incarnation,
-            self.index.pages,
-            gone,
-            GoneReason.TRIMMED,
-            waived,
-            subscription_id or 0,
-            rows,
-        )
+        return [
+            trimming.departure(
+                index,
+                ranges,
+                None if index is not self.index else subscription_id,
+                others,
+                topic_id=self.topic_id,
+                incarnation=self.incarnation,
+            )
+            for index in indexes
+        ]
 
     # ---- subscriptions
 
     def since_for_new_subscription(self, now_ms: int) -> int:
         """The `since_ms` of a subscription that is created now: everything that has been passed is before it."""
-        return max(now_ms, self.index.passed_until_ms) if self.subscriptions else 0
+        return max(now_ms, self.indexes.passed_until_ms) if self.subscriptions else 0
 
     def begin_subscription(self, stored: Subscription) -> None:
         """The subscription is about to be in the topic's manifest: what is passed from here on is counted for it.
@@ -392,19 +305,20 @@ class Topic:
         return self._gone(self.index.owed_to_none_of(others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:
-        """The subscription is no longer in the topic's manifest."""
+        """The subscription is no longer in the topic's manifest; its own index is no more."""
         del self.subscriptions[subscription_id]
         self.index.dismiss(subscription_id)
+        self.indexes.remove(subscription_id)
 
     # ---- due
 
     def pass_due(self, now_ms: int, limit: int) -> int:
         """Passes about `limit` due rows into the backlogs; how many. 0 when none is due, or none that is in memory."""
-        passed = self.index.pass_due(now_ms, limit)
+        passed = self.indexes.pass_due(now_ms, limit)
         if not passed:
             return 0
         states = tuple(self.subscriptions.values())
-        self._not_owed |= feeding.feed(passed, states, self._coming, lambda: self._reader(at_head=True))
+        self._not_owed |= feeding.feed(passed, states, self._coming, lambda state: self._reader(state, at_head=True))
         return sum(len(each.rows) for each in passed)
 
     def take_not_owed(self) -> list[GoneRecord]:
@@ -424,26 +338,34 @@ class Topic:
 
     # ---- reading a backlog again
 
-    def _reader(self, *, at_head: bool) -> BacklogReader:
-        return BacklogReader(self.index.sealed.values(), self.index.memory_buckets, at_head=at_head)
+    def _reader(self, state: SubscriptionState, *, at_head: bool) -> BacklogReader:
+        indexes = self.indexes.serving(state.subscription_id)
+        sealed = [bucket for index in indexes for bucket in index.sealed.values()]
+        memory = [bucket for index in indexes for bucket in index.memory_buckets]
+        return BacklogReader(sealed, memory, at_head=at_head)
 
     def open(self, state: SubscriptionState, dispatcher: int) -> None:
         """A dispatcher listens to a subscription."""
-        state.open(dispatcher, self._reader(at_head=False))
+        state.open(dispatcher, self._reader(state, at_head=False))
 
     def catch_up(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
         """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
 
         When there is nothing left to derive the subscription is fed again.
         """
-        return feeding.catch_up(self.index, state, limit)
+        return feeding.catch_up(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
 
     # ---- seals
 
-    def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
-        """See `Index.finish_seal`; readers go on in the sealed bucket."""
-        self.index.finish_seal(memory, sealed, rows, near_ms=near_ms)
-        for state in self.subscriptions.values():
+    def finish_seal(
+        self, index_id: int, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int
+    ) -> None:
+        """See `Index.finish_seal`; readers go on in the sealed bucket. Of an index that is no more: nothing."""
+        index = self.indexes.get(index_id)
+        if index is None:
+            return
+        index.finish_seal(memory, sealed, rows, near_ms=near_ms)
+        for state in self._served_by(index):
             if state.reader is not None:
                 if sealed is not None:
                     state.reader.sealed(memory, sealed)
@@ -451,9 +373,12 @@ class Topic:
                     state.reader.dropped(memory)
 
     def drop(self, name: str) -> None:
-        """A bucket every row of which is gone left the manifest."""
-        bucket = self.index.drop(name)
-        for state in self.subscriptions.values():
+        """A bucket every row of which is gone left the manifest. Of an index that is no more: nothing."""
+        index = self.indexes.holding(name)
+        if index is None:
+            return
+        bucket = index.drop(name)
+        for state in self._served_by(index):
             if state.reader is not None:
                 state.reader.dropped(bucket)
 
@@ -463,20 +388,23 @@ class Topic:
         """The manifest says that a bucket is damaged: its rows leave index and backlogs until they are added again.
 
         `live`: the bucket, marked as quarantined. Until it is marked, `Index.leave_out` keeps its rows where they are.
+        Of an index that is no more: nothing.
         """
-        bucket = self.index.quarantine(live)
-        for state in self._states:
+        index = self.indexes.holding(live.object.name)
+        if index is None:
+            return
+        bucket = index.quarantine(live)
+        states = self._served_by(index)
+        if index is self.index and self._coming is not None:
+            states.append(self._coming)
+        for state in states:
             # An add would stand in one slot with the acknowledgement, in any order: until then there is the row.
-            self._acknowledging_lost |= state.acknowledging & bucket.present
+            index.acknowledging_lost |= state.acknowledging & bucket.present
             lost = bucket.passed - bucket.acknowledged.get(state.subscription_id, BitMap64())
             state.drop(lost)
             if state.reader is not None:
                 state.reader.dropped(bucket)
 
-    @property
-    def _states(self) -> list[SubscriptionState]:
-        return [*self.subscriptions.values(), *([] if self._coming is None else [self._coming])]
-
     def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
         """What was lost with damaged buckets and has not been added again, by ledgers."""
-        return quarantine.rebuild_needed(self.index.quarantined.values())
+        return self.indexes.rebuild_needed()

@@ -1,6 +1,6 @@
 """Trimming: which positions of an index leave it, or the backlog of one subscription.
 
-Owns: what ledgers and entries a trim names, and choosing what is present now.
+Owns: what ledgers and entries a trim names, choosing what is present now, and whom it leaves.
 Does not own: the records that say so (`departures`), and applying them (`topic`).
 """
 
@@ -12,8 +12,10 @@ from collections.abc import Collection
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket
+from daemon.core.departures import Departure
 from daemon.core.index import Index
 from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, within
+from storage_backends.formats.journal import GoneReason
 from storage_backends.formats.rows import U64
 
 _U64_MAX = (1 << 64) - 1
@@ -66,6 +68,41 @@ def chosen(index: Index, ranges: LedgerRanges | None) -> list[tuple[Bucket, BitM
         if hit:
             found.append((bucket, hit))
     return found
+
+
+def departure(
+    index: Index,
+    ranges: LedgerRanges | None,
+    subscription_id: int | None,
+    others: Collection[int],
+    *,
+    topic_id: str,
+    incarnation: int,
+) -> Departure:
+    """What is to leave an index: what is present of the ranges, None: everything; of the shared one, for a subscription
+    what it is owed. `others`: the other subscriptions.
+    """
+    parts = chosen(index, ranges)
+    if subscription_id is None:
+        gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()
+    else:
+        gone, waived = split(parts, subscription_id, others)
+    rows = len(gone) + len(waived)
+    if subscription_id is None or not others:
+        for keys, missing_rows in stand_ins(index, ranges):
+            gone |= keys
+            rows += missing_rows
+    return Departure(
+        topic_id,
+        incarnation,
+        index.pages,
+        gone,
+        GoneReason.TRIMMED,
+        waived,
+        subscription_id or 0,
+        rows,
+        index_id=index.subscription_id,
+    )
 
 
 def stand_ins(index: Index, ranges: LedgerRanges | None) -> list[tuple[BitMap64, int]]:

@@ -84,14 +84,14 @@ class BucketLife:
 
     def before_rows(self, highest_ledger_id: int, slot: int) -> None:
         """Rows up to that ledger are about to be applied; everything up to `slot` is applied (PIP-195's rule)."""
-        if self._topic.index.mutable.wants_seal_before(highest_ledger_id, self._settings().seal_limits):
+        if self._topic.indexes.wants_seal_before(highest_ledger_id, self._settings().seal_limits):
             self.seal(slot)
 
     def after_slot(self, slot: int) -> None:
         """Everything up to `slot` is applied."""
         self._slot = slot
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
-        if self._topic.index.mutable.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
+        if self._topic.indexes.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
         elif self._topic.index.droppable():
             self._start()
@@ -227,7 +227,7 @@ class BucketLife:
             )
         near_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
         rows = KeyedRows.empty() if written is None else written.rows
-        self._topic.finish_seal(seal.memory, sealed, rows, near_ms=near_ms)
+        self._topic.finish_seal(0, seal.memory, sealed, rows, near_ms=near_ms)
         self._changed()
 
     async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from daemon.core.adding import AddBatch, AddOutcome
+from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.quarantine import RebuildNeeded
-from daemon.core.topic import AddBatch, AddOutcome, HeldPositions
 from daemon.core.trimming import LedgerRanges
+from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.rows import Rows
 
@@ -20,6 +22,7 @@ __all__ = [
     "AddOutcome",
     "BucketPage",
     "BucketSummary",
+    "CancelOutcome",
     "Contained",
     "EntryRanges",
     "HandedOut",
@@ -28,6 +31,8 @@ __all__ = [
     "Leased",
     "LedgerRanges",
     "RebuildNeeded",
+    "RescheduleBatch",
+    "RescheduleOutcome",
     "Sealed",
     "SubscriptionCreated",
     "SubscriptionPage",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from daemon.core.claims import HeldPositions
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription import SubscriptionState
-from daemon.core.topic import HeldPositions
 from daemon.engine.calls import HandedOut
 from storage_backends.formats.rows import U64
 

@@ -79,9 +79,9 @@ class GroupCommit:
                 retry_after_ms=BACK_PRESSURE_RETRY_MS,
             )
 
-    def stage(self, record: Record, *, awaited: bool = True) -> asyncio.Future[int]:
-        """The future ends with the number of the decision's slot, once that is durable and applied. Never cancel it."""
-        slot = self._append((record,))
+    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
+        """The future ends with the number of the decisions' slot, once that is durable and applied. Never cancel it."""
+        slot = self._append(records)
         if awaited:
             self._staged.set()
         else:

@@ -52,31 +52,31 @@ def page_after(
 
 
 def summary(topic: ServedTopic) -> TopicSummary:
-    index = topic.core.index
+    indexes = topic.core.indexes
     return TopicSummary(
         topic=topic.core.name,
         shard=topic.shard.number,
-        pending=index.pending_rows,
-        buckets=len(index.sealed),
+        pending=indexes.pending_rows,
+        buckets=len(indexes.sealed),
         subscriptions=len(topic.core.subscriptions),
-        next_due_ms=index.next_due_ms() or 0,
+        next_due_ms=indexes.next_due_ms() or 0,
     )
 
 
 def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
-    core, index = topic.core, topic.core.index
+    core, indexes = topic.core, topic.core.indexes
     return TopicStats(
         topic=core.name,
         topic_id=core.topic_id,
         shard=topic.shard.number,
         epoch=topic.shard.epoch,
         incarnation=core.incarnation,
-        pending=index.pending_rows,
+        pending=indexes.pending_rows,
         mutable_rows=_mutable_rows(core),
-        buckets=len(index.sealed),
+        buckets=len(indexes.sealed),
         bucket_bytes=_bucket_bytes(core),
-        loaded_rows=index.loaded_rows,
-        next_due_ms=index.next_due_ms() or 0,
+        loaded_rows=indexes.loaded_rows,
+        next_due_ms=indexes.next_due_ms() or 0,
         oldest_due_ms=oldest_due_ms(core),
         applied_slot=applied_slot,
         subscriptions=tuple(subscription_stats(topic, state) for state in core.subscriptions.values()),
@@ -120,7 +120,10 @@ def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms
 def buckets_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> BucketPage:
     """Sealed buckets in the order of (first ledger, last ledger), after the place `after`."""
     core = topic.core
-    buckets: list[SealedBucket | QuarantinedBucket] = [*core.index.sealed.values(), *core.index.quarantined.values()]
+    buckets: list[SealedBucket | QuarantinedBucket] = [
+        *core.indexes.sealed.values(),
+        *core.indexes.quarantined.values(),
+    ]
     page, next_after = page_after(buckets, _place_of, page_size, after)
     return BucketPage(
         buckets=tuple(_bucket_summary(core, bucket) for bucket in page),
@@ -149,7 +152,7 @@ def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> Bu
         min_deliver_at_ms=live.min_deliver_at_ms,
         max_deliver_at_ms=live.max_deliver_at_ms,
         segments=live.segments,
-        segments_loaded=core.index.cache.segments_of(live.object.name),
+        segments_loaded=core.indexes.cache.segments_of(live.object.name),
         level=live.level,
         compatible_form=live.compatible_form,
         quarantined=quarantined,
@@ -159,15 +162,15 @@ def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> Bu
 
 def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
     """The topic at a scrape."""
-    core, index = topic.core, topic.core.index
+    core, indexes = topic.core, topic.core.indexes
     states = core.subscriptions.values()
     oldest_ms = oldest_due_ms(core)
     return TopicNumbers(
         topic=core.name,
-        pending=index.pending_rows,
+        pending=indexes.pending_rows,
         mutable_rows=_mutable_rows(core),
-        loaded_rows=index.loaded_rows,
-        buckets=len(index.sealed) + len(index.memory_buckets),
+        loaded_rows=indexes.loaded_rows,
+        buckets=len(indexes.sealed) + len(indexes.memory_buckets),
         bucket_bytes=_bucket_bytes(core),
         backlog=sum(state.backlog for state in states),
         in_flight=sum(len(state.in_flight) for state in states),
@@ -178,8 +181,8 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
 
 
 def _mutable_rows(core: Topic) -> int:
-    return sum(bucket.waiting_rows for bucket in core.index.memory_buckets)
+    return sum(bucket.waiting_rows for bucket in core.indexes.memory_buckets)
 
 
 def _bucket_bytes(core: Topic) -> int:
-    return sum(bucket.live.object.size_bytes for bucket in core.index.sealed.values())
+    return sum(bucket.live.object.size_bytes for bucket in core.indexes.sealed.values())

@@ -14,9 +14,9 @@ import dataclasses
 import heapq
 from typing import TYPE_CHECKING
 
+from daemon.core.claims import HeldPositions
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
-from daemon.core.topic import HeldPositions
 from daemon.engine.environment import Environment
 from daemon.engine.topic_settings import LEASE_MAX_MS
 from daemon.errors import InvalidArgument, QuotaExceeded

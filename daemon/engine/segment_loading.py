@@ -1,7 +1,7 @@
 """Loading segments: which reads are under way, and putting what was read where it is wanted.
 
 Owns: reads of one topic's segments, each at most once at a time, and trying again when the store fails.
-Does not own: which segments are wanted (`daemon.core.index`, `daemon.core.backlog_reader`) and the cache.
+Does not own: which segments are wanted (`daemon.core.indexes`, `daemon.core.backlog_reader`) and the cache.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from daemon.core.positions import KeyedRows
+from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.segments import SegmentRange
 from daemon.core.topic import Topic
 from daemon.durability import backoff, bucket_objects
@@ -80,7 +80,7 @@ class SegmentLoader:
             self._damaged(segments.bucket, str(error))
         else:
             for offset, each in enumerate(rows):
-                self._topic.index.load(segments.bucket, segments.first + offset, each)
+                self._topic.indexes.load(segments.bucket, segments.first + offset, each)
         finally:
             for number in range(segments.first, segments.last + 1):
                 self._reads.pop((segments.bucket, number), None)
@@ -89,13 +89,14 @@ class SegmentLoader:
     async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
         environment = self._environment
         for delay_s in backoff.delays_s(environment.jitter):
-            bucket = self._topic.index.sealed.get(segments.bucket)
+            bucket = self._topic.indexes.bucket(segments.bucket)
             if bucket is None:
                 return []
+            pages = self._topic.indexes.pages_of_bucket(segments.bucket)
             infos = bucket.table.infos[segments.first : segments.last + 1]
             started_s = environment.clock.elapsed_s()
             try:
-                rows = await environment.run(lambda infos=infos: self._rows(segments.bucket, infos))  # type: ignore[misc]
+                rows = await environment.run(lambda infos=infos, pages=pages: self._rows(segments.bucket, infos, pages))  # type: ignore[misc]
             except StoreError as error:
                 environment.metrics.bucket_operation(
                     "load", "failed", seconds=environment.clock.elapsed_s() - started_s
@@ -107,7 +108,6 @@ class SegmentLoader:
             return rows
         return []
 
-    def _rows(self, bucket: str, infos: Sequence[SegmentInfo]) -> list[KeyedRows]:
-        pages = self._topic.index.pages
+    def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
         rows = bucket_objects.read_segments(self._environment.store, bucket, infos)
         return [pages.keyed(each) for each in rows]

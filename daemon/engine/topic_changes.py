@@ -52,15 +52,16 @@ class TopicChanges:
         withheld = topic.core.subscriptions if subscription_id is None else (subscription_id,)
         with topic.withholding(withheld):
             commits.check_accepting()
-            departure = topic.core.trim(ranges, subscription_id)
-            for records in departure.slots():
-                await commits.stage_together(records)
-        return departure.rows
+            departures = topic.core.trim(ranges, subscription_id)
+            for departure in departures:
+                for records in departure.slots():
+                    await commits.stage_together(records)
+        return sum(departure.rows for departure in departures)
 
     async def seal(self, topic: ServedTopic) -> Sealed:
         """Seals the mutable bucket; returns when that is committed."""
         await topic.gate.passed()
-        if len(topic.core.index.sealing) >= SEALING_MAX:
+        if topic.core.indexes.sealing >= SEALING_MAX:
             raise topic.too_many_seals()
         sealing = self._shard.lives[topic.core.name].seal(self._shard.applied_slot)
         if sealing is None:
@@ -95,7 +96,7 @@ class TopicChanges:
             await life.halt()
             try:
                 lost_rows = sum(needed.rows for needed in core.rebuild_needed())
-                rows = sum(bucket.present_rows for bucket in core.index.buckets) + lost_rows
+                rows = core.indexes.present_rows + lost_rows
                 delete_after_ms = self._environment.clock.now_ms() + self._environment.grace_ms
                 await self._commit(
                     core.name,
@@ -116,8 +117,8 @@ class TopicChanges:
         topic.end_streams(NotFound(f"topic {name} was deleted"))
         topic.close(again)
         self._shard.forget_topic(name)
-        for bucket in topic.core.index.sealed:
-            topic.core.index.cache.discard_bucket(bucket)
+        for bucket in topic.core.indexes.sealed:
+            topic.core.indexes.cache.discard_bucket(bucket)
 
     async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
         try:

@@ -10,19 +10,18 @@ from pyroaring import BitMap64
 from daemon import main
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
-from daemon.core.topic import Topic
 from storage_backends.local_directory import LocalDirectory
 
 
 def forgets_what_is_staged() -> None:
     """Two requests that are decided before either is durable both get the position."""
-    without_row = Topic._without_row
+    fresh_among = Index.fresh_among
 
-    def forgetful(topic: Topic, keys: object, asked: object) -> object:
-        topic._staged = BitMap64()
-        return without_row(topic, keys, asked)  # type: ignore[arg-type]
+    def forgetful(index: Index, keys: object, asked: object) -> object:
+        index.staged.keys = BitMap64()
+        return fresh_among(index, keys, asked)  # type: ignore[arg-type]
 
-    Topic._without_row = forgetful  # type: ignore[method-assign, assignment]
+    Index.fresh_among = forgetful  # type: ignore[method-assign, assignment]
 
 
 def does_not_look_into_buckets_that_are_being_sealed() -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from daemon.core.topic import AddOutcome
+from daemon.core.adding import AddOutcome
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Position, Row, TopicTruth
 from tests.support.engine_fixture import Daemon

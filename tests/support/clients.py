@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TypeVar
 
-from daemon.core.topic import AddOutcome
+from daemon.core.adding import AddOutcome
 from daemon.engine.dispatch import StreamClosed
 from daemon.errors import TarryError
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from daemon.core.adding import AddBatch, AddOutcome
+from daemon.core.claims import HeldPositions
 from daemon.core.departures import Departure
 from daemon.core.index import BucketBits, SeenRows
 from daemon.core.limits import RequestLimits
@@ -26,7 +28,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
-from daemon.core.topic import AddBatch, AddOutcome, HeldPositions, Topic
+from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from daemon.durability import bucket_objects, checkpoint, recovery, sealing
 from storage_backends import topic_manifest
@@ -120,6 +122,7 @@ class JournaledTopic:
         self._budget_bytes = budget_bytes
         self._ready_rows_max = ready_rows_max
         self._segment_limits = segment_limits or SegmentLimits(time_step_ms=1_000, rows_max=4, rows_min=0)
+        self.shared_index = True
         self._compatible = compatible
         self._names = itertools.count(1)
         self._changed_slot = 0
@@ -140,9 +143,15 @@ class JournaledTopic:
 
     # ---- requests
 
-    def stage_add(self, batch: AddBatch) -> AddOutcome:
-        record, outcome = self.core.stage_add(batch, now_ms=self.now_ms, request_limits=LIMITS)
-        if record is not None:
+    def stage_add(self, batch: AddBatch, subscription_id: int = 0) -> AddOutcome:
+        records, outcome = self.core.stage_add(
+            batch,
+            now_ms=self.now_ms,
+            request_limits=LIMITS,
+            subscription_id=subscription_id,
+            shared_index=self.shared_index,
+        )
+        for record in records:
             self.staged.append(record)
         return outcome
 
@@ -154,14 +163,13 @@ class JournaledTopic:
 
     def stage_acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int]]) -> int:
         """The number of claims that were ignored."""
-        record, rest = self.core.stage_acknowledge(state, claims_of(claims))
-        if record is not None:
+        records, rest = self.core.stage_acknowledge(state, claims_of(claims))
+        for record in records:
             self.staged.append(record)
         if not len(rest):
             return 0
         found = self.find_in_backlog(state, rest)
-        record = self.core.stage_acknowledge_found(state, found)
-        if record is not None:
+        for record in self.core.stage_acknowledge_found(state, found):
             self.staged.append(record)
         return len(rest) - len(found)
 
@@ -217,15 +225,16 @@ class JournaledTopic:
 
     # ---- trims and damage
 
-    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> Departure:
+    def trim(self, ranges: LedgerRanges | None, subscription_id: int | None) -> list[Departure]:
         self.commit()
         return self.core.trim(ranges, subscription_id)
 
     def trim_at_once(self, ranges: LedgerRanges | None = None, subscription_id: int | None = None) -> int:
-        departure = self.trim(ranges, subscription_id)
-        for records in departure.slots():
-            self.commit_together(records)
-        return departure.rows
+        departures = self.trim(ranges, subscription_id)
+        for departure in departures:
+            for records in departure.slots():
+                self.commit_together(records)
+        return sum(departure.rows for departure in departures)
 
     def commit_together(self, records: Iterable[journal.Record]) -> None:
         """They are in one slot, with whatever else is staged."""
@@ -267,7 +276,7 @@ class JournaledTopic:
         for _ in range(TURNS_MAX):
             if self.pass_due(1_000):
                 continue
-            wanted = self.core.index.wanted_segments(self.now_ms)
+            wanted = self.core.indexes.wanted_segments(self.now_ms)
             if not wanted:
                 return
             self.load(wanted)
@@ -296,11 +305,12 @@ class JournaledTopic:
 
     def load(self, wanted: Iterable[SegmentRange]) -> None:
         for segments in wanted:
-            bucket = self.core.index.sealed[segments.bucket]
+            bucket = self.core.indexes.sealed[segments.bucket]
+            pages = self.core.indexes.pages_of_bucket(segments.bucket)
             infos = bucket.table.infos[segments.first : segments.last + 1]
             rows = bucket_objects.read_segments(self.store, segments.bucket, infos)
             for offset, each in enumerate(rows):
-                self.core.index.load(segments.bucket, segments.first + offset, self.core.index.pages.keyed(each))
+                self.core.indexes.load(segments.bucket, segments.first + offset, pages.keyed(each))
 
     # ---- buckets
 
@@ -351,7 +361,7 @@ class JournaledTopic:
                 pages=self.core.index.pages,
             )
         rows = KeyedRows.empty() if written is None else written.rows
-        self.core.finish_seal(memory, sealed, rows, near_ms=self.now_ms if near_ms is None else near_ms)
+        self.core.finish_seal(0, memory, sealed, rows, near_ms=self.now_ms if near_ms is None else near_ms)
 
     def seal(self, *, near_ms: int | None = None) -> None:
         """Cuts, commits and serves the bucket that takes new rows."""

@@ -171,7 +171,7 @@ class RowMachine(RuleBasedStateMachine):
 
     @rule(ahead_ms=st.sampled_from((0, 500, FAR_MS)), pick=picks)
     def load_what_is_wanted(self, ahead_ms: int, pick: int) -> None:
-        wanted = self.topic.core.index.wanted_segments(self.topic.now_ms + ahead_ms)
+        wanted = self.topic.core.indexes.wanted_segments(self.topic.now_ms + ahead_ms)
         if wanted:
             pick %= len(wanted)
             self.topic.load(wanted[pick:] + wanted[:pick])
@@ -431,7 +431,7 @@ class RowMachine(RuleBasedStateMachine):
         assert set(present) == self.oracle.rows.keys()
         waiting = sum(not row.passed for row in self.oracle.rows.values())
         assert index.pending_rows == waiting
-        next_due_ms = index.next_due_ms()
+        next_due_ms = self.topic.core.indexes.next_due_ms()
         times = [row.deliver_at_ms for row in self.oracle.rows.values() if not row.passed]
         assert next_due_ms is None if not times else next_due_ms is not None and next_due_ms <= min(times)
 

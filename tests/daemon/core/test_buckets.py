@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 from daemon.core.bucket import GoneSet
-from daemon.core.mutable_bucket import HORIZON_STEP_MS, MutableBucket, SealLimits
+from daemon.core.mutable_bucket import HORIZON_STEP_MS, MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import take_due
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentCursor, SegmentRange, SegmentTable
@@ -137,36 +137,6 @@ def test_a_snapshot_does_not_change_with_the_bucket() -> None:
     filled.add([(NOW_MS, 9, entry) for entry in range(5_000)], key_hash=[1] * 5_000)
     filled.remove((7, 0))
     assert listed(snapshot.kept()) == [(NOW_MS, 7, entry) for entry in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("limits", "elapsed_ms", "wanted"),
-    [
-        (SealLimits(rows_min=1, rows_max=3, size_max_bytes=10**6, age_max_ms=10**6), 5, True),
-        (SealLimits(rows_min=1, rows_max=4, size_max_bytes=10**6, age_max_ms=10**6), 5, False),
-        (SealLimits(rows_min=1, rows_max=4, size_max_bytes=72, age_max_ms=10**6), 5, True),
-        (SealLimits(rows_min=1, rows_max=4, size_max_bytes=73, age_max_ms=10**6), 5, False),
-        (SealLimits(rows_min=1, rows_max=4, size_max_bytes=10**6, age_max_ms=10), 15, True),
-        (SealLimits(rows_min=1, rows_max=4, size_max_bytes=10**6, age_max_ms=10), 14, False),
-    ],
-)
-def test_a_bucket_is_sealed_by_rows_bytes_or_age_whatever_the_ledger(
-    limits: SealLimits, elapsed_ms: int, wanted: bool
-) -> None:
-    filled = Filled()
-    assert not filled.bucket.wants_seal(limits, elapsed_ms=10**9)
-    filled.add([(NOW_MS, 7, entry) for entry in range(3)])
-    assert filled.bucket.wants_seal(limits, elapsed_ms=elapsed_ms) is wanted
-
-
-def test_a_bucket_with_enough_rows_is_sealed_when_a_higher_ledger_comes_and_not_before() -> None:
-    limits = SealLimits(rows_min=3, rows_max=10**6, size_max_bytes=10**9, age_max_ms=10**9)
-    filled = Filled()
-    filled.add([(NOW_MS, 7, 1), (NOW_MS, 5, 1)])
-    assert not filled.bucket.wants_seal_before(8, limits)
-    filled.add([(NOW_MS, 6, 1)])
-    assert filled.bucket.wants_seal_before(8, limits)
-    assert not filled.bucket.wants_seal_before(7, limits)
 
 
 # ---- segments

@@ -171,11 +171,11 @@ def pages_of_staged_rows_leave_with_their_bucket(patch: pytest.MonkeyPatch) -> N
 
     def staged(self, batch, **arguments):  # type: ignore[no-untyped-def]
         result = stage_add(self, batch, **arguments)
-        for ordinal in self._staged_pages:
+        for ordinal in self.index.staged._held:
             self.index.pages._holders[ordinal] -= 1
             if not self.index.pages._holders[ordinal]:
                 del self.index.pages._holders[ordinal]
-        self._staged_pages = set()
+        self.index.staged._held = set()
         return result
 
     patch.setattr(Topic, "stage_add", staged)
@@ -194,7 +194,7 @@ def acknowledgements_of_a_deleted_subscription_are_not_replayed(patch: pytest.Mo
 def who_came_later_is_asked_for_its_acknowledgement_too(patch: pytest.MonkeyPatch) -> None:
     """Entitlement at replay is that of today, not that of the slot."""
     apply = Topic._apply_acknowledge
-    patch.setattr(Topic, "_apply_acknowledge", lambda self, record, slot: apply(self, record, 1 << 60))
+    patch.setattr(Topic, "_apply_acknowledge", lambda self, index, record, slot: apply(self, index, record, 1 << 60))
 
 
 def a_subscription_is_created_before_what_has_been_passed(patch: pytest.MonkeyPatch) -> None:

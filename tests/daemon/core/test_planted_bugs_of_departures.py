@@ -11,7 +11,7 @@ from pyroaring import BitMap64
 from daemon.core import containment, feeding, quarantine, trimming
 from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
-from daemon.core.in_flight import InFlight
+from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.quarantine import QuarantinedBucket
@@ -94,7 +94,7 @@ def a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed(patch: pytest.Monk
     apply = Topic.apply
 
     def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
-        if not isinstance(record, WaiveRecord) or self.index.passed_until_ms:
+        if not isinstance(record, WaiveRecord) or self.indexes.passed_until_ms:
             apply(self, record, slot, elapsed_ms=elapsed_ms)
 
     patch.setattr(Topic, "apply", applied)
@@ -150,7 +150,7 @@ def what_a_lease_held_is_lost_when_it_ends(patch: pytest.MonkeyPatch) -> None:
 def what_a_stream_holds_is_extended_too(patch: pytest.MonkeyPatch) -> None:
     move = InFlight.move
 
-    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> int:
+    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> Mask:
         return move(self, keys, times, [*self._held], number)
 
     patch.setattr(InFlight, "move", move_any)
@@ -159,9 +159,9 @@ def what_a_stream_holds_is_extended_too(patch: pytest.MonkeyPatch) -> None:
 def a_lease_is_extended_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
     move = InFlight.move
 
-    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> int:
-        rows = sum(move(self, keys, times + np.uint64(off), holders, number) for off in (0, (1 << 64) - 1))
-        return rows
+    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> Mask:
+        moved = [move(self, keys, times + np.uint64(off), holders, number) for off in (0, (1 << 64) - 1)]
+        return np.logical_or(*moved)
 
     patch.setattr(InFlight, "move", move_any)
 
@@ -207,10 +207,10 @@ def what_leaves_is_still_missing(patch: pytest.MonkeyPatch) -> None:
 def acknowledgements_before_the_damage_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
     apply = Topic._apply_acknowledge
 
-    def applied(self, record, slot):  # type: ignore[no-untyped-def]
-        quarantined, self.index.quarantined = self.index.quarantined, {}
-        apply(self, record, slot)
-        self.index.quarantined = quarantined
+    def applied(self, index, record, slot):  # type: ignore[no-untyped-def]
+        quarantined, index.quarantined = index.quarantined, {}
+        apply(self, index, record, slot)
+        index.quarantined = quarantined
 
     patch.setattr(Topic, "_apply_acknowledge", applied)
 
@@ -255,7 +255,7 @@ def an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket(patch: pytest.Mon
 
     def quarantined(self, live):  # type: ignore[no-untyped-def]
         leave(self, live)
-        self._acknowledging_lost = BitMap64()
+        self.index.acknowledging_lost = BitMap64()
 
     patch.setattr(Topic, "quarantine", quarantined)
 

@@ -66,11 +66,7 @@ def test_a_range_of_entries_is_a_range_of_keys_in_each_page_that_is_known(
     table = PageTable()
     keys = bitmap_of(table.intern(*columns(sorted(known | gone))))
     kept_pages = {(each, entry >> 32) for each, entry in known}
-    table.forget_unheld(
-        ordinal
-        for ordinal in pages_of(keys)
-        if (table.ledger_of(ordinal), int(table._pages[ordinal])) not in kept_pages
-    )
+    table.forget_unheld(ordinal for ordinal in pages_of(keys) if table.places.page_of(ordinal) not in kept_pages)
     first, last = sorted(entries)
     for each in {ledger, *(each for each, _ in known)}:
         found = [within(keys, [keys_range]) for keys_range in table.key_ranges(each, first, last)]

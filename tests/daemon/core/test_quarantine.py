@@ -180,6 +180,17 @@ def test_any_position_of_its_ledgers_that_is_added_counts_as_one_of_those_that_n
     assert len(left_in(topic)) == 11
 
 
+def test_what_was_acknowledged_of_a_bucket_that_nobody_can_read_says_nothing_of_a_row_that_was_added_since() -> None:
+    topic, _ = headless(2)
+    # Others of its ledger count for all that is missing.
+    topic.add([(7, 50 + number) for number in range(10)], NOW_MS + 9)
+    assert missing(topic) == 0
+    topic.add(ROWS[:2], NOW_MS + 9)
+    topic.crash_and_recover()
+    topic.delete_subscription(2, topic.gone_with(2))
+    assert {*ROWS[:2]} <= left_in(topic)
+
+
 @pytest.mark.parametrize(
     ("ranges", "healed"),
     [

@@ -67,7 +67,7 @@ def test_what_is_trimmed_for_one_subscription_is_still_owed_to_the_others() -> N
     topic = with_subscriptions(2)
     topic.add([P, Q], [NOW_MS, NOW_MS + 9])
     topic.pass_all()
-    departure = topic.trim(upto((7, 9)), 1)
+    (departure,) = topic.trim(upto((7, 9)), 1)
     assert [type(record) for records in departure.slots() for record in records] == [WaiveRecord]
     assert topic.trim_at_once(upto((7, 9)), 1) == 2
     topic.create_subscription()
@@ -85,7 +85,7 @@ def test_what_is_trimmed_for_each_subscription_is_gone_with_the_last_of_them() -
     topic = with_subscriptions(2)
     topic.add([P, Q], [NOW_MS, NOW_MS + 9])
     assert topic.trim_at_once(upto((7, 1)), 1) == 1
-    departure = topic.trim(None, 2)
+    (departure,) = topic.trim(None, 2)
     ((waive, gone),) = departure.slots()
     assert isinstance(waive, WaiveRecord)
     assert isinstance(gone, GoneRecord)
@@ -135,7 +135,7 @@ def test_a_trim_while_a_bucket_is_being_sealed_is_in_the_sealed_bucket() -> None
 def test_adds_after_a_trim_are_not_affected_by_it() -> None:
     topic = with_subscriptions(1)
     topic.add([P], NOW_MS + 9)
-    departure = topic.trim(upto((7, 9)), None)
+    (departure,) = topic.trim(upto((7, 9)), None)
     for records in departure.slots():
         topic.commit_together(records)
     topic.stage_add(batch_of([P, Q], deliver_at_ms=[NOW_MS + 10] * 2))
@@ -173,7 +173,8 @@ def slots_of_a_large_trim_hold(*, rows_max: int, bytes_max: int, slots_min: int)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(departures, "SLOT_ROWS_MAX", rows_max)
         patch.setattr(departures, "SLOT_BYTES_MAX", bytes_max)
-        slots = list(topic.trim(None, 2).slots())
+        (departure,) = topic.trim(None, 2)
+        slots = list(departure.slots())
     assert len(slots) >= slots_min
     gone = set()
     for records in slots:

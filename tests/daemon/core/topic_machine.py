@@ -48,7 +48,7 @@ class TopicMachine(RowMachine):
         """`slots`: how many of them are written before a crash."""
         number = None if whole or not self.oracle.subscribers else self.number(pick)
         self.oracle.commit()
-        departure = self.topic.trim(ledger_ranges(ranges), number)
+        (departure,) = self.topic.trim(ledger_ranges(ranges), number)
         gone, waived = self.oracle.trimmed(ranges, number)
         assert departure.rows == len(gone | waived)
         left = gone | waived

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daemon.core.topic import HeldPositions
+from daemon.core.claims import HeldPositions
 from daemon.core.trimming import LedgerRanges
 from daemon.engine import calls
 from tests.support.engine_fixture import Daemon

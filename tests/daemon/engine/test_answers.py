@@ -196,7 +196,7 @@ def staged_row(machines: EngineFixture, one: Daemon, entry: int) -> asyncio.Futu
         False,
     )
     limits = one.engine._environment.request_limits
-    record, _ = topic.core.stage_add(batch, now_ms=machines.now_ms(), request_limits=limits)
+    (record,), _ = topic.core.stage_add(batch, now_ms=machines.now_ms(), request_limits=limits)
     assert record is not None
     return topic.shard.commits.stage(record, awaited=False)
 

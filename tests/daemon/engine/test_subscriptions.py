@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from daemon.core.topic import HeldPositions
+from daemon.core.claims import HeldPositions
 from daemon.engine.dispatch import StreamClosed
 from daemon.errors import NotFound, TarryError
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions

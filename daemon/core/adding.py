@@ -1,0 +1,141 @@
+"""Deciding which rows of a request are accepted, and with which time.
+
+Owns: a request to add and its outcome, over the indexes that it goes to.
+Does not own: which indexes these are and the records (`topic`), and what is in an index (`index`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core import limits
+from daemon.core.index import Index
+from daemon.core.positions import bitmap_of, pages_of
+from storage_backends.formats.rows import U32, U64, Rows
+
+_Places = npt.NDArray[np.intp]
+_NO_ROWS = np.empty(0, np.uint32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AddBatch:
+    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given.
+
+    `return_already_due`: rows whose time has come are not stored but returned.
+    """
+
+    ledger_id: U64
+    entry_id: U64
+    deliver_at_ms: U64 | None
+    delay_ms: U64 | None
+    key_hash: U32 | None
+    return_already_due: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class AddOutcome:
+    """What became of a batch. `returned_index`, `raised_index`: rows of the request.
+
+    `accepted`: rows that were stored in at least one index; `duplicates`: those that every index had a row of.
+    """
+
+    accepted: int
+    duplicates: int
+    returned_index: U32
+    late_on_arrival: int
+    raised_index: U32
+    raised_deliver_at_ms: U64
+
+
+def stage(
+    batch: AddBatch,
+    indexes: Sequence[Index],
+    *,
+    now_ms: int,
+    floor_ms: int | None,
+    request_limits: limits.RequestLimits,
+) -> tuple[list[Rows], AddOutcome]:
+    """Which rows each of the indexes accepts; they are staged there. `floor_ms`: all of them are stored later.
+
+    Raises DelayTooLong.
+    """
+    times = limits.absolute_times(
+        batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
+    )
+    late = times <= np.uint64(now_ms)
+    any_late = bool(late.any())
+    returns = batch.return_already_due and any_late
+    rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
+    asked = [_fresh_in(index, batch) for index in indexes]
+    fresh = _union([each.fresh for each in asked])
+    fresh_rows = len(times) if fresh is None else len(fresh)
+    returned = _NO_ROWS
+    if returns:
+        chosen = np.arange(len(times)) if fresh is None else fresh
+        returned = chosen[late[chosen]].astype(np.uint32)
+    rows, raised = _raised(rows, floor_ms)
+    accepted = [each.stage(rows, ~late if returns else None) for each in asked]
+    raised_index = _NO_ROWS
+    if raised is not None:
+        is_stored = np.zeros(len(times), np.bool_)
+        is_stored[slice(None) if fresh is None else fresh] = True
+        is_stored[returned] = False
+        raised_index = np.flatnonzero(raised & is_stored).astype(np.uint32)
+    outcome = AddOutcome(
+        accepted=fresh_rows - len(returned),
+        duplicates=len(times) - fresh_rows,
+        returned_index=returned,
+        late_on_arrival=int(late.sum() if fresh is None else late[fresh].sum()) if any_late else 0,
+        raised_index=raised_index,
+        raised_deliver_at_ms=rows.deliver_at_ms[raised_index],
+    )
+    return accepted, outcome
+
+
+def _raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
+    """The rows, none at or below a time; which of them were."""
+    if floor_ms is None or not (below := rows.deliver_at_ms <= np.uint64(floor_ms)).any():
+        return rows, None
+    times = np.where(below, np.uint64(floor_ms + 1), rows.deliver_at_ms)
+    return Rows(times, rows.ledger_id, rows.entry_id, rows.key_hash), below
+
+
+def _union(parts: Sequence[_Places | None]) -> _Places | None:
+    """The rows that are in any of the parts, ascending; None for all."""
+    named = [part for part in parts if part is not None]
+    if len(named) < len(parts):
+        return None
+    return named[0] if len(named) == 1 else np.unique(np.concatenate(named))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Fresh:
+    """The rows of a request that have no row in one index yet, None for all of them. `asked`: the set of its keys."""
+
+    index: Index
+    keys: U64
+    asked: BitMap64
+    fresh: _Places | None
+
+    def stage(self, rows: Rows, kept: npt.NDArray[np.bool_] | None) -> Rows:
+        """What is accepted of the rows of the request; of those that are kept, None: of all."""
+        chosen = self.fresh
+        if kept is not None:
+            chosen = np.flatnonzero(kept) if chosen is None else chosen[kept[chosen]]
+        if chosen is None:
+            self.index.staged.add(self.asked)
+            return rows
+        self.index.staged.add(bitmap_of(self.keys[chosen]))
+        self.index.pages.forget_unheld(pages_of(self.asked))
+        return rows.take(chosen)
+
+
+def _fresh_in(index: Index, batch: AddBatch) -> _Fresh:
+    keys = index.pages.intern(batch.ledger_id, batch.entry_id)
+    asked = bitmap_of(keys)
+    return _Fresh(index, keys, asked, index.fresh_among(keys, asked))

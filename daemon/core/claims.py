@@ -1,0 +1,98 @@
+"""Positions that a dispatcher claims to have been handed out, and finding them in the backlog of a subscription.
+
+Owns: claims, and in which of the subscription's indexes they are: the shared one is asked first, then its own.
+Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`topic`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import Mask
+from daemon.core.index import Index, SeenRows
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.segments import SegmentRange
+from daemon.core.subscription import SubscriptionState
+from storage_backends.formats.rows import U64
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class HeldPositions:
+    """Positions with the time they were handed out with, columns of one length."""
+
+    ledger_id: U64
+    entry_id: U64
+    deliver_at_ms: U64
+
+    def __len__(self) -> int:
+        return len(self.ledger_id)
+
+    def take(self, chosen: Mask) -> HeldPositions:
+        return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen])
+
+    def keys_in(self, index: Index) -> U64:
+        return index.pages.find(self.ledger_id, self.entry_id)
+
+
+def that_may_be_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
+    """The claims that may be in the backlog; whether the times are right only the rows can tell."""
+    chosen = np.zeros(len(claims), np.bool_)
+    for index in indexes:
+        chosen |= _may_be_due(index, state, claims.keys_in(index))
+    return claims.take(chosen)
+
+
+def _may_be_due(index: Index, state: SubscriptionState, keys: U64) -> Mask:
+    due = BitMap64()
+    asked = bitmap_of(keys)
+    for bucket in index.buckets:
+        here = asked & bucket.passed
+        if here:
+            here -= bucket.acknowledged.get(state.subscription_id, BitMap64())
+            due |= here
+    due -= state.acknowledging
+    return contained(keys, due)
+
+
+def find_in_backlog(
+    indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, seen: SeenRows
+) -> tuple[KeyedRows, list[SegmentRange]]:
+    """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
+
+    `seen`: empty at the first call, and handed in again with the same claims after loading.
+    """
+    parts: list[KeyedRows] = []
+    missing: list[SegmentRange] = []
+    left = claims
+    for index in indexes:
+        here = claims.take(_may_be_due(index, state, claims.keys_in(index)))
+        if not len(here):
+            continue
+        found, lacking = index.find_loaded(here.keys_in(index), here.deliver_at_ms, seen)
+        missing += lacking
+        owed = state.owes(found) if len(found) and not index.subscription_id else None
+        found = found if owed is None else found.take(owed)
+        if len(indexes) > 1:
+            # A claim is for one row, though each index has one of that position and time.
+            found, left = _answered(index, found, left)
+        parts.append(found)
+    return KeyedRows.concat(parts), missing
+
+
+def _answered(index: Index, found: KeyedRows, claims: HeldPositions) -> tuple[KeyedRows, HeldPositions]:
+    """(the rows that the claims are for, the claims that are for none). `found`: by ascending key."""
+    keys = claims.keys_in(index)
+    places = np.searchsorted(found.keys, keys)
+    places[places == len(found)] = 0
+    same = np.zeros(len(keys), np.bool_)
+    if len(found):
+        same = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == claims.deliver_at_ms)
+    hits = np.flatnonzero(same)
+    rows, first = np.unique(places[hits], return_index=True)
+    left = np.ones(len(keys), np.bool_)
+    left[hits[first]] = False
+    return found.take(rows), claims.take(left)

@@ -1,0 +1,312 @@
+"""The indexes of a topic, the shared one and subscriptions' own ones, and what comes due next over all of them.
+
+Owns: which indexes there are, counts over them, passing rows as they come due, what is loaded for that, and when and
+how all are cut for a seal.
+Does not own: the rows of one index (`index`), who receives them (`feeding`), and reading segments (the engine).
+
+The head is one place in every bucket. Everything before it is due or gone; it moves only over what has come due, in
+hand-out order over all buckets. A sealed bucket whose next segment is not in memory is left out, the others go on.
+
+The keys of two indexes never collide: sets of keys may hold positions of all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from daemon.core import quarantine
+from daemon.core.bucket import Bucket
+from daemon.core.index import Index, IndexCut
+from daemon.core.mutable_bucket import ROW_BYTES, MutableBucket, SealLimits
+from daemon.core.positions import KeyedRows, PagePlaces, PageTable
+from daemon.core.quarantine import QuarantinedBucket, RebuildNeeded
+from daemon.core.runs import SortedRun, earliest, take_due
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import SegmentCache, SegmentRange
+
+# Segments of one bucket that are loaded with one read, ahead of the head.
+LOAD_AHEAD_SEGMENTS = 8
+SHARED = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Passed:
+    """Rows of one bucket that have just been passed, in due order. `late`: they lie before the bucket's head."""
+
+    bucket: Bucket
+    rows: KeyedRows
+    late: bool
+
+
+# A bucket, whether its rows are late ones, and of a bucket in memory the run: rows of one source come in due order.
+_Source = tuple[Bucket, bool, SortedRun | None]
+
+
+class Indexes(Mapping[int, Index]):
+    """By the id of the subscription whose own index it is, made with its first row; 0 is the shared one, always there.
+
+    `passed_until_ms`: no row that was passed has a later time.
+    """
+
+    def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
+        self.cache = cache
+        self.places = PagePlaces()
+        self.passed_until_ms = 0
+        self._horizon_ms = now_ms
+        self._by_id: dict[int, Index] = {}
+        self.shared = self.of(SHARED)
+
+    def __getitem__(self, subscription_id: int) -> Index:
+        return self._by_id[subscription_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def of(self, subscription_id: int) -> Index:
+        """The subscription's own index, which is made if there is none."""
+        index = self._by_id.get(subscription_id)
+        if index is None:
+            pages = PageTable(self.places, owner=subscription_id)
+            index = Index(pages, self.cache, now_ms=self._horizon_ms, subscription_id=subscription_id)
+            self._by_id[subscription_id] = index
+        return index
+
+    def serving(self, subscription_id: int) -> list[Index]:
+        """The indexes that a subscription is owed rows of: the shared one, and its own if there is one."""
+        own = self._by_id.get(subscription_id)
+        return [self.shared] if own is None else [self.shared, own]
+
+    def remove(self, subscription_id: int) -> None:
+        """The subscription is no more, and nobody else is owed anything of its own index."""
+        index = self._by_id.pop(subscription_id, None)
+        if index is not None:
+            for name in index.sealed:
+                self.cache.discard_bucket(name)
+
+    # ---- buckets
+
+    @property
+    def sealed(self) -> dict[str, SealedBucket]:
+        """The sealed buckets of all indexes, by name."""
+        return {name: bucket for index in self._by_id.values() for name, bucket in index.sealed.items()}
+
+    @property
+    def quarantined(self) -> dict[str, QuarantinedBucket]:
+        """The damaged buckets of all indexes, by name."""
+        return {name: bucket for index in self._by_id.values() for name, bucket in index.quarantined.items()}
+
+    @property
+    def readable(self) -> list[SealedBucket]:
+        """The sealed buckets whose objects can be read."""
+        return [bucket for index in self._by_id.values() for bucket in index.readable]
+
+    @property
+    def memory_buckets(self) -> list[MutableBucket]:
+        return [bucket for index in self._by_id.values() for bucket in index.memory_buckets]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that hold the rows of the topic."""
+        return [bucket for index in self._by_id.values() for bucket in index.buckets]
+
+    def holding(self, bucket: str) -> Index | None:
+        """The index that a sealed bucket is in; None when it is in none any more."""
+        return next((index for index in self._by_id.values() if bucket in index.sealed), None)
+
+    def bucket(self, name: str) -> SealedBucket | None:
+        index = self.holding(name)
+        return None if index is None else index.sealed[name]
+
+    def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
+        """What was lost with damaged buckets and has not been added again, by ledgers."""
+        return quarantine.rebuild_needed(self.quarantined.values())
+
+    def droppable(self) -> list[SealedBucket]:
+        """Buckets every row of which is gone."""
+        return [bucket for index in self._by_id.values() for bucket in index.droppable()]
+
+    # ---- counts
+
+    @property
+    def pending_rows(self) -> int:
+        return sum(index.pending_rows for index in self._by_id.values())
+
+    @property
+    def present_rows(self) -> int:
+        """Rows that are not gone, waiting or due."""
+        return sum(bucket.present_rows for index in self._by_id.values() for bucket in index.buckets)
+
+    @property
+    def loaded_rows(self) -> int:
+        """Rows of this topic's segments that are in memory."""
+        return sum(index.loaded_rows for index in self._by_id.values())
+
+    @property
+    def sealing(self) -> int:
+        """How many seals of the index that has the most are not committed."""
+        return max(len(index.sealing) for index in self._by_id.values())
+
+    # ---- due
+
+    def next_due_ms(self) -> int | None:
+        """No waiting row is due before; None when nothing waits."""
+        times = [self.next_due_of_memory_buckets_ms()]
+        for bucket in self.readable:
+            if bucket.waiting_rows:
+                times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
+        return earliest(*times)
+
+    def next_due_of_memory_buckets_ms(self) -> int | None:
+        """The same, of rows that are in no sealed bucket: what an add can bring forward."""
+        return earliest(*[bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows])
+
+    def next_due_in_memory_ms(self) -> int | None:
+        """The same, of rows that can be passed without loading anything."""
+        times = [self.next_due_of_memory_buckets_ms()]
+        for bucket in self.readable:
+            if bucket.waiting_rows:
+                times.append(bucket.late.next_due_ms())
+                if bucket.settle(self.cache) is not None:
+                    times.append(bucket.head.next_due_ms())
+        return earliest(*times)
+
+    def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
+        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
+        while True:
+            due = self._take_due(now_ms, limit)
+            if not due:
+                return []
+            passed = []
+            for (bucket, late, _), parts in due.items():
+                rows = bucket.pass_rows(KeyedRows.concat(parts))
+                if len(rows):
+                    self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
+                    passed.append(Passed(bucket, rows, late))
+            if passed:
+                return passed
+
+    def _take_due(self, now_ms: int, limit: int) -> dict[_Source, list[KeyedRows]]:
+        """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so
+        that what is done once for a bucket is done for many rows.
+        """
+        due: dict[_Source, list[KeyedRows]] = {}
+        rows_taken = 0
+        while 2 * rows_taken < limit:
+            sources, runs = self._runs_at(now_ms)
+            taken = take_due(runs, now_ms, limit)
+            if not taken:
+                break
+            for number, rows in taken:
+                due.setdefault(sources[number], []).append(rows)
+                rows_taken += len(rows)
+        return due
+
+    def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
+        """The runs to take from, and of each its source."""
+        sources: list[_Source] = []
+        runs: list[SortedRun] = []
+        for memory in self.memory_buckets:
+            for run in memory.runs_at(now_ms):
+                sources.append((memory, False, run))
+                runs.append(run)
+        for bucket in self.readable:
+            if len(bucket.late):
+                sources.append((bucket, True, None))
+                runs.append(bucket.late)
+            loaded = bucket.settle(self.cache)
+            if loaded is not None:
+                sources.append((bucket, False, None))
+                runs.append(loaded)
+        return sources, runs
+
+    # ---- segments for the head
+
+    def wanted_segments(self, now_ms: int, ahead_ms: int = 0) -> list[SegmentRange]:
+        """The segments to load for the head, the earliest first: those that are due, and those that come due within
+        `ahead_ms` as far as there is room for them: what is loaded ahead must not drive out what was.
+        """
+        wanted = []
+        for bucket in self.readable:
+            if not bucket.waiting_rows or bucket.head.at_end:
+                continue
+            bucket.settle(self.cache)
+            segments = bucket.head.wanted(now_ms + ahead_ms, LOAD_AHEAD_SEGMENTS, self.cache)
+            if segments is not None:
+                wanted.append((int(bucket.table.min_ms[segments.first]), bucket.table, segments))
+        wanted.sort(key=lambda item: item[0])
+        room_rows = self.cache.room_rows
+        chosen = []
+        for min_ms, table, segments in wanted:
+            if min_ms <= now_ms or table.infos[segments.first].rows <= room_rows:
+                chosen.append(segments)
+                room_rows -= sum(info.rows for info in table.infos[segments.first : segments.last + 1])
+        return chosen
+
+    def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
+        """When the next segment of the head is to be loaded: `ahead_ms` before it is due if there is room."""
+        times = []
+        for bucket in self.readable:
+            if bucket.waiting_rows and not bucket.head.at_end:
+                number = bucket.head.number + (bucket.head.run is not None)
+                in_memory = number >= len(bucket.table) or (bucket.name, number) in self.cache
+                if not in_memory and not being_read(bucket.name, number):
+                    fits = bucket.table.infos[number].rows <= self.cache.room_rows
+                    times.append(int(bucket.table.min_ms[number]) - (ahead_ms if fits else 0))
+        return min(times, default=None)
+
+    def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
+        """A segment is in memory. The head takes it up at once if it waits for it: a later one may push it out."""
+        loaded = self.bucket(bucket)
+        if loaded is not None:
+            self.cache.put(bucket, number, rows)
+            loaded.settle(self.cache)
+
+    def pages_of_bucket(self, name: str) -> PageTable:
+        """The table that the keys of a sealed bucket are of. Raises KeyError when it is in no index any more."""
+        index = self.holding(name)
+        if index is None:
+            raise KeyError(name)
+        return index.pages
+
+    # ---- seals: all indexes are cut at one slot
+
+    @property
+    def has_mutable_rows(self) -> bool:
+        return any(index.mutable.first_row_at_ms is not None for index in self._by_id.values())
+
+    def wants_seal(self, limits: SealLimits, *, elapsed_ms: int) -> bool:
+        """Whether the mutable buckets together are large or old enough. `elapsed_ms`: a clock that never steps."""
+        mutable = [index.mutable for index in self._by_id.values()]
+        rows = sum(bucket.added_rows for bucket in mutable)
+        began_ms = earliest(*[bucket.first_row_at_ms for bucket in mutable])
+        return began_ms is not None and (
+            rows >= limits.rows_max
+            or rows * ROW_BYTES >= limits.size_max_bytes
+            or elapsed_ms - began_ms >= limits.age_max_ms
+        )
+
+    def wants_seal_before(self, highest_ledger_id: int, limits: SealLimits) -> bool:
+        """PIP-195's rule: enough rows, and rows of a higher ledger come."""
+        mutable = [index.mutable for index in self._by_id.values()]
+        return sum(bucket.added_rows for bucket in mutable) >= limits.rows_min and highest_ledger_id > max(
+            bucket.highest_ledger_id for bucket in mutable
+        )
+
+    def cut(self) -> tuple[tuple[int, IndexCut], ...]:
+        """All indexes as they are now, by their ids: for a checkpoint or the progress of a seal."""
+        return tuple((number, index.cut()) for number, index in self._by_id.items())
+
+    def begin_seal(self, names: Callable[[int], str], *, now_ms: int) -> list[tuple[int, MutableBucket]]:
+        """The mutable buckets that have rows are cut, each as `Index.begin_seal`: (index, bucket).
+
+        `names`: of the object that the bucket of an index becomes.
+        """
+        return [
+            (number, index.begin_seal(names(number), now_ms=now_ms))
+            for number, index in self._by_id.items()
+            if index.mutable.first_row_at_ms is not None
+        ]
