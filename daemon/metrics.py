@@ -95,6 +95,8 @@ class Metrics:
         self._loop_pause = histogram(
             "tarry_event_loop_pause_seconds", "How late the heartbeat of the event loop is.", LOOP_PAUSE_BOUNDS_S
         )
+        self._clock_steps = counter("tarry_clock_step", "Times that the wall clock was set.", "direction")
+        self._store_clock_skew = gauge("tarry_store_clock_skew_seconds", "The store's clock minus this machine's.")
         self._recovery_seconds = histogram(
             "tarry_recovery_seconds", "Time from serving to the last topic loaded.", RECOVERY_BOUNDS_S
         )
@@ -196,6 +198,12 @@ class Metrics:
     def event_loop_paused(self, seconds: float) -> None:
         """The heartbeat of the event loop was as late."""
         self._loop_pause.observe(seconds)
+
+    def clock_stepped(self, direction: Literal["forward", "back"]) -> None:
+        self._clock_steps.labels(direction).inc()
+
+    def set_store_clock_skew(self, seconds: float) -> None:
+        self._store_clock_skew.set(seconds)
 
     def recovered(self, *, seconds: float, rows_replayed: int) -> None:
         """Every topic is loaded, or damaged, so long after serving began at a takeover or a start."""

@@ -8,6 +8,7 @@ together (`daemon.main`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,6 +16,7 @@ from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.calls import Health, TopicLocation
+from daemon.engine.clock_watch import ClockWatch
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.ownership import Candidate, Claimed
@@ -90,7 +92,15 @@ class Engine:
             sleep=environment.sleep,
             interval_s=environment.config.ownership.heartbeat_interval_s,
         )
-        for work in (self._serve_for_ever(), self._due_loop.run(), self._look_after(), beat):
+        watch = ClockWatch(
+            environment.clock,
+            environment.store,
+            environment.metrics,
+            running_s=self._loop.time,
+            changed=self._clock_changed,
+            resumed=self._resumed,
+        )
+        for work in (self._serve_for_ever(), self._due_loop.run(), self._look_after(), watch.run(), beat):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
@@ -289,6 +299,19 @@ class Engine:
             if self._health.serving or self._store_away:
                 self._look_after_health()
 
+    def _clock_changed(self) -> None:
+        """Timers were set for a time that has come, or that is later now."""
+        self._due_loop.look_again()
+        for shard in list(self._shards.values()):
+            shard.look_after()
+
+    def _resumed(self) -> None:
+        """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
+        asked_s = self._environment.clock.elapsed_s()
+        for shard in self._shards.values():
+            confirming = asyncio.ensure_future(shard.confirmation.confirm_after(asked_s))
+            confirming.add_done_callback(functools.partial(_look_after_confirmed, shard))
+
     def _look_after_health(self) -> None:
         stalled = [shard for shard in self._shards.values() if shard.commits.stalled_s > STALLED_S]
         unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
@@ -399,6 +422,12 @@ class Engine:
         if recorded is None or recorded.owner == self._environment.config.daemon_id:
             raise Unavailable(f"the owner of shard {number} is not known yet: {self._health.reason}")
         return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)
+
+
+def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
+    # That a shard is lost is told by its own tasks.
+    if not confirming.cancelled() and confirming.exception() is None:
+        shard.look_after()
 
 
 def _answer_for(error: BaseException) -> TarryError:

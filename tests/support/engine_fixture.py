@@ -63,6 +63,7 @@ class Daemon(Process):
         self.applied_when_suspended: dict[int, int] = {}
         """The last slot of each shard that was applied when it was suspended last."""
         self._step_ms = 0
+        self._asleep_s = 0.0
         self._latest_ms = 0
         self.script = Script()
         self.decide: Decide = self.script
@@ -169,7 +170,7 @@ class Daemon(Process):
     # ---- clocks
 
     def now_ms(self) -> int:
-        return self._fixture.now_ms() + self._step_ms
+        return self._fixture.now_ms() + self._step_ms + round(1000 * self._asleep_s)
 
     def latest_ms(self) -> int:
         """The latest time that its wall clock has shown."""
@@ -180,8 +181,12 @@ class Daemon(Process):
         self._latest_ms = self.latest_ms()
         self._step_ms += step_ms
 
+    def sleep_machine(self, seconds: float) -> None:
+        """Its machine was suspended for so long: its clocks went on, the timers of its loop did not."""
+        self._asleep_s += seconds
+
     def elapsed_s(self) -> float:
-        return self.loop.time()
+        return self.loop.time() + self._asleep_s
 
     # ---- holding
 
