@@ -1,7 +1,8 @@
-"""The operations on a topic's manifest: what may follow what.
+"""The operations of owners on a topic's manifest: what may follow what.
 
-Owns: precondition and effect of each operation.
-Does not own: committing (`commit`), the stored form (`formats.manifest`), and when an operation is wanted.
+Owns: precondition and effect of each of these operations, and how buckets leave a manifest.
+Does not own: merges (`topic_merge`), collection (`collection`), committing (`commit`), the stored form
+(`formats.manifest`), and when an operation is wanted.
 
 Every operation of an owner carries its epoch: an owner that was replaced is refused. An epoch has one owner, whose
 operations on a topic come one after the other; so each can tell that it has landed, and may be committed again when its
@@ -35,7 +36,8 @@ CODEC = commit.Codec(
 
 
 FIRST_INCARNATION = 1
-_NO_TOPIC = "the topic does not exist"
+NO_TOPIC = "the topic does not exist"
+TOPIC_DELETED = "the topic was deleted"
 
 
 def topic_log(
@@ -119,11 +121,11 @@ class Claim:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         return None if tip.owner_epoch < self.epoch else f"owner epoch is {tip.owner_epoch}, not below {self.epoch}"
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        return dataclasses.replace(_existing(tip), owner_epoch=self.epoch)
+        return dataclasses.replace(existing(tip), owner_epoch=self.epoch)
 
     def landed(self, tip: TopicManifest) -> bool:
         return tip.owner_epoch == self.epoch
@@ -134,8 +136,9 @@ class Seal:
     """`buckets` are live, and everything of the topic, `slot_to` included, is in live buckets and progress.
 
     Either `progress` is inline, or `progress_object` holds it: an object that was written before. Progress is as of
-    `slot_to`; buckets that are not live on the tip are left out of it. The object that held it before may be deleted
-    after `replaced_delete_after_ms` (Unix time).
+    `slot_to`; it may name buckets that have been merged since (`formats.merge.bits_of`). A bucket of a subscription
+    that is no more does not become live. It, and the object that held the progress before, may be deleted after
+    `replaced_delete_after_ms` (Unix time).
     """
 
     buckets: tuple[LiveBucket, ...]
@@ -152,39 +155,37 @@ class Seal:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         if (reason := _not_owned(tip, self.epoch)) is not None:
             return reason
         if tip.applied != self.slot_from:
             return f"applied is {tip.applied}, not {self.slot_from}"
         if (reason := _moved_back(tip, self.slot_to)) is not None:
             return reason
-        known = _names_in(tip)
+        known: set[str] = set()
         for reference in self._objects:
-            if reference.base < tip.head.orphan_floor:
-                return f"object {reference.name} was started below the orphan floor {tip.head.orphan_floor}"
+            if (reason := not_bringable(tip, reference)) is not None:
+                return reason
             if reference.name in known:
-                return f"object {reference.name} is named twice"
+                return _named_twice(reference)
             known.add(reference.name)
         return None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        tip = _existing(tip)
-        live = (*tip.live, *self.buckets)
-        replaced = () if tip.progress_object is None else (tip.progress_object,)
-        return dataclasses.replace(
-            tip,
-            applied=self.slot_to,
-            live=live,
-            tombstones=(*tip.tombstones, *_tombstones(tip, replaced, self.replaced_delete_after_ms)),
-            progress=None if self.progress is None else _of_live(self.progress, live),
-            progress_object=self.progress_object,
+        tip = existing(tip)
+        owed = _owed(self.buckets, tip.subscriptions)
+        leaving = [bucket.object for bucket in self.buckets if bucket not in owed]
+        if tip.progress_object is not None:
+            leaving.insert(0, tip.progress_object)
+        sealed = dataclasses.replace(
+            tip, applied=self.slot_to, progress=self.progress, progress_object=self.progress_object
         )
+        return with_live(sealed, (*tip.live, *owed), self.replaced_delete_after_ms, leaving=leaving)
 
     def landed(self, tip: TopicManifest) -> bool:
         own = {reference.name for reference in self._objects}
         if own:
-            return not own.isdisjoint(_names_in(tip))
+            return not own.isdisjoint(names_in(tip))
         return tip.owner_epoch == self.epoch and tip.applied == self.slot_to > self.slot_from
 
     @property
@@ -198,8 +199,8 @@ class Seal:
 class DropBuckets:
     """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time).
 
-    Their progress leaves with them; from a progress object with the next seal. What a quarantined bucket holds is not
-    known, so that it stays.
+    Those that are live no longer were merged since: they have left. What progress says of them stays until the next
+    seal, or until no bucket is left. What a quarantined bucket holds is not known, so that it stays.
     """
 
     buckets: tuple[str, ...]
@@ -208,29 +209,19 @@ class DropBuckets:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         if (reason := _not_owned(tip, self.epoch)) is not None:
             return reason
-        missing = set(self.buckets) - {bucket.object.name for bucket in tip.live}
-        if missing:
-            return f"buckets {sorted(missing)} are not live"
         kept = set(self.buckets) & {bucket.object.name for bucket in tip.live if bucket.quarantined}
         return f"buckets {sorted(kept)} are quarantined" if kept else None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        tip = _existing(tip)
-        leaving = set(self.buckets)
-        dropped = [bucket.object for bucket in tip.live if bucket.object.name in leaving]
-        live = tuple(bucket for bucket in tip.live if bucket.object.name not in leaving)
-        return dataclasses.replace(
-            tip,
-            live=live,
-            tombstones=(*tip.tombstones, *_tombstones(tip, dropped, self.delete_after_ms)),
-            progress=None if tip.progress is None else _of_live(tip.progress, live),
-        )
+        tip = existing(tip)
+        live = tuple(bucket for bucket in tip.live if bucket.object.name not in self.buckets)
+        return with_live(tip, live, self.delete_after_ms)
 
     def landed(self, tip: TopicManifest) -> bool:
-        return set(self.buckets) <= {tombstone.object.name for tombstone in tip.tombstones}
+        return set(self.buckets).isdisjoint(bucket.object.name for bucket in tip.live)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +237,7 @@ class Quarantine:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         if (reason := _not_owned(tip, self.epoch)) is not None:
             return reason
         bucket = _live(tip, self.bucket)
@@ -255,7 +246,7 @@ class Quarantine:
         return f"bucket {self.bucket} is quarantined: {bucket.damage}" if bucket.quarantined else None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        tip = _existing(tip)
+        tip = existing(tip)
         live = (
             dataclasses.replace(bucket, quarantined=True, damage=self.damage, quarantined_slot=self.slot)
             if bucket.object.name == self.bucket
@@ -279,10 +270,10 @@ class SetPolicy:
     epoch: int
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
-        return _NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
+        return NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        return dataclasses.replace(_existing(tip), policy=self.policy)
+        return dataclasses.replace(existing(tip), policy=self.policy)
 
     def landed(self, tip: TopicManifest) -> bool:
         return not tip.deleted and (tip.owner_epoch, tip.policy) == (self.epoch, self.policy)
@@ -303,28 +294,22 @@ class DeleteTopic:
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         if (reason := _not_owned(tip, self.epoch)) is not None:
             return reason
         return _moved_back(tip, self.slot)
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        tip = _existing(tip)
-        leaving = [bucket.object for bucket in tip.live]
-        if tip.progress_object is not None:
-            leaving.append(tip.progress_object)
-        return dataclasses.replace(
+        tip = existing(tip)
+        deleted = dataclasses.replace(
             tip,
             incarnation=tip.incarnation + 1,
             applied=self.slot,
-            live=(),
-            tombstones=(*tip.tombstones, *_tombstones(tip, leaving, self.delete_after_ms)),
             subscriptions=(),
-            progress=None,
-            progress_object=None,
             policy=TopicPolicy(),
             deleted=True,
         )
+        return with_live(deleted, (), self.delete_after_ms)
 
     def landed(self, tip: TopicManifest) -> bool:
         return tip.deleted and (tip.owner_epoch, tip.applied) == (self.epoch, self.slot)
@@ -332,15 +317,20 @@ class DeleteTopic:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetSubscriptions:
-    """The subscriptions from now on. `last_subscription_id`: the highest id ever given, also to a deleted one."""
+    """The subscriptions from now on. `last_subscription_id`: the highest id ever given, also to a deleted one.
+
+    The buckets of a subscription that is no more leave with it, quarantined ones included; their objects may be deleted
+    after `delete_after_ms` (Unix time).
+    """
 
     subscriptions: tuple[Subscription, ...]
     last_subscription_id: int
     epoch: int
+    delete_after_ms: int
 
     def precondition(self, tip: TopicManifest | None) -> str | None:
         if tip is None:
-            return _NO_TOPIC
+            return NO_TOPIC
         if (reason := _not_owned(tip, self.epoch)) is not None:
             return reason
         highest = max((each.subscription_id for each in self.subscriptions), default=0)
@@ -352,18 +342,21 @@ class SetSubscriptions:
         return None
 
     def apply(self, tip: TopicManifest | None) -> TopicManifest:
-        return dataclasses.replace(
-            _existing(tip), subscriptions=self.subscriptions, last_subscription_id=self.last_subscription_id
+        tip = existing(tip)
+        changed = dataclasses.replace(
+            tip, subscriptions=self.subscriptions, last_subscription_id=self.last_subscription_id
         )
+        return with_live(changed, _owed(tip.live, self.subscriptions), self.delete_after_ms)
 
     def landed(self, tip: TopicManifest) -> bool:
         wanted = self.epoch, self.subscriptions, self.last_subscription_id
         return not tip.deleted and (tip.owner_epoch, tip.subscriptions, tip.last_subscription_id) == wanted
 
 
-def _existing(tip: TopicManifest | None) -> TopicManifest:
+def existing(tip: TopicManifest | None) -> TopicManifest:
+    """For `apply` of an operation that follows a manifest: raises ValueError when there is none."""
     if tip is None:
-        raise ValueError(_NO_TOPIC)
+        raise ValueError(NO_TOPIC)
     return tip
 
 
@@ -371,7 +364,7 @@ def _not_owned(tip: TopicManifest, epoch: int) -> str | None:
     """Why the owner of `epoch` may not change the topic."""
     if tip.owner_epoch != epoch:
         return f"owner epoch is {tip.owner_epoch}, not {epoch}"
-    return "the topic was deleted" if tip.deleted else None
+    return TOPIC_DELETED if tip.deleted else None
 
 
 def _moved_back(tip: TopicManifest, slot: int) -> str | None:
@@ -382,22 +375,51 @@ def _live(tip: TopicManifest, name: str) -> LiveBucket | None:
     return next((bucket for bucket in tip.live if bucket.object.name == name), None)
 
 
-def _tombstones(
-    tip: TopicManifest, references: Iterable[ObjectReference], delete_after_ms: int
-) -> tuple[Tombstone, ...]:
-    removed_in = tip.head.number + 1
-    return tuple(
-        Tombstone(object=reference, removed_in=removed_in, delete_after_ms=delete_after_ms) for reference in references
+def _owed(buckets: Iterable[LiveBucket], subscriptions: Iterable[Subscription]) -> tuple[LiveBucket, ...]:
+    """The buckets of the shared index and of the own indexes of these subscriptions."""
+    indexes = {0, *(each.subscription_id for each in subscriptions)}
+    return tuple(bucket for bucket in buckets if bucket.subscription_id in indexes)
+
+
+def with_live(
+    tip: TopicManifest,
+    live: tuple[LiveBucket, ...],
+    delete_after_ms: int,
+    *,
+    leaving: Iterable[ObjectReference] = (),
+) -> TopicManifest:
+    """The manifest that follows, with these live buckets. The others become tombstones, as do the objects `leaving`;
+    and so does a progress object when no bucket is left: nothing can be gone from none.
+    """
+    staying = {bucket.object.name for bucket in live}
+    left = [*leaving, *(bucket.object for bucket in tip.live if bucket.object.name not in staying)]
+    if not live and tip.progress_object is not None:
+        left.append(tip.progress_object)
+    buried = (
+        Tombstone(object=reference, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
+        for reference in left
+    )
+    return dataclasses.replace(
+        tip,
+        live=live,
+        tombstones=(*tip.tombstones, *buried),
+        progress=tip.progress if live else None,
+        progress_object=tip.progress_object if live else None,
     )
 
 
-def _of_live(progress: Progress, live: tuple[LiveBucket, ...]) -> Progress:
-    """A bucket that is no longer live was dropped with every row gone: it needs no progress."""
-    known = {bucket.object.name for bucket in live}
-    return Progress(buckets=tuple(bucket for bucket in progress.buckets if bucket.bucket in known))
+def not_bringable(tip: TopicManifest, reference: ObjectReference) -> str | None:
+    """Why an object that was written may not be named by the manifest that follows."""
+    if reference.base < tip.head.orphan_floor:
+        return f"object {reference.name} was started below the orphan floor {tip.head.orphan_floor}"
+    return _named_twice(reference) if reference.name in names_in(tip) else None
 
 
-def _names_in(tip: TopicManifest) -> set[str]:
+def _named_twice(reference: ObjectReference) -> str:
+    return f"object {reference.name} is named twice"
+
+
+def names_in(tip: TopicManifest) -> set[str]:
     """Every object that the manifest names."""
     named = {bucket.object.name for bucket in tip.live} | {tombstone.object.name for tombstone in tip.tombstones}
     return named if tip.progress_object is None else named | {tip.progress_object.name}

@@ -72,6 +72,7 @@ class SubscriptionChanges:
                 subscriptions=(*tip.subscriptions, stored),
                 last_subscription_id=stored.subscription_id,
                 epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
             ),
         )
         topic.core.add_subscription()
@@ -93,6 +94,7 @@ class SubscriptionChanges:
                 ),
                 last_subscription_id=tip.last_subscription_id,
                 epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
             ),
         )
         state.stored = stored
@@ -115,6 +117,7 @@ class SubscriptionChanges:
                     subscriptions=tuple(each for each in tip.subscriptions if each.subscription_id != deleted),
                     last_subscription_id=tip.last_subscription_id,
                     epoch=self._shard.epoch,
+                    delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
                 ),
             )
             topic.core.remove_subscription(deleted)

@@ -207,7 +207,7 @@ async def test_manifest_landed_and_its_answer_was_lost(machines: EngineFixture) 
     assert tip is not None
     commit.commit(
         log,
-        topic_manifest.SetSubscriptions(subscriptions=(), last_subscription_id=0, epoch=1),
+        topic_manifest.SetSubscriptions(subscriptions=(), last_subscription_id=0, epoch=1, delete_after_ms=0),
         writer="another",
         created_ms=0,
         warm=tip,

@@ -11,7 +11,6 @@ from storage_backends.formats.manifest import (
     ObjectReference,
     Progress,
     SubscriptionPolicy,
-    Tombstone,
     TopicManifest,
     TopicPolicy,
 )
@@ -22,7 +21,6 @@ from tests.storage_backends.topic_manifests import (
     CREATE,
     CREATE_AGAIN,
     DELETE,
-    DELETE_AFTER_MS,
     DELETED,
     DROP,
     EPOCH,
@@ -37,6 +35,7 @@ from tests.storage_backends.topic_manifests import (
     TOPIC_ID,
     Operation,
     bucket,
+    buried,
     progress,
     reference,
     seal_with,
@@ -59,7 +58,9 @@ from tests.storage_backends.topic_manifests import (
         (seal_with(slot_to=APPLIED), TIP),
         (DROP, TIP),
         (dataclasses.replace(DROP, buckets=("b1", "b2")), TIP),
+        (dataclasses.replace(DROP, buckets=("b1", "merged")), TIP),
         (SUBSCRIPTIONS, TIP),
+        (seal_with(buckets=(bucket("b3", subscription_id=9),)), TIP),
         (dataclasses.replace(SUBSCRIPTIONS, subscriptions=(), last_subscription_id=5), TIP),
         (QUARANTINE, TIP),
         (dataclasses.replace(QUARANTINE, bucket="b2"), QUARANTINED),
@@ -107,7 +108,6 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
         (seal_with(buckets=(bucket("dead"),)), TIP, "object dead is named twice"),
         (DROP, None, "the topic does not exist"),
         (DROP, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
-        (dataclasses.replace(DROP, buckets=("b1", "b9")), TIP, "buckets ['b9'] are not live"),
         (SUBSCRIPTIONS, None, "the topic does not exist"),
         (SUBSCRIPTIONS, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
         (SUBSCRIPTIONS, tip_with(last_subscription_id=7), "the last subscription id is 7, it cannot become 6"),
@@ -164,9 +164,24 @@ def test_a_seal_adds_its_buckets_moves_applied_and_replaces_the_progress() -> No
     )
 
 
-def test_a_seal_leaves_out_the_progress_of_buckets_that_are_live_no_longer() -> None:
-    sealed = seal_with(progress=progress("b1", "dropped", "b2", "b3", "")).apply(TIP)
-    assert sealed.progress == progress("b1", "b2", "b3")
+def test_the_progress_of_a_seal_may_name_buckets_that_have_been_merged_since() -> None:
+    named = progress("b1", "merged", "b2", "b3")
+    assert seal_with(progress=named).apply(TIP).progress == named
+
+
+def test_a_sealed_bucket_of_a_subscription_that_is_no_more_is_buried_and_not_live() -> None:
+    sealed = seal_with(buckets=(bucket("b3", subscription_id=9), bucket("b4", subscription_id=3))).apply(TIP)
+    assert sealed.live == (*TIP.live, bucket("b4", subscription_id=3))
+    assert sealed.tombstones == (*TIP.tombstones, *buried("b3"))
+
+
+def test_a_seal_that_leaves_no_bucket_leaves_no_progress() -> None:
+    unowed = seal_with(buckets=(bucket("b3", subscription_id=9),), progress=None, progress_object=reference("p2"))
+    sealed = unowed.apply(tip_with(live=(), progress=None, progress_object=reference("p1")))
+    assert sealed == tip_with(
+        live=(), applied=APPLIED + 20, progress=None, tombstones=(*TIP.tombstones, *buried("p1", "b3", "p2"))
+    )
+    assert unowed.landed(sealed)
 
 
 def test_a_seal_without_rows_moves_applied_and_replaces_the_progress() -> None:
@@ -178,11 +193,11 @@ def test_progress_as_an_object_replaces_the_inline_one_and_its_successor_buries_
     first = seal_with(progress=None, progress_object=reference("p1")).apply(TIP)
     assert (first.progress, first.progress_object, first.tombstones) == (None, reference("p1"), TIP.tombstones)
     second = seal_with(buckets=(), progress=None, progress_object=reference("p2")).apply(first)
-    buried = Tombstone(object=reference("p1"), removed_in=31, delete_after_ms=DELETE_AFTER_MS)
     assert (second.progress, second.progress_object) == (None, reference("p2"))
-    assert second.tombstones == (*TIP.tombstones, buried)
+    assert second.tombstones == (*TIP.tombstones, *buried("p1"))
     third = seal_with(buckets=()).apply(first)
-    assert (third.progress, third.progress_object, third.tombstones[-1]) == (progress("b1", "b3"), None, buried)
+    assert (third.progress, third.progress_object) == (progress("b1", "b3"), None)
+    assert third.tombstones[-1:] == buried("p1")
 
 
 @pytest.mark.parametrize("both", [(None, None), (progress(), reference("p"))])
@@ -191,10 +206,22 @@ def test_a_seal_has_its_progress_in_exactly_one_place(both: tuple[Progress | Non
         seal_with(progress=both[0], progress_object=both[1])
 
 
-def test_dropped_buckets_become_tombstones_and_their_progress_leaves_with_them() -> None:
-    dropped = DROP.apply(TIP)
-    buried = Tombstone(object=reference("b1"), removed_in=31, delete_after_ms=DELETE_AFTER_MS)
-    assert dropped == tip_with(live=(bucket("b2"),), tombstones=(*TIP.tombstones, buried), progress=progress("b2"))
+def test_dropped_buckets_become_tombstones_and_progress_stays_as_it_is() -> None:
+    assert DROP.apply(TIP) == tip_with(live=(bucket("b2"),), tombstones=(*TIP.tombstones, *buried("b1")))
+
+
+def test_a_bucket_that_was_merged_before_it_could_be_dropped_has_left_already() -> None:
+    both = dataclasses.replace(DROP, buckets=("b1", "merged"))
+    assert both.apply(TIP) == DROP.apply(TIP)
+    assert both.landed(DROP.apply(TIP))
+    assert dataclasses.replace(DROP, buckets=("merged",)).landed(TIP)
+
+
+def test_the_last_bucket_takes_the_progress_with_it() -> None:
+    last = dataclasses.replace(DROP, buckets=("b1", "b2"))
+    assert last.apply(TIP) == tip_with(live=(), progress=None, tombstones=(*TIP.tombstones, *buried("b1", "b2")))
+    tip = tip_with(progress=None, progress_object=reference("p"))
+    assert last.apply(tip) == tip_with(live=(), progress=None, tombstones=(*TIP.tombstones, *buried("b1", "b2", "p")))
 
 
 def test_dropping_buckets_leaves_a_progress_object_as_it_is() -> None:
@@ -205,6 +232,26 @@ def test_dropping_buckets_leaves_a_progress_object_as_it_is() -> None:
 
 def test_subscriptions_are_set_as_a_whole() -> None:
     assert SUBSCRIPTIONS.apply(TIP) == tip_with(subscriptions=(subscription(6),), last_subscription_id=6)
+
+
+def test_the_buckets_of_a_subscription_leave_with_it_also_quarantined_ones() -> None:
+    own = bucket("own", subscription_id=3)
+    lost = dataclasses.replace(bucket("lost", subscription_id=3), quarantined=True)
+    kept = bucket("kept", subscription_id=1)
+    tip = tip_with(live=(bucket("b1"), own, lost, kept))
+    left = dataclasses.replace(SUBSCRIPTIONS, subscriptions=(subscription(1),)).apply(tip)
+    assert left == tip_with(
+        live=(bucket("b1"), kept),
+        subscriptions=(subscription(1),),
+        last_subscription_id=6,
+        tombstones=(*TIP.tombstones, *buried("own", "lost")),
+    )
+
+
+def test_the_last_bucket_of_a_subscription_takes_the_progress_with_it() -> None:
+    tip = tip_with(live=(bucket("own", subscription_id=3),), progress=None, progress_object=reference("p"))
+    left = SUBSCRIPTIONS.apply(tip)
+    assert (left.live, left.progress_object, left.tombstones[1:]) == ((), None, buried("own", "p"))
 
 
 def test_a_quarantined_bucket_stays_live_with_its_progress_and_says_what_was_found() -> None:
@@ -219,14 +266,11 @@ def test_a_policy_is_set_as_a_whole() -> None:
 
 def test_a_deletion_buries_every_object_and_empties_the_topic_but_gives_no_id_and_no_incarnation_again() -> None:
     deleted = DELETE.apply(tip_with(progress=None, progress_object=reference("p"), policy=POLICY.policy))
-    buried = tuple(
-        Tombstone(object=reference(name), removed_in=31, delete_after_ms=DELETE_AFTER_MS) for name in ("b1", "b2", "p")
-    )
     assert deleted == tip_with(
         incarnation=2,
         applied=APPLIED + 7,
         live=(),
-        tombstones=(*TIP.tombstones, *buried),
+        tombstones=(*TIP.tombstones, *buried("b1", "b2", "p")),
         subscriptions=(),
         progress=None,
         progress_object=None,

@@ -42,7 +42,7 @@ def reference(name: str, base: int = 20) -> ObjectReference:
     return ObjectReference(name=name, base=base, size_bytes=7, sha256=b"\2" * 32)
 
 
-def bucket(name: str, base: int = 20) -> LiveBucket:
+def bucket(name: str, base: int = 20, *, subscription_id: int = 0) -> LiveBucket:
     return LiveBucket(
         object=reference(name, base),
         rows=3,
@@ -52,6 +52,7 @@ def bucket(name: str, base: int = 20) -> LiveBucket:
         max_deliver_at_ms=6,
         hash_low=1,
         hash_high=2,
+        subscription_id=subscription_id,
     )
 
 
@@ -65,6 +66,11 @@ def progress(*buckets: str) -> Progress:
 
 def tombstone(name: str) -> Tombstone:
     return Tombstone(object=reference(name), removed_in=3, delete_after_ms=1)
+
+
+def buried(*names: str) -> tuple[Tombstone, ...]:
+    """What an operation on `TIP` leaves of objects."""
+    return tuple(Tombstone(object=reference(name), removed_in=31, delete_after_ms=DELETE_AFTER_MS) for name in names)
 
 
 TIP = TopicManifest(
@@ -95,7 +101,9 @@ SEAL = Seal(
     replaced_delete_after_ms=DELETE_AFTER_MS,
 )
 DROP = DropBuckets(buckets=("b1",), epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
-SUBSCRIPTIONS = SetSubscriptions(subscriptions=(subscription(6),), last_subscription_id=6, epoch=EPOCH)
+SUBSCRIPTIONS = SetSubscriptions(
+    subscriptions=(subscription(6),), last_subscription_id=6, epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS
+)
 QUARANTINE = Quarantine(bucket="b1", damage="segment 3 is damaged", slot=APPLIED + 3, epoch=EPOCH)
 POLICY = SetPolicy(policy=TopicPolicy(delay_max_ms=9, compatible_form=False), epoch=EPOCH)
 DELETE = DeleteTopic(slot=APPLIED + 7, epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)

@@ -1,0 +1,97 @@
+"""The operations of garbage collection on manifests, a shard's and a topic's alike.
+
+Owns: their precondition and effect.
+Does not own: which objects are garbage and their deletion, when the floor moves, committing (`commit`).
+
+They carry no epoch: any process may collect. An object is deleted before the commit that drops its tombstone, and
+deleting it once more is a success.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Generic, TypeVar
+
+from storage_backends.formats.manifest import ShardManifest, Tombstone, TopicManifest
+
+Collected = TypeVar("Collected", ShardManifest, TopicManifest)
+
+_NO_MANIFEST = "there is no manifest"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SetFloor(Generic[Collected]):
+    """The orphan floor from now on: no object that was started from a manifest below it is ever named again, unless a
+    manifest names it now. It only rises.
+    """
+
+    floor: int
+
+    def precondition(self, tip: Collected | None) -> str | None:
+        if tip is None:
+            return _NO_MANIFEST
+        if self.floor <= tip.head.orphan_floor:
+            return f"the orphan floor is {tip.head.orphan_floor}, it cannot become {self.floor}"
+        if self.floor > tip.head.number:
+            return f"the orphan floor cannot become {self.floor}, above manifest {tip.head.number}"
+        return None
+
+    def apply(self, tip: Collected | None) -> Collected:
+        tip = _existing(tip)
+        return dataclasses.replace(tip, head=dataclasses.replace(tip.head, orphan_floor=self.floor))
+
+    def landed(self, tip: Collected) -> bool:
+        return tip.head.orphan_floor >= self.floor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectTombstones(Generic[Collected]):
+    """What became of the objects of some tombstones, by name: those of `deleted` and `given_up` are dropped; those of
+    `failed` have one attempt more.
+
+    When attempts failed and nothing else happened, it does not find itself, and counts them twice if it is committed
+    again.
+    """
+
+    deleted: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+    given_up: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if len(self._dropped | self.failed) < len(self.deleted) + len(self.failed) + len(self.given_up):
+            raise ValueError("an object is deleted, failed or given up, one of them")
+
+    @property
+    def _dropped(self) -> frozenset[str]:
+        return self.deleted | self.given_up
+
+    def precondition(self, tip: Collected | None) -> str | None:
+        if tip is None:
+            return _NO_MANIFEST
+        missing = (self._dropped | self.failed) - _buried(tip)
+        return f"objects {sorted(missing)} are no tombstones" if missing else None
+
+    def apply(self, tip: Collected | None) -> Collected:
+        tip = _existing(tip)
+        left = tuple(
+            self._tried(tombstone) for tombstone in tip.tombstones if tombstone.object.name not in self._dropped
+        )
+        return dataclasses.replace(tip, tombstones=left)
+
+    def _tried(self, tombstone: Tombstone) -> Tombstone:
+        if tombstone.object.name not in self.failed:
+            return tombstone
+        return dataclasses.replace(tombstone, attempts=tombstone.attempts + 1)
+
+    def landed(self, tip: Collected) -> bool:
+        return bool(self._dropped) and self._dropped.isdisjoint(_buried(tip))
+
+
+def _existing(tip: Collected | None) -> Collected:
+    if tip is None:
+        raise ValueError(_NO_MANIFEST)
+    return tip
+
+
+def _buried(tip: ShardManifest | TopicManifest) -> set[str]:
+    return {tombstone.object.name for tombstone in tip.tombstones}
