@@ -1,6 +1,7 @@
-"""What of ranges of entries is in the index, as ranges: a cursor that reads a log skips them (PIP-195).
+"""What of ranges of entries is in the indexes, as ranges: a cursor that reads a log skips them (PIP-195).
 
-Owns: ranges of a request brought to keys, ranges of sets of keys brought back to entries, and the bound of one answer.
+Owns: ranges of a request brought to keys, ranges of sets of keys brought back to entries, one answer over several
+indexes, and its bound.
 Does not own: which rows there are (`index`) and who acknowledged them (`bucket`).
 
 Everything is done on bitmaps and columns: a range of a million rows is a few containers, and a range of the answer is
@@ -50,7 +51,7 @@ class EntryRanges:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Contained:
-    """What of the ranges of a request is in the index: not passed yet, and passed and not acknowledged.
+    """What of the ranges of a request is in the indexes: not passed yet, and passed and not acknowledged.
 
     Ordered as the request, within one of its ranges by entry; neighbours are one range. `continuation`: (range of the
     request, entry): only what comes before is answered; None when everything is.
@@ -85,12 +86,47 @@ class _Found:
         return _Found(self.piece[index], self.first[index], self.last[index])
 
 
-def contained_in(index: Index, request: EntryRanges, subscription_id: int | None, *, ranges_max: int) -> Contained:
-    """What of the request is in the index; of a subscription, what it has not acknowledged.
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Ranges:
+    """Ranges of entries in the order of the request. `number`: the range of the request that each lies in."""
 
-    At most `ranges_max` ranges, and bounded work: the rest is for another call.
+    number: I64
+    ledger_id: U64
+    first: U64
+    last: U64
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def entries(self) -> EntryRanges:
+        return EntryRanges(self.ledger_id, self.first, self.last)
+
+
+# (pending, due, where the answer ends: (range of the request, entry)).
+_Answer = tuple[_Ranges, _Ranges, tuple[int, int] | None]
+
+
+def contained_in(
+    indexes: Sequence[Index], request: EntryRanges, subscription_id: int | None, *, ranges_max: int
+) -> Contained:
+    """What of the request is in any of the indexes; of a subscription, what it has not acknowledged.
+
+    A position that is due in one of them is due. At most `ranges_max` ranges, and bounded work: the rest is for another
+    call.
     """
-    pieces, asked, end = _bounded(index, _pieces_of(index, request))
+    scan_rows_max = max(1, SCAN_ROWS_MAX // len(indexes))
+    answers = [
+        _answer(index, request, subscription_id, ranges_max=ranges_max, scan_rows_max=scan_rows_max)
+        for index in indexes
+    ]
+    pending, due, continuation = answers[0] if len(answers) == 1 else _together(answers, request, ranges_max)
+    return Contained(pending.entries(), due.entries(), continuation)
+
+
+def _answer(
+    index: Index, request: EntryRanges, subscription_id: int | None, *, ranges_max: int, scan_rows_max: int
+) -> _Answer:
+    pieces, asked, end = _bounded(index, _pieces_of(index, request), scan_rows_max)
     waiting, passed = _sets(index, asked, subscription_id)
     order = np.argsort(pieces.first)
     pending = _overlaps(waiting, pieces, order, ranges_max + 1)
@@ -102,7 +138,53 @@ def contained_in(index: Index, request: EntryRanges, subscription_id: int | None
     if end is not None:
         _, entry_id = index.pages.positions(np.array([end[1]], np.uint64))
         continuation = end[0], int(entry_id[0])
-    return Contained(_ranges(index, pieces, pending), _ranges(index, pieces, due), continuation)
+    return _ranges(index, pieces, pending), _ranges(index, pieces, due), continuation
+
+
+def _together(answers: Sequence[_Answer], request: EntryRanges, ranges_max: int) -> _Answer:
+    """One answer from those of several indexes, as far as all of them go."""
+    number, first, last, is_due = _union([pending for pending, _, _ in answers], [due for _, due, _ in answers])
+    continuation = min((end for _, _, end in answers if end is not None), default=None)
+    if continuation is not None:
+        before = (number < continuation[0]) | (number == continuation[0]) & (first < np.uint64(continuation[1]))
+        number, first, last, is_due = number[before], first[before], last[before], is_due[before]
+        if len(number) and number[-1] == continuation[0] and int(last[-1]) >= continuation[1]:
+            last[-1] = continuation[1] - 1
+    if len(number) > ranges_max:
+        continuation = int(number[ranges_max]), int(first[ranges_max])
+    number, first, last, is_due = number[:ranges_max], first[:ranges_max], last[:ranges_max], is_due[:ranges_max]
+    ledger_id = request.ledger_id[number]
+    pending, due = (_Ranges(number[kind], ledger_id[kind], first[kind], last[kind]) for kind in (~is_due, is_due))
+    return pending, due, continuation
+
+
+def _union(pending: Sequence[_Ranges], due: Sequence[_Ranges]) -> tuple[I64, U64, U64, npt.NDArray[np.bool_]]:
+    """The ranges that any of the parts has, disjoint, by (number, first): (number, first, last, whether it is due).
+
+    What is in a due one is due. At every place where a range begins or ends it is counted how many are open.
+    """
+    parts = [*pending, *due]
+    number = np.concatenate([part.number for part in parts])
+    first, last = (np.concatenate(column) for column in ([each.first for each in parts], [each.last for each in parts]))
+    is_due = np.repeat([False, True], [sum(map(len, pending)), sum(map(len, due))])
+    # Behind the last entry of all is entry 0 of the next range of the request.
+    ends = last + np.uint64(1)
+    place = np.concatenate([number, number + (ends == 0)]), np.concatenate([first, ends])
+    opened = np.repeat([1, -1], len(number))
+    order = np.lexsort((place[1], place[0]))
+    number, entry = place[0][order], place[1][order]
+    open_due = np.cumsum(np.where(np.tile(is_due, 2), opened, 0)[order])
+    open_any = np.cumsum(opened[order])
+    is_last = np.ones(len(order), np.bool_)
+    is_last[:-1] = (number[1:] != number[:-1]) | (entry[1:] != entry[:-1])
+    number, entry = number[is_last], entry[is_last]
+    state = np.where(open_due[is_last] > 0, 2, open_any[is_last] > 0)
+    begins = np.ones(len(number), np.bool_)
+    begins[1:] = (state[1:] != state[:-1]) | (number[1:] != number[:-1])
+    number, entry, state = number[begins], entry[begins], state[begins]
+    # Nothing is open at the last place of all.
+    taken = np.flatnonzero(state)
+    return number[taken], entry[taken], entry[taken + 1] - np.uint64(1), state[taken] == 2
 
 
 def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
@@ -129,10 +211,10 @@ def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
     )
 
 
-def _bounded(index: Index, pieces: _Pieces) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
+def _bounded(index: Index, pieces: _Pieces, scan_rows_max: int) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
     """As many of the pieces as one call looks at: (they, their keys, where the rest begins: (range, key))."""
     asked = BitMap64()
-    rows_left = SCAN_ROWS_MAX
+    rows_left = scan_rows_max
     end = None
     count = len(pieces.number)
     ranges = np.flatnonzero(pieces.first != pieces.last)
@@ -222,7 +304,7 @@ def _first_ones(pending: _Found, due: _Found, ranges_max: int) -> tuple[_Found, 
     return pending.take(chosen[: len(pending)]), due.take(chosen[len(pending) :]), cut
 
 
-def _ranges(index: Index, pieces: _Pieces, found: _Found) -> EntryRanges:
+def _ranges(index: Index, pieces: _Pieces, found: _Found) -> _Ranges:
     """The entries; what goes on in the next page of the ledger is one range."""
     ledger_id, first = index.pages.positions(found.first)
     _, last = index.pages.positions(found.last)
@@ -230,4 +312,4 @@ def _ranges(index: Index, pieces: _Pieces, found: _Found) -> EntryRanges:
     goes_on = (number[1:] == number[:-1]) & (ledger_id[1:] == ledger_id[:-1]) & (first[1:] == last[:-1] + np.uint64(1))
     is_first = np.concatenate([[True], ~goes_on])[: len(first)]
     is_last = np.concatenate([~goes_on, [True]])[: len(first)]
-    return EntryRanges(ledger_id[is_first], first[is_first], last[is_last])
+    return _Ranges(number[is_first], ledger_id[is_first], first[is_first], last[is_last])

@@ -12,7 +12,7 @@ together commute: an add names positions that have no row, an acknowledgement po
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -25,6 +25,7 @@ from daemon.core.containment import Contained, EntryRanges, contained_in
 from daemon.core.departures import Departure
 from daemon.core.index import Index, SeenRows
 from daemon.core.indexes import SHARED, Indexes
+from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.quarantine import RebuildNeeded
@@ -243,12 +244,13 @@ class Topic:
     # ---- what is there
 
     def contains(self, request: EntryRanges, state: SubscriptionState | None, *, ranges_max: int) -> Contained:
-        """What of ranges of entries is in the index, of a subscription: what it has not acknowledged.
+        """What of ranges of entries is in any index, of a subscription: what it is owed and has not acknowledged.
 
         Rows whose time has come count as pending until the head has passed them.
         """
         subscription_id = None if state is None else state.subscription_id
-        return contained_in(self.index, request, subscription_id, ranges_max=ranges_max)
+        indexes = [*self.indexes.values()] if state is None else self.indexes.serving(state.subscription_id)
+        return contained_in(indexes, request, subscription_id, ranges_max=ranges_max)
 
     # ---- trims
 
@@ -382,7 +384,29 @@ class Topic:
             if state.reader is not None:
                 state.reader.dropped(bucket)
 
+    def adopt(
+        self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int
+    ) -> Sequence[SealedBucket]:
+        """See `Index.adopt`; readers go on in the merged bucket. Its sources; of an index that is no more: nothing."""
+        index = self.indexes.get(merged.live.subscription_id)
+        if index is None:
+            return ()
+        sources = index.sources_of(merged)
+        bucket = index.adopt(merged, loaded, boundary_ms=boundary_ms)
+        for state in self._served_by(index):
+            if state.reader is not None:
+                state.reader.merged(sources, bucket)
+        return sources
+
     # ---- damage
+
+    def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
+        """As `quarantine`, of a bucket that was merged from these and never served."""
+        index = self.indexes.get(live.subscription_id)
+        if index is not None:
+            index.lose_merged(live, sources)
+            for bucket in sources:
+                self._lost(index, bucket)
 
     def quarantine(self, live: LiveBucket) -> None:
         """The manifest says that a bucket is damaged: its rows leave index and backlogs until they are added again.
@@ -393,7 +417,9 @@ class Topic:
         index = self.indexes.holding(live.object.name)
         if index is None:
             return
-        bucket = index.quarantine(live)
+        self._lost(index, index.quarantine(live))
+
+    def _lost(self, index: Index, bucket: SealedBucket) -> None:
         states = self._served_by(index)
         if index is self.index and self._coming is not None:
             states.append(self._coming)
