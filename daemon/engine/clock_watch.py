@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from daemon.engine.environment import Clock
 from daemon.metrics import Metrics
@@ -76,7 +76,7 @@ class ClockWatch:
         self._last_ms, self._last_elapsed_s, self._last_running_s = now_ms, elapsed_s, running_s
         stepped, was_suspended = abs(step_ms) >= STEP_LEAST_MS, suspended_s >= SUSPEND_LEAST_S
         if stepped:
-            direction = "forward" if step_ms > 0 else "back"
+            direction: Literal["forward", "back"] = "forward" if step_ms > 0 else "back"
             log.warning("the wall clock was set %s by %d ms", direction, abs(step_ms))
             self._metrics.clock_stepped(direction)
         if was_suspended:
@@ -89,12 +89,13 @@ class ClockWatch:
 
     def _read(self) -> tuple[int, float, float]:
         """The clocks at one time, as far as the machine lets them be read together."""
-        for _ in range(READS_MAX):
-            before_s = self._running_s()
-            now_ms, elapsed_s, running_s = self._clock.now_ms(), self._clock.elapsed_s(), self._running_s()
-            if running_s - before_s < READ_TOGETHER_S:
-                break
-        return now_ms, elapsed_s, running_s
+        reads = 0
+        while True:
+            began_s = self._running_s()
+            now_ms, elapsed_s, ended_s = self._clock.now_ms(), self._clock.elapsed_s(), self._running_s()
+            reads += 1
+            if ended_s - began_s < READ_TOGETHER_S or reads == READS_MAX:
+                return now_ms, elapsed_s, ended_s
 
     def _look_at_store(self) -> None:
         skew_s = self._store.clock_skew_s()

@@ -56,6 +56,8 @@ class FakeDaemon:
         self._scripts: dict[str, list[Callable[..., Any]]] = {}
         self._lock = threading.Lock()
         self.calls: list[tuple[str, Any]] = []
+        self.client_ids: list[tuple[str, str | None]] = []
+        """Method and `tarry-client-id` of each call."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
         for file in (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2):
             for service in file.DESCRIPTOR.services_by_name.values():
@@ -91,11 +93,17 @@ class FakeDaemon:
         return grpc.unary_unary_rpc_method_handler(functools.partial(self._unary, method.name), read, write)
 
     def _unary(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:
+        self._note_client(method, context)
         return self._step(method, request)(request, context)
 
     def _stream(self, method: str, iterator: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         requests = Requests(iterator)
+        self._note_client(method, context)
         yield from _until_gone(self._step(method, requests), requests, context)
+
+    def _note_client(self, method: str, context: grpc.ServicerContext) -> None:
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
+        self.client_ids.append((method, metadata.get("tarry-client-id")))
 
 
 def _until_gone(step: Streaming, requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:

@@ -31,6 +31,8 @@ class Client:
     DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
     `retry_policy`: the back-off.
     `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
+    `client_id`: who this is where a topic limits what one client may add in a second (`tarry.TopicPolicy`), 1 to 128
+    printable ASCII characters; programs with one id share a limit. None: all programs of this host are one client.
 
     Example: `with tarry.Client("127.0.0.1:7461") as client: client.add("flights", 1, range(1_000), delay_ms=5_000)`
     """
@@ -43,8 +45,9 @@ class Client:
         retry_policy: retry.RetryPolicy | None = None,
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
+        client_id: str | None = None,
     ) -> None:
-        self._connections = connections.Connections()
+        self._connections = connections.Connections(client_id=client_id)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),

@@ -6,6 +6,7 @@ Does not own: whom a call asks and how often (`tarry.attempts`), streams (`tarry
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any, TypeVar
 
@@ -31,10 +32,27 @@ CHANNEL_OPTIONS = (
 )
 
 
+CLIENT_ID_KEY = "tarry-client-id"
+CLIENT_ID_MAX_BYTES = 128
+
+
+def metadata_of(client_id: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call carries. Raises InvalidArgument."""
+    if client_id is None:
+        return ()
+    if not 1 <= len(client_id) <= CLIENT_ID_MAX_BYTES or not re.fullmatch("[!-~]+", client_id):
+        raise errors.InvalidArgument(
+            f"client_id is {client_id!r}; it must be 1 to {CLIENT_ID_MAX_BYTES} printable ASCII characters, no blanks"
+        )
+    return ((CLIENT_ID_KEY, client_id),)
+
+
 class Connections:
     """Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, client_id: str | None = None) -> None:
+        """Raises InvalidArgument."""
+        self.metadata = metadata_of(client_id)
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._closed = threading.Event()
@@ -87,7 +105,7 @@ class Connections:
             method: grpc.UnaryUnaryMultiCallable[bytes, Any] = self.channel(step.address).unary_unary(
                 step.method.path, request_serializer=None, response_deserializer=step.method.read
             )
-            return method(step.request, timeout=step.timeout_s)
+            return method(step.request, timeout=step.timeout_s, metadata=self.metadata)
         except grpc.RpcError as failure:
             self.check_open()
             raise errors.from_rpc(failure) from None

@@ -97,7 +97,7 @@ class Session(Generic[Response]):
                 method: grpc.StreamStreamMultiCallable[bytes, Response] = self._shared.channel(
                     self._lifetime.address
                 ).stream_stream(self._method.path, request_serializer=None, response_deserializer=self._method.read)
-                call = method(sending)
+                call = method(sending, metadata=self._shared.metadata)
                 self._call = call
             self._handler.opened(sending)
             for response in call:

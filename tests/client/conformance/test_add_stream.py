@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,26 @@ async def test_a_passing_refusal_is_sent_again_on_the_same_stream(
         assert [(await answer).accepted for answer in answers] == [1, 2]
     (requests,) = daemon.requests(METHOD)
     assert sorted(entries_of(requests)) == [[0], [0], [0, 1]]
+
+
+async def test_a_refused_batch_comes_back_no_sooner_than_the_daemon_says(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    came_s: list[float] = []
+
+    def quota(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        first = requests.take()
+        came_s.append(time.monotonic())
+        yield refused(first, status(code_pb2.RESOURCE_EXHAUSTED, "too many rows", retry_after_ms="250"))
+        second = requests.take()
+        came_s.append(time.monotonic())
+        yield added(second)
+
+    daemon.script(METHOD, quota)
+    stream = client.add_stream("topic")
+    assert (await (await stream.add(7, 1, delay_ms=5))).accepted == 1
+    assert came_s[1] - came_s[0] >= 0.25
+    await stream.close()
 
 
 async def test_a_refusal_that_outlasts_the_deadline_is_told(daemon: FakeDaemon, client: tarry.aio.Client) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from typing import Any
 
 import grpc
 import numpy as np
@@ -14,7 +16,7 @@ import tarry.aio
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.client import conftest, fake_daemon
 from tests.client.conformance.conftest import Connect
-from tests.client.fake_daemon import FakeDaemon, accept, answer, refuse
+from tests.client.fake_daemon import FakeDaemon, accept, accept_all, answer, refuse
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -97,6 +99,48 @@ async def test_a_lasting_failure_is_raised_at_once(
 async def test_a_quota_is_tried_again_when_the_daemon_says(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("AddMessages", refuse(CODE.RESOURCE_EXHAUSTED, retry_after_ms="1"), accept)
     assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
+
+
+async def test_a_call_comes_back_no_sooner_than_the_daemon_says(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    came_s: list[float] = []
+
+    def refuse_the_first(request: Any, context: grpc.ServicerContext) -> Any:
+        came_s.append(time.monotonic())
+        hint = refuse(CODE.RESOURCE_EXHAUSTED, "client_rows_per_second_max is 5", retry_after_ms="250")
+        return hint(request, context) if len(came_s) == 1 else accept(request, context)
+
+    daemon.script("AddMessages", refuse_the_first)
+    assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
+    assert came_s[1] - came_s[0] >= 0.25
+
+
+async def test_a_quota_without_a_hint_is_raised_at_once_since_waiting_does_not_help(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("AddMessages", refuse(CODE.RESOURCE_EXHAUSTED, "pending_rows_max is 5"))
+    with pytest.raises(tarry.ResourceExhausted, match="pending_rows_max is 5"):
+        await client.add("topic", 1, 1, delay_ms=1)
+    assert daemon.count("AddMessages") == 1
+
+
+async def test_every_call_and_stream_says_who_the_client_is(daemon: FakeDaemon, connect: Connect) -> None:
+    daemon.script("AddMessages", accept)
+    daemon.script("StreamAddMessages", accept_all)
+    for client_id in (None, "gate-7"):
+        daemon.client_ids.clear()
+        client = connect(daemon.address, client_id=client_id)
+        await client.add("topic", 1, 1, delay_ms=1)
+        async with client.add_stream("topic") as stream:
+            await (await stream.add(1, 1, delay_ms=1))
+        assert daemon.client_ids == [("AddMessages", client_id), ("StreamAddMessages", client_id)]
+
+
+@pytest.mark.parametrize("client_id", ["", "a b", "ä", "x" * 129, "a\n"])
+async def test_a_client_id_that_cannot_be_sent_is_refused_by_name(
+    daemon: FakeDaemon, connect: Connect, client_id: str
+) -> None:
+    with pytest.raises(tarry.InvalidArgument, match=r"client_id is .* 1 to 128"):
+        connect(daemon.address, client_id=client_id)
 
 
 async def test_a_quota_beyond_the_deadline_is_not_waited_for(daemon: FakeDaemon, client: tarry.aio.Client) -> None:

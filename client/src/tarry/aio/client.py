@@ -33,8 +33,9 @@ class Client:
         retry_policy: retry.RetryPolicy | None = None,
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
+        client_id: str | None = None,
     ) -> None:
-        self._connections = connections.Connections()
+        self._connections = connections.Connections(client_id=client_id)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),

@@ -20,7 +20,9 @@ T = TypeVar("T")
 class Connections:
     """Used by one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, client_id: str | None = None) -> None:
+        """Raises InvalidArgument."""
+        self.metadata = connections.metadata_of(client_id)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +85,7 @@ class Connections:
             step.method.path, request_serializer=None, response_deserializer=step.method.read
         )
         try:
-            return await method(step.request, timeout=step.timeout_s)
+            return await method(step.request, timeout=step.timeout_s, metadata=self.metadata)
         except grpc.RpcError as failure:
             self.check_open()
             raise errors.from_rpc(failure) from None

@@ -96,7 +96,7 @@ class Session(Generic[Response]):
             method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = self._shared.channel(
                 self._lifetime.address
             ).stream_stream(self._method.path, request_serializer=None, response_deserializer=self._method.read)
-            call = method(sending)
+            call = method(sending, metadata=self._shared.metadata)
             call.add_done_callback(ending.note)
             self._handler.opened(sending)
             async for response in call:
