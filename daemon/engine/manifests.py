@@ -120,6 +120,16 @@ class TopicCommits:
         return self._tip.number
 
     @property
+    def tip(self) -> commit.Tip[TopicManifest]:
+        """The newest manifest that is known: a warm start for another commit."""
+        return self._tip
+
+    def saw(self, tip: commit.Tip[TopicManifest]) -> None:
+        """Something else in this process has read or committed it. What is begun from here on is based on it."""
+        if tip.number > self._tip.number:
+            self._tip = tip
+
+    @property
     def read_at_s(self) -> float:
         """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
         return self._tip.read_at
