@@ -52,6 +52,13 @@ class BacklogReader:
         all_read = place.batches == len(memory.passed_log) and not any(map(len, place.runs.runs))
         self._start(bucket, at_head=all_read)
 
+    def merged(self, sources: Sequence[SealedBucket], bucket: SealedBucket) -> None:
+        """A bucket took the place of its sources. If all that was passed of them was read, what is in it before its
+        head is not read again; else it is read from the beginning, and the caller leaves out what is in hand."""
+        cursors = [(self._cursors.pop(source.name, None), source.head.place) for source in sources]
+        all_read = all(cursor is not None and cursor.place >= head for cursor, head in cursors)
+        self._start(bucket, at_head=all_read)
+
     def dropped(self, bucket: SealedBucket | MutableBucket) -> None:
         """The bucket is no more; nothing in it was owed."""
         self._cursors.pop(bucket.name, None)

@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core import quarantine
+from daemon.core import merging, quarantine
 from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
 from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.core.quarantine import QuarantinedBucket
@@ -120,12 +121,12 @@ class Index:
     def present_among(self, asked: BitMap64) -> BitMap64:
         """Those of the positions that have a row that is not gone, waiting or due."""
         found = BitMap64()
-        for bucket in self._that_may_have(asked):
+        for bucket in self.that_may_have(asked):
             if bucket.present_rows and bucket.present.intersect(asked):
                 found |= bucket.present & asked
         return found
 
-    def _that_may_have(self, keys: BitMap64) -> list[Bucket]:
+    def that_may_have(self, keys: BitMap64) -> list[Bucket]:
         """The buckets that positions may be in: few of many where all are of one page, as adds usually are."""
         if keys:
             page = keys.min() >> PAGE_BITS
@@ -215,19 +216,37 @@ class Index:
         if learns:
             self.pages.forget_unheld(pages_of(keys))
 
-    def remove(self, keys: BitMap64) -> None:
-        """Positions are gone."""
+    def remove(self, keys: BitMap64) -> int:
+        """Positions are gone; how many of them were due."""
         hit = BitMap64()
-        for bucket in self._that_may_have(keys):
-            hit |= bucket.remove(keys)[0]
+        due_rows = 0
+        for bucket in self.that_may_have(keys):
+            if bucket.present_rows and bucket.present.intersect(keys):
+                left, due = bucket.remove(keys)
+                hit |= left
+                due_rows += due
         for damaged in self.quarantined.values():
             damaged.remove(keys - hit)
+        return due_rows
+
+    def acknowledged_among(self, keys: BitMap64) -> dict[int, BitMap64]:
+        """Those of the positions that a subscription is owed no longer, by its id."""
+        found: dict[int, BitMap64] = {}
+        places: list[tuple[Bucket, BitMap64]] = [(bucket, keys) for bucket in self.that_may_have(keys)]
+        if self.quarantined:
+            lost = keys - self.present_among(keys)
+            places += [(damaged, lost) for damaged in self.quarantined.values()]
+        for bucket, here in places:
+            for subscription_id, acknowledged in bucket.acknowledged.items():
+                if acknowledged.intersect(here):
+                    found.setdefault(subscription_id, BitMap64()).update(acknowledged & here)
+        return found
 
     def waive(self, keys: BitMap64, subscription_id: int) -> BitMap64:
         """A subscription is owed positions no longer; those of them that were in its backlog."""
         backlog = BitMap64()
         held = BitMap64()
-        for bucket in self._that_may_have(keys):
+        for bucket in self.that_may_have(keys):
             here = bucket.present & keys
             held |= here
             acknowledged = bucket.acknowledged.get(subscription_id, BitMap64())
@@ -243,7 +262,7 @@ class Index:
     def owed_among(self, keys: BitMap64, subscription_id: int) -> BitMap64:
         """Those of the positions that are in the backlog of a subscription."""
         found = BitMap64()
-        for bucket in self._that_may_have(keys):
+        for bucket in self.that_may_have(keys):
             due = bucket.passed & keys
             found |= due - bucket.acknowledged[subscription_id] if subscription_id in bucket.acknowledged else due
         return found
@@ -257,7 +276,7 @@ class Index:
         """
         held = BitMap64()
         passed_rows = 0
-        for bucket in self._that_may_have(keys):
+        for bucket in self.that_may_have(keys):
             if not bucket.present_rows or not bucket.present.intersect(keys):
                 continue
             hit = bucket.present & keys
@@ -389,7 +408,52 @@ class Index:
         self.cache.discard_bucket(name)
         return bucket
 
+    # ---- merged buckets
+
+    def knows(self, name: str) -> bool:
+        """Whether a bucket of the manifest is here, as whatever it is."""
+        return name in self.sealed or name in self.quarantined or any(each.name == name for each in self.sealing)
+
+    def sources_of(self, merged: MergedBucket) -> list[SealedBucket]:
+        """The buckets whose rows are in the merged one."""
+        return [self.sealed[name] for name in merged.kept if name in self.sealed]
+
+    def adopt(self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int) -> SealedBucket:
+        """A merged bucket takes the place of its sources, as `merging.inherited` says. O(bitmaps)."""
+        sources = self.sources_of(merged)
+        bucket = merging.inherited(merged, sources, self.pages, loaded, boundary_ms=boundary_ms)
+        for source in sources:
+            self.drop(source.name)
+        self.add_sealed(bucket)
+        for number, rows in loaded.items():
+            # What is loaded ahead must not drive out what was.
+            if number == bucket.head.number or (number > bucket.head.number and len(rows) <= self.cache.room_rows):
+                self.cache.put(bucket.name, number, rows)
+                bucket.settle(self.cache)
+        return bucket
+
     # ---- damage
+
+    def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
+        """A merged bucket that took the place of these is damaged, as the manifest says: their rows leave as those of a
+        quarantined bucket do.
+        """
+        gone = [part for source in sources if source.gone is not None for part in source.gone.freeze()]
+        acknowledged: dict[int, BitMap64] = {}
+        for source in sources:
+            for number, keys in source.acknowledged.items():
+                acknowledged.setdefault(number, BitMap64()).update(keys)
+        self.add_quarantined(
+            QuarantinedBucket(
+                live,
+                present=BitMap64.union(BitMap64(), *[source.present for source in sources]),
+                gone=GoneSet(BitMap64.union(BitMap64(), *gone)),
+                acknowledged=acknowledged,
+                pages=self.pages,
+            )
+        )
+        for source in sources:
+            self.drop(source.name)
 
     def quarantine(self, live: LiveBucket) -> SealedBucket:
         """The manifest says from now on that the bucket is damaged: its rows leave, until they are added again."""

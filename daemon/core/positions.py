@@ -306,6 +306,10 @@ class PageTable:
         """A stored set as keys of this table; its pages are interned. The bitmaps are not expanded."""
         return _joined({self._ordinal((part.ledger_id, part.page)): part.entries for part in stored})
 
+    def intern_stored(self, stored: Iterable[PositionBitmap]) -> set[int]:
+        """The ordinals of the pages of a stored set; new pages get one."""
+        return {self._ordinal((part.ledger_id, part.page)) for part in stored}
+
     def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
         """The same, of the pages that some bucket holds; the others are left out."""
         pages: dict[int, bytes] = {}
