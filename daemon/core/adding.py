@@ -78,14 +78,14 @@ def stage(
     if returns:
         chosen = np.arange(len(times)) if fresh is None else fresh
         returned = chosen[late[chosen]].astype(np.uint32)
-    rows, raised = _raised(rows, floor_ms)
+    rows, raises = raised(rows, floor_ms)
     accepted = [each.stage(rows, ~late if returns else None) for each in asked]
     raised_index = _NO_ROWS
-    if raised is not None:
+    if raises is not None:
         is_stored = np.zeros(len(times), np.bool_)
         is_stored[slice(None) if fresh is None else fresh] = True
         is_stored[returned] = False
-        raised_index = np.flatnonzero(raised & is_stored).astype(np.uint32)
+        raised_index = np.flatnonzero(raises & is_stored).astype(np.uint32)
     outcome = AddOutcome(
         accepted=fresh_rows - len(returned),
         duplicates=len(times) - fresh_rows,
@@ -97,7 +97,7 @@ def stage(
     return accepted, outcome
 
 
-def _raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
+def raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
     """The rows, none at or below a time; which of them were."""
     if floor_ms is None or not (below := rows.deliver_at_ms <= np.uint64(floor_ms)).any():
         return rows, None

@@ -221,10 +221,9 @@ class Index:
         hit = BitMap64()
         due_rows = 0
         for bucket in self.that_may_have(keys):
-            if bucket.present_rows and bucket.present.intersect(keys):
-                left, due = bucket.remove(keys)
-                hit |= left
-                due_rows += due
+            left, due = bucket.remove(keys)
+            hit |= left
+            due_rows += due
         for damaged in self.quarantined.values():
             damaged.remove(keys - hit)
         return due_rows

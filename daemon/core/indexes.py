@@ -15,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+from pyroaring import BitMap64
+
 from daemon.core import quarantine
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index, IndexCut
 from daemon.core.mutable_bucket import ROW_BYTES, MutableBucket, SealLimits
-from daemon.core.positions import KeyedRows, PagePlaces, PageTable
+from daemon.core.positions import KeyedRows, PagePlaces, PageTable, contained
 from daemon.core.quarantine import QuarantinedBucket, RebuildNeeded
 from daemon.core.runs import SortedRun, earliest, take_due
 from daemon.core.sealed_bucket import SealedBucket
@@ -46,13 +48,15 @@ _Source = tuple[Bucket, bool, SortedRun | None]
 class Indexes(Mapping[int, Index]):
     """By the id of the subscription whose own index it is, made with its first row; 0 is the shared one, always there.
 
-    `passed_until_ms`: no row that was passed has a later time.
+    `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
+    they are due, until it is applied: they are passed no more.
     """
 
     def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
         self.cache = cache
         self.places = PagePlaces()
         self.passed_until_ms = 0
+        self.leaving = BitMap64()
         self._horizon_ms = now_ms
         self._by_id: dict[int, Index] = {}
         self.shared = self.of(SHARED)
@@ -182,12 +186,19 @@ class Indexes(Mapping[int, Index]):
                 return []
             passed = []
             for (bucket, late, _), parts in due.items():
-                rows = bucket.pass_rows(KeyedRows.concat(parts))
+                rows = bucket.pass_rows(self._staying(KeyedRows.concat(parts)))
                 if len(rows):
                     self.passed_until_ms = max(self.passed_until_ms, int(rows.rows.deliver_at_ms[-1]))
                     passed.append(Passed(bucket, rows, late))
             if passed:
                 return passed
+
+    def _staying(self, due: KeyedRows) -> KeyedRows:
+        """Without what is leaving: it is gone when the decision is applied, or all of this is lost."""
+        if not self.leaving:
+            return due
+        leaves = contained(due.keys, self.leaving)
+        return due.take(~leaves) if leaves.any() else due
 
     def _take_due(self, now_ms: int, limit: int) -> dict[_Source, list[KeyedRows]]:
         """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so

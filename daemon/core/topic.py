@@ -6,8 +6,9 @@ Does not own: waiting for slots, timers and loading (`daemon.engine`), and what 
 
     request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
 
-Nothing that is staged is visible: it neither comes due nor is it handed out. Adds and acknowledgements that are staged
-together commute: an add names positions that have no row, an acknowledgement positions that have one.
+Nothing that is staged is visible: it neither comes due nor is it handed out. Adds, acknowledgements, cancellations and
+reschedules that are staged together commute: an add names positions that have no row, an acknowledgement positions that
+are due, the others positions that are not and that nothing else names.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
+from daemon.core.withdrawals import Withdrawals
 from daemon.errors import InvariantViolated
 from storage_backends.formats.journal import (
     AcknowledgeRecord,
@@ -40,6 +42,7 @@ from storage_backends.formats.journal import (
     GoneReason,
     GoneRecord,
     Record,
+    RescheduleRecord,
     WaiveRecord,
 )
 from storage_backends.formats.manifest import LiveBucket, Subscription
@@ -71,6 +74,7 @@ class Topic:
         self.subscriptions: dict[int, SubscriptionState] = {}
         for stored in subscriptions:
             self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
+        self.withdrawals = Withdrawals(topic_id, incarnation, self.indexes, self.subscriptions)
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
 
@@ -78,6 +82,13 @@ class Topic:
     def index(self) -> Index:
         """The shared index."""
         return self.indexes.shared
+
+    @property
+    def floor_ms(self) -> int:
+        """Rows of the shared index are stored later, so that every subscription is owed them; the first one is owed
+        what is later than 0.
+        """
+        return max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
 
     # ---- adds
 
@@ -101,13 +112,11 @@ class Topic:
             indexes = [self.index]
         else:
             indexes = [self.indexes.of(number) for number in self.subscriptions]
-        # So that every subscription is owed a row of the shared index; the first one is owed what is later than 0.
-        floor_ms = max((state.stored.since_ms for state in self.subscriptions.values()), default=0)
         accepted, outcome = adding.stage(
             batch,
             indexes,
             now_ms=now_ms,
-            floor_ms=floor_ms if indexes[0] is self.index else None,
+            floor_ms=self.floor_ms if indexes[0] is self.index else None,
             request_limits=request_limits,
         )
         records = tuple(
@@ -208,6 +217,10 @@ class Topic:
             case GoneRecord():
                 if self._has_index(record.subscription_id):
                     self._apply_gone(self.indexes.of(record.subscription_id), record)
+            case RescheduleRecord():
+                if self._has_index(record.subscription_id):
+                    index = self.indexes.of(record.subscription_id)
+                    self.withdrawals.rescheduled(index, record.rows, elapsed_ms=elapsed_ms)
             case WaiveRecord() if record.subscription_id in self.subscriptions:
                 with self.index.named(record.positions) as keys:
                     waived = self.index.waive(keys, record.subscription_id)
@@ -218,6 +231,9 @@ class Topic:
 
     def _apply_gone(self, index: Index, record: GoneRecord) -> None:
         with index.named(record.positions) as keys:
+            if record.reason is GoneReason.CANCELLED:
+                self.withdrawals.cancelled(index, keys)
+                return
             for state in self._served_by(index):
                 state.drop(index.owed_among(keys, state.subscription_id))
             index.remove(keys)
