@@ -19,7 +19,7 @@ Collected = TypeVar("Collected", ShardManifest, TopicManifest)
 _NO_MANIFEST = "there is no manifest"
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SetFloor(Generic[Collected]):
     """The orphan floor from now on: no object that was started from a manifest below it is ever named again, unless a
     manifest names it now. It only rises.
@@ -44,7 +44,7 @@ class SetFloor(Generic[Collected]):
         return tip.head.orphan_floor >= self.floor
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectTombstones(Generic[Collected]):
     """What became of the objects of some tombstones, by name: those of `deleted` and `given_up` are dropped; those of
     `failed` have one attempt more.
