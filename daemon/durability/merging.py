@@ -1,0 +1,132 @@
+"""Merging on the store: sources are read, their rows that are not gone are one new object, and the manifest names it in
+their place.
+
+Owns: what is read and written for a merge, and the operation that commits it.
+Does not own: the merge of the rows (`storage_backends.formats.merge`), the operation's precondition
+(`storage_backends.topic_merge`), which buckets are merged and when (`daemon.core.merging`, the engine).
+
+Nothing of the owner's memory goes into it: any process that reads manifests can do the same. Everything is synchronous
+and runs in a thread. A crash before the commit leaves an object that no manifest names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from daemon.durability import bucket_objects, progress
+from daemon.durability.crash_points import crash_point
+from storage_backends import object_store, topic_merge
+from storage_backends.formats import manifest, merge
+from storage_backends.formats.segment import SegmentLimits
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class MergePlan:
+    """The merge of neighbouring live buckets of one index.
+
+    `tip`: the manifest that it is planned from, which says what is gone. `key`: the object that it will write.
+    """
+
+    tip: manifest.TopicManifest
+    sources: tuple[manifest.LiveBucket, ...]
+    key: str
+
+    @property
+    def stored_bytes(self) -> int:
+        """What is read for it."""
+        return sum(live.object.size_bytes for live in self.sources)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class WrittenMerge:
+    """A merge whose object is written. `operation` commits it. `rows`, `size_bytes`: of the object, 0 where no row was
+    left to be written.
+    """
+
+    operation: topic_merge.Merge
+    rows: int
+    size_bytes: int
+    level: int
+
+
+def read_source(store: object_store.ObjectStore, live: manifest.LiveBucket) -> merge.Source:
+    """A source as a whole, every check of it made. Raises Corruption when it is damaged or missing."""
+    metadata, rows = bucket_objects.read_bucket(store, live)
+    return merge.Source(live=live, metadata=metadata, rows=rows)
+
+
+def merged(
+    store: object_store.ObjectStore,
+    plan: MergePlan,
+    sources: Sequence[merge.Source],
+    *,
+    limits: SegmentLimits,
+    compatible: bool,
+) -> merge.Merged:
+    """The rows of the sources that are not gone by the plan's manifest, as one bucket.
+
+    Raises Corruption when the progress is damaged, or missing since a newer manifest has taken its place.
+    """
+    return merge.merged(
+        sources,
+        progress.of_manifest(store, plan.tip),
+        topic=plan.tip.topic,
+        subscription_id=plan.sources[0].subscription_id,
+        limits=limits,
+        compatible=compatible,
+    )
+
+
+def write(
+    store: object_store.ObjectStore,
+    plan: MergePlan,
+    sources: Sequence[merge.Source],
+    made: merge.Merged,
+    *,
+    delete_after_ms: int,
+) -> WrittenMerge:
+    """Puts the object, if a row is left. May be repeated: the object is the same.
+
+    `delete_after_ms`: Unix time after which the sources may be deleted.
+    """
+    encoded = made.encoded
+    live = None
+    if encoded is not None:
+        crash_point("merge.before_bucket_put")
+        store.put(plan.key, encoded.body)
+        crash_point("merge.after_bucket_put")
+        base = plan.tip.head.number
+        live = manifest.LiveBucket(
+            object=manifest.ObjectReference(
+                name=plan.key, base=base, size_bytes=len(encoded.body), sha256=encoded.sha256
+            ),
+            rows=encoded.rows,
+            first_ledger_id=encoded.first_ledger_id,
+            last_ledger_id=encoded.last_ledger_id,
+            min_deliver_at_ms=encoded.min_deliver_at_ms,
+            max_deliver_at_ms=encoded.max_deliver_at_ms,
+            hash_low=encoded.hash_low,
+            hash_high=encoded.hash_high,
+            level=made.level,
+            subscription_id=plan.sources[0].subscription_id,
+            compatible_form=encoded.compatible,
+            segments=len(encoded.segments),
+        )
+    operation = topic_merge.Merge(
+        sources=tuple(
+            topic_merge.MergeSource(
+                name=source.live.object.name,
+                kept=source.metadata.kept,
+                dropped=made.dropped[source.live.object.name],
+            )
+            for source in sources
+        ),
+        bucket=live,
+        dropped_hash=made.dropped_hash,
+        incarnation=plan.tip.incarnation,
+        progress_of=lambda tip: progress.of_manifest(store, tip),
+        delete_after_ms=delete_after_ms,
+    )
+    rows, size_bytes = (0, 0) if live is None else (live.rows, live.object.size_bytes)
+    return WrittenMerge(operation, rows=rows, size_bytes=size_bytes, level=made.level)
