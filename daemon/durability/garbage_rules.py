@@ -14,7 +14,7 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from storage_backends.formats import errors, names
@@ -59,6 +59,9 @@ class Summary:
     def __add__(self, other: Summary) -> Summary:
         fields = (field.name for field in dataclasses.fields(self))
         return Summary(**{name: getattr(self, name) + getattr(other, name) for name in fields})
+
+
+NOTHING_DONE: Final = Summary()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,11 @@ class Listed:
         """The numbers of the manifests, ascending, and their sizes: no listing is in order."""
         return sorted(zip(self.manifests, self._manifest_bytes, strict=True))
 
+    def forget(self, deleted: Iterable[str]) -> None:
+        """These objects were deleted since."""
+        for key in deleted:
+            self.objects.pop(key, None)
+
     def unnamed(self, named: frozenset[str]) -> dict[str, tuple[int, int]]:
         """Objects that are on their way into a manifest, or never will be in one."""
         return {key: found for key, found in self.objects.items() if key not in named}
@@ -182,14 +190,12 @@ def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
     return frozenset(live | {each.object.name for each in manifest.tombstones})
 
 
-def orphans(listed: Listed, named: frozenset[str], floor: int, *, given_up: frozenset[str]) -> list[tuple[str, int]]:
+def orphans(listed: Listed, named: frozenset[str], floor: int) -> list[tuple[str, int]]:
     """Keys and sizes of the objects that no manifest will ever name again.
 
-    `named`: by a manifest that has the orphan floor `floor`, or was read after one that has. `given_up`: objects that
-    could not be deleted; they are tried again on request only.
+    `named`: by a manifest that has the orphan floor `floor`, or was read after one that has.
     """
-    unnamed = listed.unnamed(named | given_up)
-    return [(key, size_bytes) for key, (base, size_bytes) in unnamed.items() if base < floor]
+    return [(key, size_bytes) for key, (base, size_bytes) in listed.unnamed(named).items() if base < floor]
 
 
 def tip_at(numbers: Sequence[int], created_ms: Callable[[int], int | None], at_ms: int) -> int | None:
@@ -214,11 +220,11 @@ def is_suspicious(found: Count, shard_bytes: int, limits: Limits) -> bool:
 # ---- manifests
 
 
+def needs_look(listed: Listed, named: frozenset[str], kept: int) -> bool:
+    """Whether there may be something to collect, by a manifest that may be old."""
+    return len(listed.manifests) > kept or any(key not in named for key in listed.objects)
+
+
 def beyond_kept(listed: Listed, tip: int, kept: int) -> list[tuple[int, int]]:
     """Numbers, ascending, and sizes of the manifests that are not among the newest `kept`; never the tip."""
     return [each for each in listed.in_order() if each[0] <= tip - max(kept, 1)]
-
-
-def chunks(items: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -14,6 +14,7 @@ from daemon.core.containment import Contained, EntryRanges
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.durability import garbage_rules
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.rows import Rows
 
@@ -25,6 +26,7 @@ __all__ = [
     "CancelOutcome",
     "Contained",
     "EntryRanges",
+    "GarbageProgress",
     "HandedOut",
     "Health",
     "HeldPositions",
@@ -87,6 +89,30 @@ class Sealed:
 
     rows: int
     bucket: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GarbageProgress:
+    """How far a collection is; fields as in `tarry.v1.CollectGarbageResponse`."""
+
+    shards: int
+    shards_done: int = 0
+    topics_done: int = 0
+    topics: int = 0
+    summary: garbage_rules.Summary = garbage_rules.NOTHING_DONE
+    done: bool = False
+
+    def plus(
+        self, topics_done: int, topics: int, summary: garbage_rules.Summary, *, shards_done: int = 0
+    ) -> GarbageProgress:
+        """With what a pass over one more shard did so far, and whether it is done."""
+        return dataclasses.replace(
+            self,
+            shards_done=self.shards_done + shards_done,
+            topics_done=self.topics_done + topics_done,
+            topics=self.topics + topics,
+            summary=self.summary + summary,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

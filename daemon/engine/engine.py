@@ -17,6 +17,7 @@ from daemon.durability import backoff, heartbeat
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.calls import Health, TopicLocation
 from daemon.engine.clock_watch import ClockWatch
+from daemon.engine.collection import Collection
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.ownership import Candidate, Claimed
@@ -68,6 +69,7 @@ class Engine:
         self._draining = False
         self._loop = asyncio.get_running_loop()
         self._store_away = False
+        self.collection = Collection(environment, lambda: self._shards, lambda: self._shards_total)
         self.requests = Requests(self, environment)
         # Ends with the error of a task that must not end: the process cannot go on.
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -100,11 +102,12 @@ class Engine:
             changed=self._clock_changed,
             resumed=self._resumed,
         )
-        for work in (self._serve_for_ever(), self._due_loop.run(), self._look_after(), watch.run(), beat):
+        serving = (self._serve_for_ever(), self._due_loop.run(), self.collection.run())
+        for work in (*serving, self._look_after(), watch.run(), beat):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
             self._tasks.append(task)
-        self._serving_tasks = self._tasks[:2]
+        self._serving_tasks = self._tasks[: len(serving)]
 
     async def _root_format(self) -> RootFormat:
         environment = self._environment
@@ -129,6 +132,7 @@ class Engine:
         """From now on nothing new is accepted or handed out."""
         self._draining = True
         self._set_health(Health(serving=False, reason="stopping"))
+        self.collection.halt()
         for shard in self._shards.values():
             shard.begin_drain()
 
@@ -296,6 +300,7 @@ class Engine:
             for shard in list(self._shards.values()):
                 shard.look_after()
             self._tell_progress()
+            self.collection.look_after()
             if self._health.serving or self._store_away:
                 self._look_after_health()
 

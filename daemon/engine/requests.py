@@ -22,12 +22,16 @@ from daemon.engine.calls import (
     AddBatch,
     AddOutcome,
     BucketPage,
+    CancelOutcome,
     Contained,
     EntryRanges,
+    GarbageProgress,
     HandedOut,
     HeldPositions,
     Leased,
     LedgerRanges,
+    RescheduleBatch,
+    RescheduleOutcome,
     Sealed,
     SubscriptionCreated,
     SubscriptionPage,
@@ -39,11 +43,13 @@ from daemon.engine.calls import (
     TopicPolicy,
     TopicStats,
 )
+from daemon.engine.collection import Collection
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import AlreadyExists, InvalidArgument, NotFound
 from daemon.metrics import TopicNumbers
+from storage_backends.formats.rows import U64
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard
@@ -68,6 +74,9 @@ class Shards(Protocol):
     def shard_of(self, topic: str) -> ServedShard:
         """The shard of a topic. Raises what a caller is told while the shard is not served here."""
         ...
+
+    @property
+    def collection(self) -> Collection: ...
 
     @property
     def topics_loading(self) -> int: ...
@@ -99,12 +108,31 @@ class Requests:
 
     # ---- positions
 
-    async def add(self, topic: str, batch: AddBatch) -> AddOutcome:
-        """Adds positions to a topic; returns when they are durable. See `daemon.core.topic`."""
-        self._check_topic(topic)
+    async def add(self, topic: str, batch: AddBatch, subscription: str | None = None) -> AddOutcome:
+        """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
+        `daemon.core.topic`. Raises NotFound when there is no such subscription.
+        """
+        self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
+        if subscription is not None:
+            async with self._served(topic) as (_, served):
+                return await served.add(batch, subscription)
         served = await self._engine.shard_of(topic).topic_to_write(topic)
         return await served.add(batch)
+
+    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
+        """Takes positions out before they are due, of every index or of the own one of a subscription; returns when that
+        is durable. See `daemon.core.withdrawals`. Raises NotFound.
+        """
+        self._check_positions(topic, subscription, ledger_id, entry_id)
+        async with self._served(topic) as (_, served):
+            return await served.withdrawing.cancel(subscription, ledger_id, entry_id)
+
+    async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
+        """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
+        self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
+        async with self._served(topic) as (_, served):
+            return await served.withdrawing.reschedule(subscription, batch)
 
     async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
         """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
@@ -230,6 +258,11 @@ class Requests:
         async with self._served(topic) as (shard, served):
             return await shard.changes.delete(served)
 
+    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncIterator[GarbageProgress]:
+        """Collects the garbage of the shards that are served here, step by step; see `daemon.engine.collection`."""
+        self._engine.check_serving()
+        return self._engine.collection.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)
+
     async def lookup(self, topic: str) -> TopicLocation:
         """The shard of a topic and who owns it, whether the topic exists or not."""
         self._check_topic(topic)
@@ -317,6 +350,11 @@ class Requests:
         if served is None:
             raise _no_topic(topic)
         return shard, served
+
+    def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(entry_id), self._limits.rows_max)
+        limits.check_distinct(ledger_id, entry_id)
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._limits.topic_max_bytes)
