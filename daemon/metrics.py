@@ -113,6 +113,9 @@ class Metrics:
 
         self._topics = gauge("tarry_topics", "Topics by state: loaded, loading, damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
+        self._merged_away = counter(
+            "tarry_merged_away_reads", "Reads of buckets that were merged and deleted: what took their place was read."
+        )
         self._damage = counter("tarry_damage_found", "Damage that was found; the log names it.", "kind")
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
@@ -248,6 +251,10 @@ class Metrics:
     def set_collection_age(self, seconds: float) -> None:
         """Of the shard that has waited longest, so long after its last pass that worked."""
         self._collection_age.set(seconds)
+
+    def read_merged_away(self) -> None:
+        """A bucket that was read had been merged by another process, and its object deleted."""
+        self._merged_away.inc()
 
     def _counter(self, name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
         return prometheus_client.Counter(name, meaning, labels, registry=self.registry)

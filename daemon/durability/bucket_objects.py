@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class BucketMissing(Corruption):
+    """The object of a bucket is not there. A manifest that is older than the tip may name it rightly."""
+
+
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads."""
     return _twice_damaged(lambda: _open(store, live))
@@ -85,4 +89,4 @@ def _naming(key: str) -> Iterator[None]:
     except object_store.Damaged as error:
         raise Corruption(f"bucket {error}") from error
     except object_store.NotFound as error:
-        raise Corruption(f"bucket {key}: the object is missing") from error
+        raise BucketMissing(f"bucket {key}: the object is missing") from error

@@ -13,7 +13,8 @@ serving.
 `p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
 for; 0 where there is none. A bucket whose seal was cut before `p` and is not in the manifest by then is in the part
 with its rows: if `applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they
-are rows of the mutable bucket.
+are rows of the mutable bucket. What is stored of a bucket that was merged since counts for the merged one. Rows of the
+own index of a subscription that is no more are owed to nobody: they are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pyroaring import BitMap64
 
 from daemon.core.bucket import GoneSet
-from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.sealed_bucket import SealedBucket
@@ -147,23 +148,35 @@ def restore(
     elapsed_ms: int,
 ) -> None:
     """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined."""
-    pages = topic.index.pages
     by_bucket = {each.bucket: each for each in objects.progress.buckets}
     for live in tip.live:
+        index = _index(topic, live.subscription_id)
+        if index is None:
+            continue
         head = objects.buckets[live.object.name].head
-        bits = by_bucket.get(live.object.name)
+        bits = progress.of_bucket(live.object.name, () if head is None else head[1].kept, by_bucket)
         if live.quarantined:
-            topic.index.add_quarantined(_quarantined_bucket(pages, live, None if head is None else head[1], bits))
+            index.add_quarantined(_quarantined_bucket(index.pages, live, None if head is None else head[1], bits))
         elif head is None:
             raise InvariantViolated(f"bucket {live.object.name} is damaged and not quarantined")
         else:
-            topic.index.add_sealed(_sealed_bucket(pages, live, *head, bits))
+            index.add_sealed(_sealed_bucket(index.pages, live, *head, bits))
     if part is not None:
-        _restore_mutable(topic.index.mutable, pages, part.mutable_rows, by_bucket.get(""), elapsed_ms)
+        _restore_rows(topic, 0, part.mutable_rows, by_bucket.get(""), elapsed_ms)
+        for own in part.own_rows:
+            _restore_rows(topic, own.subscription_id, own.rows, None, elapsed_ms)
         for sealing in part.sealing:
             if tip.applied < sealing.slot:
-                _restore_mutable(topic.index.mutable, pages, sealing.rows, by_bucket.get(sealing.bucket), elapsed_ms)
+                bits = by_bucket.get(sealing.bucket)
+                _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     topic.index.dismiss_all_but(topic.subscriptions)
+
+
+def _index(topic: Topic, subscription_id: int) -> Index | None:
+    """None: the subscription whose own index it was is no more."""
+    if subscription_id and subscription_id not in topic.subscriptions:
+        return None
+    return topic.indexes.of(subscription_id)
 
 
 def _sealed_bucket(
@@ -205,9 +218,14 @@ def _quarantined_bucket(
     return restored
 
 
-def _restore_mutable(
-    mutable: MutableBucket, pages: PageTable, rows: Rows, bits: BucketProgress | None, elapsed_ms: int
+def _restore_rows(
+    topic: Topic, subscription_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int
 ) -> None:
+    """They are rows of the mutable bucket of an index, but for those that are gone."""
+    index = _index(topic, subscription_id)
+    if index is None:
+        return
+    mutable, pages = index.mutable, index.pages
     keyed = KeyedRows(rows, pages.intern(rows.ledger_id, rows.entry_id))
     named = pages_of(bitmap_of(keyed.keys))
     if bits is not None and bits.gone:

@@ -1,12 +1,16 @@
-"""The life of a topic's buckets: cut, sealed, committed, quarantined when damaged, dropped when every row is gone.
+"""The life of a topic's buckets: cut, sealed, merged, quarantined when damaged, dropped when every row is gone.
 
-Owns: when a bucket is cut, the seals of one topic one after the other, marking damaged buckets in the manifest, and
-dropping empty ones from it.
-Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`), finding
-damage (`segment_loading`, `topic_loading`).
+Owns: when the buckets that take new rows are cut, the seals of one topic one after the other, learning what other
+processes merged, marking damaged buckets in the manifest, and dropping empty ones from it.
+Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`), merging,
+and putting merged buckets in the place of their sources (`merging`), finding damage (`segment_loading`,
+`topic_loading`).
 
-A cut is made between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a thread. Cuts are committed
-in their order: the manifest's `applied` moves from one cut's slot to the next.
+A seal cuts the buckets of all indexes between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a
+thread. Seals are committed in the order of their cuts: the manifest's `applied` moves from one cut's slot to the next.
+
+Other processes merge sealed buckets at any time. Every manifest that is read may name buckets that are not served yet:
+they are learned here, between two steps, so that no source of one is being sealed, quarantined or dropped meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from daemon.core.index import BucketBits
@@ -38,22 +42,34 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# The tip was read within this time, where there is something that others may merge.
+LOOK_S = 60.0
+MERGEABLE_BUCKETS = 2
+# Bucket objects of one seal that are written at the same time.
+WRITES_MAX = 4
 # Progress up to this size is part of the manifest.
 INLINE_PROGRESS_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
-    cut: sealing.SealCut
+    """`buckets`: of each index that had rows, its cut and the bucket that serves them. `bits`: of all other buckets."""
+
+    slot: int
+    buckets: tuple[tuple[sealing.SealCut, MutableBucket], ...]
     bits: tuple[BucketBits, ...]
-    memory: MutableBucket
     committed: asyncio.Future[Sealed]
+
+    @property
+    def cuts(self) -> tuple[sealing.SealCut, ...]:
+        return tuple(cut for cut, _ in self.buckets)
 
 
 class BucketLife:
     """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed.
 
-    `settings`: what is in force for the topic now. `slot`: no later one has named the topic so far.
+    `settings`: what is in force for the topic now. `slot`: no later one has named the topic so far. `adopt` puts the
+    merged buckets that a manifest names in the place of their sources.
     """
 
     def __init__(
@@ -64,11 +80,13 @@ class BucketLife:
         *,
         slot: int,
         settings: Callable[[], TopicSettings],
+        adopt: Callable[[manifest.TopicManifest], Awaitable[None]],
         lost: Callable[[BaseException], None],
         changed: Callable[[], None],
     ) -> None:
         self._topic = topic
         self._settings = settings
+        self._adopt = adopt
         self._commits = commits
         self._environment = environment
         self._lost = lost
@@ -77,6 +95,13 @@ class BucketLife:
         # What was found in buckets that are to be quarantined, by name.
         self._damaged: dict[str, str] = {}
         self._slot = slot
+        # Every merged bucket of this manifest, and of those before it, is served.
+        self._learned = commits.number
+        self._learners: list[asyncio.Future[None]] = []
+        # Of each topic another time: they are not all looked at together.
+        self._look_every_s = LOOK_S * (1 - environment.jitter() / 2)
+        self._looked_at_s = environment.clock.elapsed_s()
+        self._look_wanted = False
         self._work: asyncio.Task[None] | None = None
         self._halted = False
 
@@ -93,39 +118,102 @@ class BucketLife:
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
         if self._topic.indexes.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
-        elif self._topic.index.droppable():
+        elif self._commits.number != self._learned or self._topic.indexes.droppable():
+            self._start()
+
+    def look_after(self, slot: int) -> None:
+        """Once a second: what depends on time alone. Everything up to `slot` is applied."""
+        self.after_slot(slot)
+        elapsed_s = self._environment.clock.elapsed_s()
+        if elapsed_s - max(self._looked_at_s, self._commits.read_at_s) < self._look_every_s:
+            return
+        if sum(len(index.sealed) for index in self._topic.indexes.values()) >= MERGEABLE_BUCKETS:
+            self._looked_at_s = elapsed_s
+            self._look_wanted = True
             self._start()
 
     def seal(self, slot: int) -> asyncio.Future[Sealed] | None:
-        """Cuts the mutable bucket now. Call between two slots; `slot` is the last one that is applied.
+        """Cuts the mutable buckets of all indexes now. Call between two slots; `slot` is the last one that is applied.
 
-        The future ends when the bucket is committed; None when there was nothing to seal. Never cancel it.
+        The future ends when the buckets are committed; None when there was nothing to seal. Never cancel it.
         """
-        index = self._topic.index
-        if index.mutable.first_row_at_ms is None:
+        indexes = self._topic.indexes
+        if not indexes.has_mutable_rows:
             return None
-        now_ms = self._environment.clock.now_ms()
         base = self._commits.number
-        key = names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
-        taken = index.cut()
-        cut = sealing.SealCut(topic=self._topic.name, key=key, base=base, slot=slot, rows=taken.mutable)
+        taken = dict(indexes.cut())
+        begun = indexes.begin_seal(lambda _: self._new_key(base), now_ms=self._environment.clock.now_ms())
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when it fails.
         committed.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._seals.append(_Seal(cut, taken.bits, index.begin_seal(key, now_ms=now_ms), committed))
+        buckets = tuple(
+            (
+                sealing.SealCut(
+                    topic=self._topic.name,
+                    key=memory.name,
+                    base=base,
+                    slot=slot,
+                    rows=taken[number].mutable,
+                    subscription_id=number,
+                ),
+                memory,
+            )
+            for number, memory in begun
+        )
+        bits = tuple(each for index in taken.values() for each in index.bits)
+        self._seals.append(_Seal(slot, buckets, bits, committed))
         self._start()
         return committed
+
+    def _new_key(self, base: int) -> str:
+        return names.bucket_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
 
     def quarantine(self, bucket: str, damage: str) -> None:
         """The object of a sealed bucket is damaged. It is read no more, and when that is in the manifest, what it held
         may be added again.
         """
-        if bucket in self._topic.index.sealed and bucket not in self._damaged:
+        index = self._topic.indexes.holding(bucket)
+        if index is not None and bucket not in self._damaged:
             log.error("topic %s: a bucket is quarantined, the others are served: %s", self._topic.name, damage)
             self._environment.metrics.damage_found("bucket")
-            self._topic.index.leave_out(bucket)
+            index.leave_out(bucket)
             self._damaged[bucket] = damage
             self._start()
+
+    async def is_live(self, bucket: str) -> bool:
+        """Whether the newest manifest names a bucket, the object of which is missing. If not, it was merged away, and
+        what it held is served from the bucket that took its place when this returns.
+
+        Raises Corruption when the manifest is damaged, commit.Refused when the epoch is over.
+        """
+        tip = await self._newest()
+        if any(live.object.name == bucket for live in tip.live):
+            return True
+        index = self._topic.indexes.holding(bucket)
+        if index is not None:
+            # What is due does not wait for it.
+            index.leave_out(bucket)
+        await self.learn(tip)
+        return False
+
+    async def _newest(self) -> manifest.TopicManifest:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self._commits.read()
+            except StoreError as error:
+                log.warning("topic %s: its manifest cannot be read, trying again: %s", self._topic.name, error)
+                await self._environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    async def learn(self, newest: manifest.TopicManifest) -> None:
+        """Returns when every merged bucket of a manifest that was read or committed here is served; or at once when the
+        topic is being deleted or given up.
+        """
+        while self._learned < newest.head.number and not self._halted:
+            learned = asyncio.get_running_loop().create_future()
+            self._learners.append(learned)
+            self._start()
+            await learned
 
     def cut(self) -> checkpoint.TopicCut:
         """The topic as it is now, for a checkpoint."""
@@ -133,20 +221,21 @@ class BucketLife:
             topic_id=self._topic.topic_id,
             topic=self._topic.name,
             incarnation=self._topic.incarnation,
-            indexes=((0, self._topic.index.cut()),),
-            sealing=tuple(seal.cut for seal in self._seals),
+            indexes=self._topic.indexes.cut(),
+            sealing=tuple(cut for seal in self._seals for cut in seal.cuts),
         )
 
     # ---- doing
 
     async def settled(self) -> None:
-        """Returns when no seal and no drop is under way."""
+        """Returns when nothing is under way."""
         while self._work is not None and not self._work.done():
             await asyncio.wait([self._work])
 
     async def halt(self) -> None:
-        """No seal and no drop begins any more until `go_on`; returns when the one that is under way is over."""
+        """Nothing begins any more until `go_on`; returns when what is under way is over."""
         self._halted = True
+        self._wake_learners()
         await self.settled()
 
     def go_on(self) -> None:
@@ -155,6 +244,7 @@ class BucketLife:
 
     def close(self) -> None:
         self._halted = True
+        self._wake_learners()
         if self._work is not None:
             self._work.cancel()
         for seal in self._seals:
@@ -173,93 +263,161 @@ class BucketLife:
             self._lost(error)
 
     async def _run(self) -> None:
-        while not self._halted and (self._damaged or self._seals or self._topic.index.droppable()):
-            if self._damaged:
+        while not self._halted:
+            if self._look_wanted:
+                await self._look()
+            elif self._commits.number != self._learned:
+                await self._learn()
+            elif self._damaged:
                 await self._quarantine(next(iter(self._damaged)))
             elif self._seals:
                 await self._seal(self._seals[0])
-            else:
+            elif self._topic.indexes.droppable():
                 await self._drop()
+            else:
+                return
+
+    # ---- learning
+
+    async def _look(self) -> None:
+        self._look_wanted = False
+        try:
+            await self._commits.read()
+        except StoreError as error:
+            log.info("topic %s: what others merged is looked at later: %s", self._topic.name, error)
+
+    async def _learn(self) -> None:
+        """The newest manifest that is known: its merged buckets take the place of their sources."""
+        newest = self._commits.manifest
+        if self._names_unknown(newest):
+            await self._adopt(newest)
+            self._changed()
+        self._learned = newest.head.number
+        self._wake_learners()
+
+    def _names_unknown(self, newest: manifest.TopicManifest) -> bool:
+        """Whether it names a merged bucket that is not served. What was sealed here is served, or about to be."""
+        merged = [live for live in newest.live if live.level]
+        if not merged:
+            return False
+        known = {name for index in self._topic.indexes.values() for name in (*index.sealed, *index.quarantined)}
+        return any(live.object.name not in known for live in merged)
+
+    def _wake_learners(self) -> None:
+        learners, self._learners = self._learners, []
+        for learner in learners:
+            if not learner.done():
+                learner.set_result(None)
+
+    # ---- seals
 
     async def _seal(self, seal: _Seal) -> None:
-        environment, settings = self._environment, self._settings()
+        environment = self._environment
         started_s = environment.clock.elapsed_s()
-        written = await self._until_written(
-            lambda: sealing.write_bucket(
-                environment.store,
-                seal.cut,
-                limits=settings.segment_limits,
-                compatible=settings.compatible_form,
-            )
-        )
+        written = await self._write(seal)
         progress, progress_object = await self._progress(seal)
         await self._commits.commit(
             lambda tip: topic_manifest.Seal(
-                buckets=() if written is None else (written.live,),
+                buckets=tuple(each.live for each in written if each is not None),
                 progress=progress,
                 progress_object=progress_object,
                 slot_from=tip.applied,
-                slot_to=seal.cut.slot,
+                slot_to=seal.slot,
                 epoch=self._commits.epoch,
                 replaced_delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
             )
         )
         self._finish(seal, written)
+        kept = [each for each in written if each is not None]
+        rows = sum(len(each.rows) for each in kept)
         if not seal.committed.done():
-            name = "" if written is None else written.live.object.name
-            seal.committed.set_result(Sealed(rows=0 if written is None else len(written.rows), bucket=name))
+            seal.committed.set_result(Sealed(rows=rows, bucket=kept[0].live.object.name if kept else ""))
         seconds = environment.clock.elapsed_s() - started_s
         environment.metrics.bucket_operation("create", "succeed", seconds=seconds)
-        rows = 0 if written is None else len(written.rows)
-        log.info("sealed a bucket topic=%s rows=%d slot=%d seconds=%.3f", seal.cut.topic, rows, seal.cut.slot, seconds)
+        log.info(
+            "sealed topic=%s buckets=%d rows=%d slot=%d seconds=%.3f",
+            self._topic.name,
+            len(kept),
+            rows,
+            seal.slot,
+            seconds,
+        )
 
-    def _finish(self, seal: _Seal, written: sealing.WrittenBucket | None) -> None:
+    async def _write(self, seal: _Seal) -> list[sealing.WrittenBucket | None]:
+        """The objects of a seal, in the order of its cuts; None where no row is left."""
+        settings, store = self._settings(), self._environment.store
+        turn = asyncio.Semaphore(WRITES_MAX)
+
+        async def write(cut: sealing.SealCut) -> sealing.WrittenBucket | None:
+            async with turn:
+                return await self._until_written(
+                    lambda: sealing.write_bucket(
+                        store, cut, limits=settings.segment_limits, compatible=settings.compatible_form
+                    )
+                )
+
+        return await asyncio.gather(*map(write, seal.cuts))
+
+    def _finish(self, seal: _Seal, written: list[sealing.WrittenBucket | None]) -> None:
         self._seals.popleft()
-        sealed = None
-        if written is not None:
-            memory = seal.memory
-            sealed = SealedBucket(
-                written.live,
-                written.table.segments,
-                present=memory.present,
-                gone=memory.gone_since_cut(),
-                pages=self._topic.index.pages,
-            )
         near_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
-        rows = KeyedRows.empty() if written is None else written.rows
-        self._topic.finish_seal(0, seal.memory, sealed, rows, near_ms=near_ms)
+        for (cut, memory), bucket in zip(seal.buckets, written, strict=True):
+            index = self._topic.indexes.get(cut.subscription_id)
+            if index is None:
+                # The subscription was deleted since the cut: the manifest does not name the bucket either.
+                continue
+            sealed, rows = None, KeyedRows.empty()
+            if bucket is not None:
+                rows = bucket.rows
+                sealed = SealedBucket(
+                    bucket.live,
+                    bucket.table.segments,
+                    present=memory.present,
+                    gone=memory.gone_since_cut(),
+                    pages=index.pages,
+                )
+            self._topic.finish_seal(cut.subscription_id, memory, sealed, rows, near_ms=near_ms)
         self._changed()
 
     async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
         """The progress of a seal: itself where it is small, or the object that it was written to."""
-        cut = seal.cut
         progress, encoded = await self._environment.run(lambda: _encoded(seal))
         if len(encoded) <= INLINE_PROGRESS_BYTES:
             return progress, None
-        key = names.progress_key(self._commits.shard, self._topic.topic_id, cut.base, self._environment.new_id())
+        base = seal.cuts[0].base
+        key = names.progress_key(self._commits.shard, self._topic.topic_id, base, self._environment.new_id())
         await self._until_written(lambda: self._environment.store.put(key, encoded))
-        return None, topic_manifest.reference_to(key, cut.base, encoded)
+        return None, topic_manifest.reference_to(key, base, encoded)
+
+    # ---- what leaves
 
     async def _quarantine(self, bucket: str) -> None:
-        if bucket in self._topic.index.sealed:
+        if self._topic.indexes.holding(bucket) is not None:
             slot, damage = self._slot, self._damaged[bucket][: manifests.DAMAGE_CHARACTERS_MAX]
-            committed = await self._commits.commit(
-                lambda tip: topic_manifest.Quarantine(
-                    bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
+            try:
+                committed = await self._commits.commit(
+                    lambda tip: topic_manifest.Quarantine(
+                        bucket=bucket, damage=damage, slot=slot, epoch=self._commits.epoch
+                    )
                 )
-            )
-            self._topic.quarantine(next(live for live in committed.live if live.object.name == bucket))
+            except manifests.Overtaken as overtaken:
+                # What took its place is learned next, and holds its rows whole.
+                log.info("topic %s: the damaged bucket is needed no more: %s", self._topic.name, overtaken)
+            else:
+                self._topic.quarantine(next(live for live in committed.live if live.object.name == bucket))
         del self._damaged[bucket]
         self._changed()
 
     async def _drop(self) -> None:
-        empty = [bucket.name for bucket in self._topic.index.droppable()]
+        empty = [bucket.name for bucket in self._topic.indexes.droppable()]
         now_ms = self._environment.clock.now_ms()
         await self._commits.commit(
             lambda tip: topic_manifest.DropBuckets(
                 buckets=tuple(empty), epoch=self._commits.epoch, delete_after_ms=now_ms + self._environment.grace_ms
             )
         )
+        # Of one that was merged before only memory says that its rows are gone: the merged bucket takes that over.
+        await self._learn()
         for name in empty:
             self._topic.drop(name)
         self._changed()
@@ -277,5 +435,5 @@ class BucketLife:
 
 
 def _encoded(seal: _Seal) -> tuple[manifest.Progress, bytes]:
-    progress = sealing.progress_of((seal.cut,), seal.bits)
+    progress = sealing.progress_of(seal.cuts, seal.bits)
     return progress, manifest.encode_progress(progress)

@@ -126,7 +126,7 @@ class TopicCommits:
 
     def saw(self, tip: commit.Tip[TopicManifest]) -> None:
         """Something else in this process has read or committed it. What is begun from here on is based on it."""
-        if tip.number > self._tip.number:
+        if tip.number >= self._tip.number:
             self._tip = tip
 
     @property
@@ -144,14 +144,15 @@ class TopicCommits:
         async with self._turn:
             made = operation(self._tip.manifest)
             try:
-                self._tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
+                tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
             except commit.Refused as refused:
                 found = overtaken(refused, epoch=self.epoch)
                 if found is None or found.tip is None:
                     raise
-                self._tip = found.tip
+                self.saw(found.tip)
                 raise found from refused
-            return self._tip.manifest
+            self.saw(tip)
+            return tip.manifest
 
     async def read(self) -> TopicManifest:
         """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
@@ -166,7 +167,7 @@ class TopicCommits:
                 raise Corruption(f"manifest {self._manifests.key(self._tip.number)}: the object is missing")
             if tip.manifest.owner_epoch != self.epoch:
                 raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self.epoch}", tip)
-            self._tip = tip
+            self.saw(tip)
             return tip.manifest
 
 

@@ -1,14 +1,16 @@
 """Loading segments: which reads are under way, and putting what was read where it is wanted.
 
-Owns: reads of one topic's segments, each at most once at a time, and trying again when the store fails.
-Does not own: which segments are wanted (`daemon.core.indexes`, `daemon.core.backlog_reader`) and the cache.
+Owns: reads of one topic's segments, each at most once at a time, trying again when the store fails, and telling a
+bucket that was merged away from one that is damaged.
+Does not own: which segments are wanted (`daemon.core.index`, `daemon.core.backlog_reader`) and the cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal
 
 from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.segments import SegmentRange
@@ -27,7 +29,8 @@ READS_MAX = 8
 
 class SegmentLoader:
     """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
-    found when its object is damaged or missing.
+    found when its object is damaged or missing. `is_live`: whether the newest manifest names a bucket that is missing;
+    when it does not, what took its place is served as soon as the answer is there. It tries until the store tells.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class SegmentLoader:
         environment: Environment,
         loaded: Callable[[], None],
         damaged: Callable[[str, str], None],
+        is_live: Callable[[str], Awaitable[bool]],
     ) -> None:
         self._topic = topic
         self._environment = environment
         self._loaded = loaded
         self._damaged = damaged
+        self._is_live = is_live
         self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(READS_MAX)
         self._closed = False
@@ -74,8 +79,7 @@ class SegmentLoader:
 
     async def _read(self, segments: SegmentRange) -> None:
         try:
-            async with self._slots:
-                rows = await self._read_until_there(segments)
+            rows = await self._read_until_there(segments)
         except Corruption as error:
             self._damaged(segments.bucket, str(error))
         else:
@@ -87,27 +91,41 @@ class SegmentLoader:
         self._loaded()
 
     async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
-        environment = self._environment
-        for delay_s in backoff.delays_s(environment.jitter):
-            bucket = self._topic.indexes.bucket(segments.bucket)
-            if bucket is None:
-                return []
-            pages = self._topic.indexes.pages_of_bucket(segments.bucket)
-            infos = bucket.table.infos[segments.first : segments.last + 1]
-            started_s = environment.clock.elapsed_s()
+        """The rows of each segment; none when the bucket is served no longer."""
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            index = self._topic.indexes.holding(segments.bucket)
+            if index is None:
+                break
+            infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
             try:
-                rows = await environment.run(lambda infos=infos, pages=pages: self._rows(segments.bucket, infos, pages))  # type: ignore[misc]
+                return await self._rows(segments.bucket, infos, index.pages)
+            except bucket_objects.BucketMissing as error:
+                if await self._is_live(segments.bucket):
+                    raise
+                self._environment.metrics.read_merged_away()
+                log.info("what took the place of a bucket that was merged away is read: %s", error)
+                break
             except StoreError as error:
-                environment.metrics.bucket_operation(
-                    "load", "failed", seconds=environment.clock.elapsed_s() - started_s
-                )
                 log.warning("segments of bucket %s cannot be read, trying again: %s", segments.bucket, error)
-                await environment.sleep(delay_s)
-                continue
-            environment.metrics.bucket_operation("load", "succeed", seconds=environment.clock.elapsed_s() - started_s)
-            return rows
+                await self._environment.sleep(delay_s)
         return []
 
-    def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
-        rows = bucket_objects.read_segments(self._environment.store, bucket, infos)
-        return [pages.keyed(each) for each in rows]
+    async def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
+        environment = self._environment
+
+        def read() -> list[KeyedRows]:
+            return [pages.keyed(each) for each in bucket_objects.read_segments(environment.store, bucket, infos)]
+
+        async with self._slots:
+            started_s = environment.clock.elapsed_s()
+            try:
+                rows = await environment.run(read)
+            except StoreError:
+                self._count("failed", started_s)
+                raise
+            self._count("succeed", started_s)
+        return rows
+
+    def _count(self, state: Literal["succeed", "failed"], started_s: float) -> None:
+        seconds = self._environment.clock.elapsed_s() - started_s
+        self._environment.metrics.bucket_operation("load", state, seconds=seconds)

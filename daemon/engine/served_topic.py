@@ -69,6 +69,8 @@ class Owned(Protocol):
 
     def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None: ...
 
+    async def bucket_is_live(self, topic: str, bucket: str) -> bool: ...
+
 
 class ServedTopic:
     """One topic of an owned shard, with the policy that was set for it."""
@@ -87,7 +89,9 @@ class ServedTopic:
         self.last_changed_slot = 0
         self._due_loop = due_loop
         self._environment = environment
-        self._loader = SegmentLoader(topic, environment, self._segments_loaded, self._bucket_damaged)
+        self._loader = SegmentLoader(
+            topic, environment, self._segments_loaded, self._bucket_damaged, self._bucket_is_live
+        )
         self._behind: dict[int, asyncio.Task[None]] = {}
         self._lines: dict[int, WaitingLine] = {}
         self._last_dispatcher = 0
@@ -398,6 +402,9 @@ class ServedTopic:
 
     def _bucket_damaged(self, bucket: str, damage: str) -> None:
         self.shard.bucket_damaged(self.core.name, bucket, damage)
+
+    async def _bucket_is_live(self, bucket: str) -> bool:
+        return await self.shard.bucket_is_live(self.core.name, bucket)
 
     def _segments_loaded(self) -> None:
         self.changed()

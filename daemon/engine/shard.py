@@ -29,7 +29,7 @@ from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
 from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
-from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.journal import AddRecord, Record
@@ -224,6 +224,14 @@ class ServedShard:
         """What was read of a topic's bucket is damaged."""
         self.lives[topic].quarantine(bucket, damage)
 
+    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
+        """See `BucketLife.is_live`; False when the shard was lost: nothing of it is served here any more."""
+        try:
+            return await self.lives[topic].is_live(bucket)
+        except commit.Refused as refused:
+            await self.superseded(refused)
+            return False
+
     async def acknowledgements_open(self) -> None:
         wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
         if wait_s > 0:
@@ -285,7 +293,7 @@ class ServedShard:
         if self._releasing:
             return
         for life in self.lives.values():
-            life.after_slot(self.applied_slot)
+            life.look_after(self.applied_slot)
         for topic in self.topics.values():
             topic.look_after()
 
@@ -331,6 +339,7 @@ class ServedShard:
             self._environment,
             slot=self.applied_slot,
             settings=lambda: served.settings,
+            adopt=_refuse_merged,
             lost=self.lose,
             changed=served.changed,
         )
@@ -396,3 +405,7 @@ class ServedShard:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
+
+
+async def _refuse_merged(newest: manifest.TopicManifest) -> None:
+    raise InvariantViolated(f"topic {newest.topic}: merged buckets cannot be served")
