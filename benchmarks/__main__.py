@@ -19,6 +19,7 @@ from benchmarks import (
     add,
     burst,
     drain,
+    fair,
     lateness,
     machine,
     memory,
@@ -33,7 +34,7 @@ from benchmarks import (
 from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
-    module.NAME: module.run for module in (add, drain, burst, lateness, memory, stored, restart, seal_pause)
+    module.NAME: module.run for module in (add, drain, burst, lateness, fair, memory, stored, restart, seal_pause)
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}
