@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import numpy as np
 import pytest
 
+from daemon.engine.calls import AddBatch
 from daemon.engine.clock_watch import ClockWatch
 from daemon.metrics import Metrics
 from tests.daemon.engine.calling import create, entries_of, get, stats
@@ -56,8 +58,8 @@ async def test_a_step_forward_hands_out_at_once_what_is_due_by_the_new_time(
     await receiver.received(10)
     assert machines.loop.time() - started_s <= 1.1
     assert [row[1] for row in receiver.rows] == list(range(10)), "in order, and nothing early by the new time"
-    assert steps(one.metrics, "forward") == 1
     await asyncio.sleep(10)
+    assert steps(one.metrics, "forward") == 1
     assert len(receiver.rows) == 20
 
 
@@ -113,11 +115,19 @@ async def test_a_delay_counts_from_the_clock_as_it_is_when_it_is_added(machines:
     one = await machines.served_by("one")
     receiver = await one.receiver("t")
     one.step_clock(step_ms)
-    machines.step_ms += step_ms
-    one.step_clock(-step_ms)
-    await one.add("t", 1, [1], delay_ms=5_000)
-    started_s = machines.loop.time()
-    await receiver.received(1)
+    column = np.ones(1, np.uint64)
+    batch = AddBatch(
+        ledger_id=column,
+        entry_id=column,
+        deliver_at_ms=None,
+        delay_ms=column * np.uint64(5_000),
+        key_hash=None,
+        return_already_due=False,
+    )
+    started_s, stepped_ms = machines.loop.time(), one.now_ms()
+    await one.call(one.engine.requests.add("t", batch))
+    ((_, _, deliver_at_ms),) = await receiver.received(1)
+    assert deliver_at_ms == stepped_ms + 5_000
     assert 5.0 <= machines.loop.time() - started_s <= 5.1
 
 
