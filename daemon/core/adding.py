@@ -7,7 +7,7 @@ Does not own: which indexes these are and the records (`topic`), and what is in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from daemon.core import limits
 from daemon.core.index import Index
 from daemon.core.positions import bitmap_of, pages_of
 from storage_backends.formats.rows import U32, U64, Rows
+
+# Raises when the rows, those of each index, may not be added now.
+Admit = Callable[[Sequence[Rows]], None]
 
 _Places = npt.NDArray[np.intp]
 _NO_ROWS = np.empty(0, np.uint32)
@@ -52,6 +55,10 @@ class AddOutcome:
     raised_deliver_at_ms: U64
 
 
+def admit_all(accepted: Sequence[Rows]) -> None:
+    """Where there are no quotas."""
+
+
 def stage(
     batch: AddBatch,
     indexes: Sequence[Index],
@@ -59,10 +66,11 @@ def stage(
     now_ms: int,
     floor_ms: int | None,
     request_limits: limits.RequestLimits,
+    admit: Admit,
 ) -> tuple[list[Rows], AddOutcome]:
     """Which rows each of the indexes accepts; they are staged there. `floor_ms`: all of them are stored later.
 
-    Raises DelayTooLong.
+    `admit` is asked before anything changes. Raises DelayTooLong, and what `admit` raises.
     """
     times = limits.absolute_times(
         batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
@@ -79,7 +87,16 @@ def stage(
         chosen = np.arange(len(times)) if fresh is None else fresh
         returned = chosen[late[chosen]].astype(np.uint32)
     rows, raises = raised(rows, floor_ms)
-    accepted = [each.stage(rows, ~late if returns else None) for each in asked]
+    chosen_in = [each.chosen(~late if returns else None) for each in asked]
+    accepted = [rows if places is None else rows.take(places) for places in chosen_in]
+    try:
+        admit(accepted)
+    except Exception:
+        for each in asked:
+            each.forget()
+        raise
+    for each, places in zip(asked, chosen_in, strict=True):
+        each.stage(places)
     raised_index = _NO_ROWS
     if raises is not None:
         is_stored = np.zeros(len(times), np.bool_)
@@ -122,17 +139,22 @@ class _Fresh:
     asked: BitMap64
     fresh: _Places | None
 
-    def stage(self, rows: Rows, kept: npt.NDArray[np.bool_] | None) -> Rows:
-        """What is accepted of the rows of the request; of those that are kept, None: of all."""
-        chosen = self.fresh
-        if kept is not None:
-            chosen = np.flatnonzero(kept) if chosen is None else chosen[kept[chosen]]
+    def chosen(self, kept: npt.NDArray[np.bool_] | None) -> _Places | None:
+        """The fresh rows of those that are kept, None: of all."""
+        if kept is None:
+            return self.fresh
+        return np.flatnonzero(kept) if self.fresh is None else self.fresh[kept[self.fresh]]
+
+    def stage(self, chosen: _Places | None) -> None:
         if chosen is None:
             self.index.staged.add(self.asked)
-            return rows
-        self.index.staged.add(bitmap_of(self.keys[chosen]))
+        else:
+            self.index.staged.add(bitmap_of(self.keys[chosen]))
+            self.forget()
+
+    def forget(self) -> None:
+        """What is not staged leaves no trace."""
         self.index.pages.forget_unheld(pages_of(self.asked))
-        return rows.take(chosen)
 
 
 def _fresh_in(index: Index, batch: AddBatch) -> _Fresh:

@@ -100,11 +100,13 @@ class Topic:
         request_limits: limits.RequestLimits,
         subscription_id: int = 0,
         shared_index: bool = True,
+        admit: adding.Admit = adding.admit_all,
     ) -> tuple[tuple[AddRecord, ...], AddOutcome]:
         """Which rows are accepted, and with which time: (the records to journal in one slot, none when nothing is new).
 
         `subscription_id`: rows for that subscription alone, 0 for every one. `shared_index`: the topic's policy; if
         not, what is for every subscription is a row in the own index of each, and a duplicate where it is one in all.
+        `admit`: see `adding.stage`.
         """
         if subscription_id:
             indexes = [self.indexes.of(subscription_id)]
@@ -118,6 +120,7 @@ class Topic:
             now_ms=now_ms,
             floor_ms=self.floor_ms if indexes[0] is self.index else None,
             request_limits=request_limits,
+            admit=admit,
         )
         records = tuple(
             AddRecord(self.topic_id, self.incarnation, index.subscription_id, rows)
