@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -121,8 +121,8 @@ class Requests:
         return await served.add(batch)
 
     async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
-        """Takes positions out before they are due, of every index or of the own one of a subscription; returns when that
-        is durable. See `daemon.core.withdrawals`. Raises NotFound.
+        """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
+        durable. See `daemon.core.withdrawals`. Raises NotFound.
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
@@ -258,7 +258,7 @@ class Requests:
         async with self._served(topic) as (shard, served):
             return await shard.changes.delete(served)
 
-    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncIterator[GarbageProgress]:
+    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[GarbageProgress]:
         """Collects the garbage of the shards that are served here, step by step; see `daemon.engine.collection`."""
         self._engine.check_serving()
         return self._engine.collection.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)

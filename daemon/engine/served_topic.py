@@ -2,8 +2,9 @@
 
 Owns: requests on rows, its streams and lines, its wake-ups, loading its segments, and reading backlogs again for
 subscriptions that are behind.
-Does not own: decisions (`daemon.core.topic`), slots (`group_commit`), seals and drops (`bucket_life`), changes of the
-topic as a whole (`subscription_changes`, `topic_changes`), leases (`leases`), and what is shown of it (`inspection`).
+Does not own: decisions (`daemon.core.topic`), the moment of a cancellation (`withdrawing`), slots (`group_commit`),
+seals and drops (`bucket_life`), changes of the topic as a whole (`subscription_changes`, `topic_changes`), leases
+(`leases`), and what is shown of it (`inspection`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from daemon.engine.leases import Leases
 from daemon.engine.segment_loading import SegmentLoader
 from daemon.engine.topic_gate import TopicGate
 from daemon.engine.waiting_line import WaitingLine
+from daemon.engine.withdrawing import Withdrawing
 from daemon.errors import NotFound, QuotaExceeded
 from storage_backends.formats.manifest import TopicPolicy
 
@@ -84,6 +86,7 @@ class ServedTopic:
         self.gate = TopicGate(topic.name, shard.commits)
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.leases = Leases(self, environment)
+        self.withdrawing = Withdrawing(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -96,20 +99,28 @@ class ServedTopic:
         self._lines: dict[int, WaitingLine] = {}
         self._last_dispatcher = 0
         self._ended: Exception | None = None
+        # No row that is due before is left to be passed.
+        self._settled_until_ms = 0
         # Subscriptions that nothing is handed out to for now.
         self._withheld: frozenset[int] = frozenset()
 
     # ---- requests
 
-    async def add(self, batch: AddBatch) -> AddOutcome:
+    async def add(self, batch: AddBatch, subscription: str | None = None) -> AddOutcome:
+        """Adds rows for every subscription, or for one alone. Raises NotFound."""
         await self.gate.passed()
+        await self.withdrawing.none_leaving(batch.ledger_id, batch.entry_id)
+        subscription_id = 0 if subscription is None else self.subscription(subscription).subscription_id
         commits = self.shard.commits
         commits.check_accepting()
-        if self.core.indexes.sealing >= SEALING_MAX:
-            raise self.too_many_seals()
+        self.check_room()
         environment = self._environment
         records, outcome = self.core.stage_add(
-            batch, now_ms=environment.clock.now_ms(), request_limits=self.settings.request_limits
+            batch,
+            now_ms=environment.clock.now_ms(),
+            request_limits=self.settings.request_limits,
+            subscription_id=subscription_id,
+            shared_index=self.settings.shared_index,
         )
         if records:
             await asyncio.shield(commits.stage(*records))
@@ -124,11 +135,13 @@ class ServedTopic:
         )
         return outcome
 
-    def too_many_seals(self) -> QuotaExceeded:
-        return QuotaExceeded(
-            f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
-            retry_after_ms=SEALING_RETRY_MS,
-        )
+    def check_room(self) -> None:
+        """Raises QuotaExceeded when too many buckets wait to be sealed for more rows to come."""
+        if self.core.indexes.sealing >= SEALING_MAX:
+            raise QuotaExceeded(
+                f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
+                retry_after_ms=SEALING_RETRY_MS,
+            )
 
     async def contains(self, asked: EntryRanges, subscription: str | None) -> Contained:
         """What of the ranges is in the index: a read of what is applied. Raises NotFound."""
@@ -237,15 +250,16 @@ class ServedTopic:
     async def settle_due(self) -> None:
         """Returns when every row that is due now has been passed."""
         now_ms = self._environment.clock.now_ms()
-        while self._ended is None:
+        while self._ended is None and now_ms >= self._settled_until_ms:
             if self._pass_due(now_ms):
                 # Others have their turn.
                 await asyncio.sleep(0)
-                continue
-            wanted = self.core.indexes.wanted_segments(now_ms)
-            if not wanted:
+            elif wanted := self.core.indexes.wanted_segments(now_ms):
+                await self._load(wanted)
+            else:
+                next_due_ms = self.core.indexes.next_due_ms()
+                self._settled_until_ms = now_ms if next_due_ms is None else next_due_ms
                 return
-            await self._load(wanted)
 
     async def settle_ready(self, state: SubscriptionState) -> None:
         """Returns when the subscription has READY rows, or nothing that is due now is left to be READY."""
@@ -368,12 +382,15 @@ class ServedTopic:
     def rows_added(self) -> None:
         """The next wake-up may be sooner, by rows of the buckets in memory."""
         if self._ended is None:
-            self._due_loop.schedule(self, self.core.indexes.next_due_of_memory_buckets_ms())
+            next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
+            self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
+            self._due_loop.schedule(self, next_due_ms)
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
         if self._ended is not None:
             return
+        self._settled_until_ms = 0
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:

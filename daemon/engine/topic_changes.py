@@ -16,7 +16,7 @@ from daemon.engine import topic_settings
 from daemon.engine.calls import Sealed, TopicDeleted
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import Operation
-from daemon.engine.served_topic import SEALING_MAX, ServedTopic
+from daemon.engine.served_topic import ServedTopic
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends import commit
 from storage_backends.formats.manifest import TopicManifest, TopicPolicy
@@ -61,8 +61,7 @@ class TopicChanges:
     async def seal(self, topic: ServedTopic) -> Sealed:
         """Seals the mutable bucket; returns when that is committed."""
         await topic.gate.passed()
-        if topic.core.indexes.sealing >= SEALING_MAX:
-            raise topic.too_many_seals()
+        topic.check_room()
         sealing = self._shard.lives[topic.core.name].seal(self._shard.applied_slot)
         if sealing is None:
             await self._shard.commits.confirmed()

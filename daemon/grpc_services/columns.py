@@ -58,15 +58,29 @@ _ALREADY_DUE = _already_due.DESCRIPTOR
 _ALREADY_DUE_RETURN = _already_due.ALREADY_DUE_RETURN
 
 
-class Handed(Protocol):
-    """Positions with the times that they were handed out with, in a request."""
+class Positions(Protocol):
+    """Positions in a request."""
 
     @property
     def ledger_id(self) -> Sequence[int]: ...
     @property
     def entry_id(self) -> Sequence[int]: ...
+
+
+class Handed(Positions, Protocol):
+    """Positions with the times that they were handed out with, in a request."""
+
     @property
     def deliver_at_ms(self) -> Sequence[int]: ...
+
+
+class Timed(Protocol):
+    """The times of a request's rows, in one of two columns."""
+
+    @property
+    def deliver_at_ms(self) -> Sequence[int]: ...
+    @property
+    def delay_ms(self) -> Sequence[int]: ...
 
 
 # Requests.
@@ -76,31 +90,56 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> calls.AddBatc
     """The request's rows. Raises `InvalidArgument`."""
     if request.already_due:
         parsing.require_known("already_due", request.already_due, _ALREADY_DUE)
+    ledger_id, entry_id = positions(request)
+    deliver_at_ms, delay_ms = _times(request, len(entry_id))
+    return calls.AddBatch(
+        ledger_id=ledger_id,
+        entry_id=entry_id,
+        deliver_at_ms=deliver_at_ms,
+        delay_ms=delay_ms,
+        key_hash=_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
+        return_already_due=request.already_due == _ALREADY_DUE_RETURN,
+    )
+
+
+def positions(request: Positions) -> tuple[U64, U64]:
+    """ledger_id and entry_id of the request's rows. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
+    return _column("ledger_id", request.ledger_id, rows, np.uint64), np.array(request.entry_id, np.uint64)
+
+
+def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> calls.RescheduleBatch:
+    """The request's positions and their new times. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    deliver_at_ms, delay_ms = _times(request, len(entry_id))
+    return calls.RescheduleBatch(
+        ledger_id=ledger_id,
+        entry_id=entry_id,
+        deliver_at_ms=deliver_at_ms,
+        delay_ms=delay_ms,
+        key_hash=_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
+    )
+
+
+def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
+    """deliver_at_ms and delay_ms, of which one is given."""
     deliver_at_ms, delay_ms = request.deliver_at_ms, request.delay_ms
     if not deliver_at_ms and not delay_ms:
         raise errors.InvalidArgument("deliver_at_ms, delay_ms: none is given; give exactly one")
     if deliver_at_ms and delay_ms:
         given = f"{len(deliver_at_ms)} and {len(delay_ms)} values"
         raise errors.InvalidArgument(f"deliver_at_ms, delay_ms: both are given, {given}; give exactly one")
-    return calls.AddBatch(
-        ledger_id=_column("ledger_id", request.ledger_id, rows, np.uint64),
-        entry_id=np.array(request.entry_id, np.uint64),
-        deliver_at_ms=_column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
-        delay_ms=_column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,
-        key_hash=_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
-        return_already_due=request.already_due == _ALREADY_DUE_RETURN,
+    return (
+        _column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
+        _column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,
     )
 
 
 def handed_out(request: Handed) -> calls.HeldPositions:
     """Positions to acknowledge, or whose lease is moved. Raises `InvalidArgument`."""
-    rows = _row_count("entry_id", request.entry_id)
-    return calls.HeldPositions(
-        ledger_id=_column("ledger_id", request.ledger_id, rows, np.uint64),
-        entry_id=np.array(request.entry_id, np.uint64),
-        deliver_at_ms=_column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64),
-    )
+    ledger_id, entry_id = positions(request)
+    deliver_at_ms = _column("deliver_at_ms", request.deliver_at_ms, len(entry_id), np.uint64)
+    return calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
 
 
 def held(request: dispatch_pb2.Open) -> calls.HeldPositions:
@@ -160,6 +199,34 @@ def add_response(outcome: calls.AddOutcome) -> delayed_delivery_pb2.AddMessagesR
         response.raised_index.extend(outcome.raised_index.tolist())
         response.raised_deliver_at_ms.extend(outcome.raised_deliver_at_ms.tolist())
     return response
+
+
+def cancel_response(outcome: calls.CancelOutcome) -> delayed_delivery_pb2.CancelMessagesResponse:
+    response = delayed_delivery_pb2.CancelMessagesResponse(cancelled=outcome.cancelled)
+    _fill_refused(response, outcome)
+    return response
+
+
+def reschedule_response(outcome: calls.RescheduleOutcome) -> delayed_delivery_pb2.RescheduleMessagesResponse:
+    response = delayed_delivery_pb2.RescheduleMessagesResponse(rescheduled=outcome.rescheduled)
+    _fill_refused(response, outcome)
+    if len(outcome.raised_index):
+        response.raised_index.extend(outcome.raised_index.tolist())
+        response.raised_deliver_at_ms.extend(outcome.raised_deliver_at_ms.tolist())
+    return response
+
+
+def _fill_refused(
+    response: delayed_delivery_pb2.CancelMessagesResponse | delayed_delivery_pb2.RescheduleMessagesResponse,
+    outcome: calls.CancelOutcome | calls.RescheduleOutcome,
+) -> None:
+    for field, index in (
+        (response.not_found_index, outcome.not_found),
+        (response.already_due_index, outcome.already_due),
+        (response.in_flight_index, outcome.in_flight),
+    ):
+        if len(index):
+            field.extend(index.tolist())
 
 
 def subscribe_responses(handed: calls.HandedOut) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
-"""`tarry.v1.DelayedDelivery`: positions go in.
+"""`tarry.v1.DelayedDelivery`: positions go in, and may be taken out or moved before they are due.
 
-Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of what a
-log's cursor and its trimming ask.
+Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
+cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
 Does not own: the decision about the rows (engine) and the form of columns and errors (`columns`, `status`).
 """
 
@@ -38,13 +38,28 @@ class DelayedDelivery:
         return {
             "AddMessages": self._handler(pb.AddMessagesRequest, self._add),
             "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
+            "CancelMessages": self._handler(pb.CancelMessagesRequest, self._cancel),
+            "RescheduleMessages": self._handler(pb.RescheduleMessagesRequest, self._reschedule),
             "ContainsMessages": self._handler(pb.ContainsMessagesRequest, self._contains),
             "TrimMessages": self._handler(pb.TrimMessagesRequest, self._trim),
             "ClearMessages": self._handler(pb.ClearMessagesRequest, self._clear),
         }
 
     async def _add(self, request: pb.AddMessagesRequest) -> pb.AddMessagesResponse:
-        return columns.add_response(await self._engine.requests.add(request.topic, columns.add_batch(request)))
+        batch = columns.add_batch(request)
+        return columns.add_response(await self._engine.requests.add(request.topic, batch, request.subscription or None))
+
+    async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
+        ledger_id, entry_id = columns.positions(request)
+        return columns.cancel_response(
+            await self._engine.requests.cancel(request.topic, request.subscription or None, ledger_id, entry_id)
+        )
+
+    async def _reschedule(self, request: pb.RescheduleMessagesRequest) -> pb.RescheduleMessagesResponse:
+        batch = columns.reschedule_batch(request)
+        return columns.reschedule_response(
+            await self._engine.requests.reschedule(request.topic, request.subscription or None, batch)
+        )
 
     async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
         ranges = columns.entry_ranges(request)
@@ -116,8 +131,8 @@ class _AddStream:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
         plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
         if plain is not None:
-            plain_id, topic, batch = plain
-            return plain_id, functools.partial(self._engine.requests.add, topic, batch)
+            plain_id, topic, subscription, batch = plain
+            return plain_id, functools.partial(self._engine.requests.add, topic, batch, subscription)
         try:
             request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:
@@ -128,7 +143,7 @@ class _AddStream:
         return request.request_id, functools.partial(self._add, request.add)
 
     def _add(self, request: pb.AddMessagesRequest) -> Awaitable[calls.AddOutcome]:
-        return self._engine.requests.add(request.topic, columns.add_batch(request))
+        return self._engine.requests.add(request.topic, columns.add_batch(request), request.subscription or None)
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[calls.AddOutcome]:

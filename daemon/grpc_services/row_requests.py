@@ -38,8 +38,9 @@ _ENTRY_ID = _Add.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _DELIVER_AT_MS = _Add.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _DELAY_MS = _Add.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _KEY_HASH = _Add.KEY_HASH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_SUBSCRIPTION = _Add.SUBSCRIPTION_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
-_ADD_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH))
+_ADD_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH, _SUBSCRIPTION))
 
 _OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _ACKNOWLEDGED_ID = _Acknowledge.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
@@ -55,8 +56,11 @@ class _NotPlainError(Exception):
     """For the runtime."""
 
 
-def stream_add(data: bytes) -> tuple[int, str, calls.AddBatch] | None:
-    """request_id, topic and rows of a `StreamAddMessagesRequest`; None when it is for the runtime to read."""
+def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | None:
+    """request_id, topic, subscription and rows of a `StreamAddMessagesRequest`; None: it is for the runtime to read.
+
+    The subscription is None where the request names none.
+    """
     try:
         outer = _scan(data, 0, len(data), _STREAM_ADD_FIELDS)
         start, size = outer[_ADD]
@@ -64,10 +68,10 @@ def stream_add(data: bytes) -> tuple[int, str, calls.AddBatch] | None:
         rows = fields[_ENTRY_ID][1] >> 3
         if (_DELIVER_AT_MS in fields) == (_DELAY_MS in fields):
             return None
-        start, size = fields[_TOPIC]
         return (
             outer[_REQUEST_ID][1],
-            data[start : start + size].decode(),
+            _text(data, fields[_TOPIC]),
+            _text(data, fields[_SUBSCRIPTION]) or None if _SUBSCRIPTION in fields else None,
             calls.AddBatch(
                 ledger_id=_u64(data, fields[_LEDGER_ID], rows),
                 entry_id=_u64(data, fields[_ENTRY_ID], rows),
@@ -123,6 +127,11 @@ def _scan(data: bytes, place: int, end: int, known: frozenset[int]) -> _Fields:
     if place != end:
         raise _NotPlainError
     return fields
+
+
+def _text(data: bytes, field: tuple[int, int]) -> str:
+    start, size = field
+    return data[start : start + size].decode()
 
 
 def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:

@@ -19,10 +19,10 @@ import numpy as np
 from daemon import config, errors
 from daemon.core import limits
 from daemon.engine import calls, leases, topic_settings
-from storage_backends.formats.rows import U64, Rows
-from tests.support.fake_topic import Lease, Row, Subscription, Topic
+from storage_backends.formats.rows import U32, U64, Rows
+from tests.support.fake_stream import FakeDispatchStream
+from tests.support.fake_topic import EPOCH, Lease, Row, Subscription, Topic
 
-EPOCH = 7
 OWNER = "fake"
 ADDRESS = "127.0.0.1:1"
 DEFAULT_POLICY = calls.TopicPolicy(
@@ -70,7 +70,7 @@ class FakeEngine:
         """The calls of the engine are its own."""
         return self
 
-    async def add(self, topic: str, batch: calls.AddBatch) -> calls.AddOutcome:
+    async def add(self, topic: str, batch: calls.AddBatch, subscription: str | None = None) -> calls.AddOutcome:
         now_ms = await self._begin()
         request_limits = self.settings.limits
         limits.check_name("topic", topic, request_limits.topic_bytes_max)
@@ -78,7 +78,7 @@ class FakeEngine:
         times = limits.absolute_times(
             batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
         )
-        rows = self._topic_to_write(topic).rows
+        rows = self._topic_to_write(topic).rows if subscription is None else self.find(topic, subscription).own
         hashes = np.zeros(len(times), np.uint32) if batch.key_hash is None else batch.key_hash
         accepted, late, returned = 0, 0, []
         columns = (batch.ledger_id.tolist(), batch.entry_id.tolist(), times.tolist(), hashes.tolist())
@@ -101,6 +101,43 @@ class FakeEngine:
             raised_index=np.empty(0, np.uint32),
             raised_deliver_at_ms=np.empty(0, np.uint64),
         )
+
+    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> calls.CancelOutcome:
+        now_ms = await self._begin()
+        self._check_positions(topic, subscription, ledger_id, entry_id)
+        known, positions = self._topic(topic), list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+        owner = None if subscription is None else self.find(topic, subscription)
+        found, refused = known.withdraw(owner, positions, now_ms)
+        for position, tables in zip(positions, found, strict=True):
+            for table in tables:
+                del table[position]
+        return calls.CancelOutcome(sum(map(bool, found)), **_columns(refused))
+
+    async def reschedule(
+        self, topic: str, subscription: str | None, batch: calls.RescheduleBatch
+    ) -> calls.RescheduleOutcome:
+        now_ms = await self._begin()
+        self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
+        times = limits.absolute_times(
+            batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=self.settings.limits.delay_max_ms
+        )
+        hashes = np.zeros(len(times), np.uint32) if batch.key_hash is None else batch.key_hash
+        known = self._topic(topic)
+        positions = list(zip(batch.ledger_id.tolist(), batch.entry_id.tolist(), strict=True))
+        owner = None if subscription is None else self.find(topic, subscription)
+        found, refused = known.withdraw(owner, positions, now_ms)
+        for position, tables, due, key_hash in zip(positions, found, times.tolist(), hashes.tolist(), strict=True):
+            for table in tables:
+                table[position] = (due, key_hash)
+        for each in known.subscriptions.values():
+            each.wake()
+        raised = {"raised_index": np.empty(0, np.uint32), "raised_deliver_at_ms": np.empty(0, np.uint64)}
+        return calls.RescheduleOutcome(sum(map(bool, found)), **_columns(refused), **raised)
+
+    def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(entry_id), self.settings.limits.rows_per_request_max)
+        limits.check_distinct(ledger_id, entry_id)
 
     async def contains(self, topic: str, asked: calls.EntryRanges, subscription: str | None) -> calls.Contained:
         now_ms = await self._begin()
@@ -243,9 +280,8 @@ class FakeEngine:
         return self.topics[topic].take(subscription, holder, limit, self.now_ms()) if topic in self.topics else []
 
     def handed_out(self, topic: str, rows: list[Row]) -> calls.HandedOut:
-        table = self.topics[topic].rows
         due, ledger_id, entry_id = zip(*rows, strict=True) if rows else ((), (), ())
-        hashes = [table[row[1], row[2]][1] for row in rows]
+        hashes = [self.topics[topic].key_hash((row[1], row[2])) for row in rows]
         return calls.HandedOut(
             epoch=EPOCH,
             rows=Rows(
@@ -431,56 +467,10 @@ def _page(names: Iterable[str], page_size: int, after: str) -> tuple[list[str], 
     return rest[:page_size], rest[page_size - 1] if len(rest) > page_size else None
 
 
+def _columns(refused: dict[str, list[int]]) -> dict[str, U32]:
+    return {name: np.array(rows, np.uint32) for name, rows in refused.items()}
+
+
 def _rows(claims: calls.HeldPositions) -> list[Row]:
     columns = (claims.deliver_at_ms.tolist(), claims.ledger_id.tolist(), claims.entry_id.tolist())
     return list(zip(*columns, strict=True))
-
-
-class FakeDispatchStream:
-    """The facade of a dispatch stream."""
-
-    def __init__(self, engine: FakeEngine, topic: str, name: str, subscription: Subscription) -> None:
-        self.epoch = EPOCH
-        self.held = 0
-        self.rebuild_needed = engine.rebuild_needed
-        self.permits = 0
-        self.closed = False
-        self.changed = asyncio.Event()
-        self.lost: Exception | None = None
-        self._engine = engine
-        self._topic = topic
-        self._name = name
-        self._subscription = subscription
-
-    def grant(self, permits: int) -> None:
-        self.permits += permits
-        self.changed.set()
-
-    def lose(self, error: Exception) -> None:
-        """The shard is lost: hand-outs end with the error."""
-        self.lost = error
-        self.changed.set()
-
-    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
-        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
-        return await self._engine.acknowledge(self._topic, self._name, claims)
-
-    async def next_messages(self) -> calls.HandedOut:
-        while True:
-            self.changed.clear()
-            if self.lost is not None:
-                raise self.lost
-            rows = self._engine.take(self._topic, self._subscription, self, self.permits)
-            if rows:
-                self.permits -= len(rows)
-                return self._engine.handed_out(self._topic, rows)
-            await self._engine.changed_or_due(self._topic, self.changed)
-
-    def close(self) -> None:
-        self.closed = True
-        if self in self._subscription.streams:
-            self._subscription.streams.remove(self)
-        if self._topic in self._engine.topics:
-            self._subscription.release(self)
-            self._subscription.wake()
-        self._engine._happened.set()

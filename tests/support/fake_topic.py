@@ -15,8 +15,9 @@ import numpy as np
 from daemon.engine import calls
 
 if TYPE_CHECKING:
-    from tests.support.fake_engine import FakeDispatchStream
+    from tests.support.fake_stream import FakeDispatchStream
 
+EPOCH = 7
 # Rows of an answer to `contains`.
 CONTAINED_MAX = 1000
 
@@ -31,12 +32,15 @@ class Lease:
 
 @dataclasses.dataclass
 class Subscription:
-    """`acknowledged`: rows that left the backlog for good."""
+    """`acknowledged`: rows that left the backlog for good. `own`: deliver_at_ms and key_hash of the rows of its own
+    index by position.
+    """
 
     subscription_id: int
     since_ms: int
     policy: calls.SubscriptionPolicy
     acknowledged: set[Row] = dataclasses.field(default_factory=set)
+    own: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
     streams: list[FakeDispatchStream] = dataclasses.field(default_factory=list)
     pullers: set[asyncio.Event] = dataclasses.field(default_factory=set)
@@ -73,7 +77,36 @@ class Topic:
 
     def backlog(self, subscription: Subscription, now_ms: int) -> list[Row]:
         """What is due and not acknowledged."""
-        return [row for row in self.in_order() if row[0] <= now_ms and subscription.owes(row)]
+        owed = [row for row in self.in_order() if row[0] <= now_ms and subscription.owes(row)]
+        own = [(due, *position) for position, (due, _) in subscription.own.items() if due <= now_ms]
+        return sorted({*owed, *own} - subscription.acknowledged)
+
+    def key_hash(self, position: Position) -> int:
+        tables = (self.rows, *(each.own for each in self.subscriptions.values()))
+        return next(table[position][1] for table in tables if position in table)
+
+    def tables(self, subscription: Subscription | None) -> list[dict[Position, tuple[int, int]]]:
+        """The indexes that a request to cancel or to reschedule is about."""
+        if subscription is not None:
+            return [subscription.own]
+        return [self.rows, *(each.own for each in self.subscriptions.values())]
+
+    def withdraw(
+        self, subscription: Subscription | None, positions: list[Position], now_ms: int
+    ) -> tuple[list[list[dict[Position, tuple[int, int]]]], dict[str, list[int]]]:
+        """By position the indexes in which it waits, none where it may not leave; the rows that stay, by why."""
+        found: list[list[dict[Position, tuple[int, int]]]] = []
+        refused: dict[str, list[int]] = {"not_found": [], "already_due": [], "in_flight": []}
+        for number, position in enumerate(positions):
+            there = [table for table in self.tables(subscription) if position in table]
+            due = any(table[position][0] <= now_ms for table in there)
+            held = any(position in each.in_flight for each in self.subscriptions.values())
+            if there and not due:
+                found.append(there)
+                continue
+            found.append([])
+            refused["not_found" if not there else "in_flight" if held else "already_due"].append(number)
+        return found, refused
 
     def take(
         self, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int, now_ms: int

@@ -375,6 +375,7 @@ COVERED: dict[type[message.Message], set[str]] = {
         "delay_ms",
         "key_hash",
         "already_due",
+        "subscription",
     },
     delayed_delivery_pb2.ContainsMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "last_entry_id"},
     delayed_delivery_pb2.TrimMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "all_lower_ledgers"},

@@ -69,6 +69,8 @@ ADDS: list[tuple[str, message.Message | bytes, tuple[str, ...]]] = [
     ("both time columns", add(delay_ms=[1, 2, 3]), ("deliver_at_ms", "delay_ms", "both", "1", "3")),
     ("key_hash of another length", add(key_hash=[1, 2]), ("key_hash", "2", "3")),
     ("already_due unknown", add(already_due=7), ("already_due", "7")),
+    ("subscription too long", add(subscription="é" * 128), ("subscription", "256", "255")),
+    ("subscription not UTF-8", add().SerializeToString() + text(8, b"w\xff"), ("subscription", "UTF-8", "1")),
     ("topic empty", add(topic=""), ("topic", "0", "1024")),
     ("topic too long", add(topic="é" * 513), ("topic", "1026", "1024")),
     ("topic not UTF-8", text(1, b"or\xffders") + add(topic="").SerializeToString(), ("topic", "UTF-8", "2")),

@@ -43,9 +43,12 @@ from tests.daemon.grpc_services.bad_requests import (
     add,
     opening,
 )
+from tests.daemon.grpc_services.bad_withdrawals import BAD_WITHDRAWALS, WITHDRAWALS_COVERED
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
+
+ALL_COVERED = COVERED | WITHDRAWALS_COVERED
 
 
 @pytest.fixture(params=["engine in memory", "real engine"])
@@ -91,7 +94,7 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
     assert not missing, f"{missing} not in {said!r}"
 
 
-@pytest.mark.parametrize("case", BAD_CALLS, ids=str)
+@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS], ids=str)
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
     populated: Edge, case: Case
 ) -> None:
@@ -211,11 +214,11 @@ def _nested(field_number: int, body: bytes) -> bytes:
     return bytes((field_number << 3 | 2, *length, size)) + body
 
 
-@pytest.mark.parametrize("request_type", COVERED, ids=lambda each: each.DESCRIPTOR.name)
+@pytest.mark.parametrize("request_type", ALL_COVERED, ids=lambda each: each.DESCRIPTOR.name)
 def test_the_tables_have_every_field(request_type: type[message.Message]) -> None:
     # Any number is a request_id.
     fields = {field.name for field in request_type.DESCRIPTOR.fields} - {"request_id"}
-    assert fields == COVERED[request_type]
+    assert fields == ALL_COVERED[request_type]
 
 
 @pytest.mark.parametrize(
@@ -226,4 +229,4 @@ def test_the_tables_have_every_call(module: ModuleType) -> None:
     unary = {
         method.input_type.name for method in service.methods if not (method.client_streaming or method.server_streaming)
     }
-    assert unary <= {request_type.DESCRIPTOR.name for request_type in COVERED}
+    assert unary <= {request_type.DESCRIPTOR.name for request_type in ALL_COVERED}

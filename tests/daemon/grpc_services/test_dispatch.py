@@ -14,7 +14,8 @@ from daemon.engine import calls
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.support.fake_engine import EPOCH, FakeDispatchStream
+from tests.support.fake_stream import FakeDispatchStream
+from tests.support.fake_topic import EPOCH
 
 SUBSCRIBE = "Dispatch/Subscribe"
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED

@@ -17,7 +17,8 @@ from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
-from tests.support.fake_engine import EPOCH, FakeEngine
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_topic import EPOCH
 
 GET = "Dispatch/GetScheduledMessages"
 FAR_MS = 2_000_000_000_000

@@ -31,6 +31,7 @@ ADDS = st.builds(
         delay_ms=COLUMN,
         key_hash=HASHES,
         already_due=st.integers(0, 3),
+        subscription=st.text(max_size=3),
     ),
 )
 ACKNOWLEDGEMENTS = st.builds(
@@ -43,7 +44,17 @@ ACKNOWLEDGEMENTS = st.builds(
 SPLICES = st.tuples(
     st.integers(0, 200),
     st.sampled_from(
-        [b"", b"\x08\x07", b"\x12\x00", b"\x1a\x08abcdefgh", b"\x38\x01", b"\x7a\x01x", b"\x82\x01\x00", b"\x80"]
+        [
+            b"",
+            b"\x08\x07",
+            b"\x12\x00",
+            b"\x1a\x08abcdefgh",
+            b"\x38\x01",
+            b"\x42\x02ab",
+            b"\x7a\x01x",
+            b"\x82\x01\x00",
+            b"\x80",
+        ]
     )
     | st.binary(max_size=4),
 )
@@ -55,6 +66,7 @@ class Read:
 
     request_id: int
     topic: str
+    subscription: str | None
     columns: list[list[int] | None]
 
 
@@ -70,17 +82,17 @@ def add_by_runtime(data: bytes) -> Read | None:
         return None
     assert not batch.return_already_due or request.add.already_due
     of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
-    return Read(request.request_id, request.add.topic, listed(*of_add))
+    return Read(request.request_id, request.add.topic, request.add.subscription or None, listed(*of_add))
 
 
 def add_by_bytes(data: bytes) -> Read | None:
     read = row_requests.stream_add(data)
     if read is None:
         return None
-    request_id, topic, batch = read
+    request_id, topic, subscription, batch = read
     assert not batch.return_already_due
     of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
-    return Read(request_id, topic, listed(*of_add))
+    return Read(request_id, topic, subscription, listed(*of_add))
 
 
 def acknowledge_by_runtime(data: bytes) -> Read | None:
@@ -90,7 +102,7 @@ def acknowledge_by_runtime(data: bytes) -> Read | None:
     except (message.DecodeError, errors.InvalidArgument):
         return None
     of_request = (positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
-    return Read(request.acknowledge.request_id, "", listed(*of_request))
+    return Read(request.acknowledge.request_id, "", None, listed(*of_request))
 
 
 def acknowledge_by_bytes(data: bytes) -> Read | None:
@@ -98,7 +110,7 @@ def acknowledge_by_bytes(data: bytes) -> Read | None:
     if read is None:
         return None
     request_id, positions = read
-    return Read(request_id, "", listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms))
+    return Read(request_id, "", None, listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms))
 
 
 def spliced(data: bytes, splice: tuple[int, bytes]) -> bytes:
@@ -130,11 +142,14 @@ def test_an_acknowledgement_is_read_as_the_runtime_reads_it(
 @pytest.mark.parametrize("ledgers", [1, None])
 @pytest.mark.parametrize("time", ["deliver_at_ms", "delay_ms"])
 @pytest.mark.parametrize("hashes", [False, True])
-def test_the_plain_form_is_not_left_to_the_runtime(rows: int, ledgers: int | None, time: str, hashes: bool) -> None:
+@pytest.mark.parametrize("subscription", ["", "for é alone"])
+def test_the_plain_form_is_not_left_to_the_runtime(
+    rows: int, ledgers: int | None, time: str, hashes: bool, subscription: str
+) -> None:
     fields: dict[str, Any] = {"ledger_id": range(ledgers or rows), "entry_id": range(rows), time: [1 << 40] * rows}
     if hashes:
         fields["key_hash"] = range(rows)
-    add = delayed_delivery_pb2.AddMessagesRequest(topic="persistent://é", **fields)
+    add = delayed_delivery_pb2.AddMessagesRequest(topic="persistent://é", subscription=subscription, **fields)
     data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=(1 << 40) + 3, add=add).SerializeToString()
     assert add_by_bytes(data) == add_by_runtime(data) is not None
 
@@ -153,7 +168,7 @@ def test_columns_are_the_reader_s_own() -> None:
     data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
     read = row_requests.stream_add(data)
     assert read is not None
-    for column in (read[2].ledger_id, read[2].entry_id, read[2].deliver_at_ms):
+    for column in (read[3].ledger_id, read[3].entry_id, read[3].deliver_at_ms):
         assert column is not None
         assert column.base is None
         assert column.flags.writeable

@@ -1,0 +1,123 @@
+"""Requests that take rows out before they are due, and the moment at which they are decided.
+
+Owns: that everything due now has been passed at that moment, that nothing that is staged names the positions, and for
+how long a request waits for that; also for adds of positions that are leaving.
+Does not own: the decision (`daemon.core.withdrawals`), passing and loading (`served_topic`), slots (`group_commit`).
+
+A request that finds its moment stages its decision before it awaits anything. Of several that name the same positions
+one is staged with each slot, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from daemon.core import limits
+from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
+from daemon.engine.environment import Environment
+from daemon.engine.group_commit import STALL_ANSWER_S
+from daemon.errors import Unavailable
+from storage_backends.formats.journal import Record
+from storage_backends.formats.rows import U64, Rows
+
+if TYPE_CHECKING:
+    from daemon.engine.served_topic import ServedTopic
+
+
+class Withdrawing:
+    """The cancellations and reschedules of one topic."""
+
+    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+
+    async def cancel(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
+        """Takes positions out of the indexes; what became of each. Raises NotFound."""
+        core = self._topic.core
+        asked = await self._decidable(lambda: self._asked(subscription, ledger_id, entry_id))
+        records, outcome = core.withdrawals.stage_cancel(asked)
+        await self._durable(records)
+        self._environment.metrics.withdrawn(
+            core.name,
+            "cancelled",
+            rows=outcome.cancelled,
+            not_found=len(outcome.not_found),
+            already_due=len(outcome.already_due),
+            in_flight=len(outcome.in_flight),
+        )
+        return outcome
+
+    async def reschedule(self, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
+        """Gives positions other times; what became of each. Raises NotFound, DelayTooLong."""
+        core = self._topic.core
+        asked = await self._decidable(lambda: self._asked(subscription, batch.ledger_id, batch.entry_id))
+        self._topic.check_room()
+        times = limits.absolute_times(
+            batch.deliver_at_ms,
+            batch.delay_ms,
+            now_ms=self._environment.clock.now_ms(),
+            delay_max_ms=self._topic.settings.request_limits.delay_max_ms,
+        )
+        rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
+        records, outcome = core.withdrawals.stage_reschedule(asked, rows, floor_ms=core.floor_ms)
+        await self._durable(records)
+        self._environment.metrics.withdrawn(
+            core.name,
+            "rescheduled",
+            rows=outcome.rescheduled,
+            not_found=len(outcome.not_found),
+            already_due=len(outcome.already_due),
+            in_flight=len(outcome.in_flight),
+        )
+        return outcome
+
+    async def none_leaving(self, ledger_id: U64, entry_id: U64) -> None:
+        """Returns when none of the positions is leaving, and requests pass. Raises Unavailable."""
+        withdrawals = self._topic.core.withdrawals
+        if not self._topic.core.indexes.leaving:
+            return
+        async with self._in_time():
+            while withdrawals.is_leaving(withdrawals.asked(ledger_id, entry_id, None)):
+                await self._topic.shard.commits.settled()
+                await self._topic.gate.passed()
+
+    def _asked(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> Asked:
+        number = None if subscription is None else self._topic.subscription(subscription).subscription_id
+        return self._topic.core.withdrawals.asked(ledger_id, entry_id, number)
+
+    async def _decidable(self, find: Callable[[], Asked]) -> Asked:
+        """What is asked for, at a moment at which it may be decided: decide before awaiting anything."""
+        topic = self._topic
+        async with self._in_time():
+            while True:
+                await topic.gate.passed()
+                await topic.settle_due()
+                if not topic.gate.is_open:
+                    continue
+                topic.shard.commits.check_accepting()
+                asked = find()
+                if not topic.core.withdrawals.is_staged(asked):
+                    return asked
+                await topic.shard.commits.settled()
+
+    async def _durable(self, records: Sequence[Record]) -> None:
+        commits = self._topic.shard.commits
+        if records:
+            await asyncio.shield(commits.stage(*records))
+        else:
+            await commits.confirmed()
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncIterator[None]:
+        """Raises Unavailable when the moment does not come."""
+        try:
+            async with asyncio.timeout(STALL_ANSWER_S):
+                yield
+        except TimeoutError:
+            raise Unavailable(
+                f"topic {self._topic.core.name}: what is due could not be read, or a slot that names the positions "
+                f"was not durable, for {STALL_ANSWER_S:.0f} s; nothing was changed, try again"
+            ) from None

@@ -1,0 +1,66 @@
+"""A dispatcher's stream of the engine that is all in memory.
+
+What is handed out, and to whom, is `fake_topic`'s; when, `fake_engine`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from daemon.engine import calls
+from storage_backends.formats.rows import U64
+from tests.support.fake_topic import EPOCH, Subscription
+
+if TYPE_CHECKING:
+    from tests.support.fake_engine import FakeEngine
+
+
+class FakeDispatchStream:
+    """The facade of a dispatch stream."""
+
+    def __init__(self, engine: FakeEngine, topic: str, name: str, subscription: Subscription) -> None:
+        self.epoch = EPOCH
+        self.held = 0
+        self.rebuild_needed = engine.rebuild_needed
+        self.permits = 0
+        self.closed = False
+        self.changed = asyncio.Event()
+        self.lost: Exception | None = None
+        self._engine = engine
+        self._topic = topic
+        self._name = name
+        self._subscription = subscription
+
+    def grant(self, permits: int) -> None:
+        self.permits += permits
+        self.changed.set()
+
+    def lose(self, error: Exception) -> None:
+        """The shard is lost: hand-outs end with the error."""
+        self.lost = error
+        self.changed.set()
+
+    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
+        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
+        return await self._engine.acknowledge(self._topic, self._name, claims)
+
+    async def next_messages(self) -> calls.HandedOut:
+        while True:
+            self.changed.clear()
+            if self.lost is not None:
+                raise self.lost
+            rows = self._engine.take(self._topic, self._subscription, self, self.permits)
+            if rows:
+                self.permits -= len(rows)
+                return self._engine.handed_out(self._topic, rows)
+            await self._engine.changed_or_due(self._topic, self.changed)
+
+    def close(self) -> None:
+        self.closed = True
+        if self in self._subscription.streams:
+            self._subscription.streams.remove(self)
+        if self._topic in self._engine.topics:
+            self._subscription.release(self)
+            self._subscription.wake()
+        self._engine._happened.set()
