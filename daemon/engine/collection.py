@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from daemon.durability import garbage, garbage_rules
@@ -171,7 +171,7 @@ class Collection:
 
     # ---- when it is asked to
 
-    async def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncIterator[GarbageProgress]:
+    async def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[GarbageProgress]:
         """A whole pass over every shard that is owned; one message for each step, the last is `done`.
 
         Raises NotOwner when objects that were given up are to be tried again and a shard belongs to another,

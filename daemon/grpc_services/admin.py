@@ -1,4 +1,4 @@
-"""`tarry.v1.Admin`: policies, and what is done to a topic as a whole.
+"""`tarry.v1.Admin`: policies, what is done to a topic as a whole, and collecting garbage.
 
 Owns: the calls' requests and answers.
 Does not own: what they do (engine).
@@ -6,9 +6,12 @@ Does not own: what they do (engine).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from daemon import config
+from daemon.engine import calls
 from daemon.grpc_services import policies, records, unary
 from tarry.v1 import admin_pb2 as pb
 
@@ -23,7 +26,8 @@ class Admin:
 
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._requests = engine.requests
-        self._handler = unary.Frame(settings).handler
+        self._frame = unary.Frame(settings)
+        self._handler = self._frame.handler
 
     def handlers(self) -> dict[str, unary.Handler]:
         return {
@@ -31,6 +35,7 @@ class Admin:
             "GetTopicPolicy": self._handler(pb.GetTopicPolicyRequest, self._get_topic_policy),
             "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
             "DeleteTopic": self._handler(pb.DeleteTopicRequest, self._delete_topic),
+            "CollectGarbage": self._frame.streaming_handler(pb.CollectGarbageRequest, self._collect_garbage),
         }
 
     async def _set_topic_policy(self, request: pb.SetTopicPolicyRequest) -> pb.SetTopicPolicyResponse:
@@ -50,3 +55,19 @@ class Admin:
 
     async def _delete_topic(self, request: pb.DeleteTopicRequest) -> pb.DeleteTopicResponse:
         return records.as_message(pb.DeleteTopicResponse, await self._requests.delete_topic(request.topic))
+
+    async def _collect_garbage(self, request: pb.CollectGarbageRequest) -> AsyncGenerator[pb.CollectGarbageResponse]:
+        passes = self._requests.collect(
+            dry_run=request.dry_run, force=request.force, retry_dead=request.retry_dead_objects
+        )
+        async with contextlib.aclosing(passes):
+            async for progress in passes:
+                yield _progress(progress)
+
+
+def _progress(progress: calls.GarbageProgress) -> pb.CollectGarbageResponse:
+    counts = {
+        field.name: records.as_message(pb.GarbageCount, getattr(progress.summary, field.name))
+        for field in pb.GarbageSummary.DESCRIPTOR.fields
+    }
+    return records.as_message(pb.CollectGarbageResponse, progress, summary=pb.GarbageSummary(**counts))

@@ -90,7 +90,8 @@ class _OpenCalls:
 
     def counted(self, handler: Any) -> Any:
         """The handler, whose calls are counted."""
-        kind = "stream_stream" if handler.stream_stream is not None else "unary_unary"
+        kinds = ("unary_unary", "unary_stream", "stream_stream")
+        kind = next(each for each in kinds if getattr(handler, each) is not None)
         serve = getattr(handler, kind)
 
         async def counting(request: Any, context: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The frame of every call with one request and one answer: parse, call, encode, or end with the error's status.
+"""The frame of every call with one request, and one answer or a stream of them: parse, call, encode, or end with the
+error's status.
 
 Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
 answer may be encoded by hand (`columns`).
@@ -7,7 +8,8 @@ answer may be encoded by hand (`columns`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -48,3 +50,17 @@ class Frame:
                 await status.abort(context, error)
 
         return grpc.unary_unary_rpc_method_handler(handle)
+
+    def streaming_handler(self, request_type: type[M], call: Callable[[M], AsyncGenerator[Answer]]) -> Handler:
+        """A call with many answers, cancelled when its caller goes away or its deadline is over."""
+
+        async def handle(data: bytes, context: Context) -> None:
+            try:
+                request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+                async with contextlib.aclosing(call(request)) as answers:
+                    async for answer in answers:
+                        await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
+            except Exception as error:  # noqa: BLE001 - every error has a status
+                await status.abort(context, error)
+
+        return grpc.unary_stream_rpc_method_handler(handle)
