@@ -28,6 +28,8 @@ SLOT_BOUNDS_BYTES = tuple(float(1 << shift) for shift in range(8, 25, 2))
 LOOP_PAUSE_BOUNDS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 RECOVERY_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
+MergeOutcome = Literal["merged", "refused", "damaged", "failed", "given_up"]
+
 ALL_TOPICS = "_all"
 OTHER_TOPICS = "_other"
 
@@ -89,6 +91,11 @@ class Metrics:
         self._bucket_seconds = histogram(
             f"{name}_latency_seconds", "Time of operations on bucket snapshots.", BUCKET_OPERATION_BOUNDS_S, "type"
         )
+
+        self._merges = counter("tarry_merges", "Merges of buckets by how they ended.", "outcome")
+        self._merge_buckets = counter("tarry_merge_buckets", "Buckets that a merge has taken the place of.")
+        self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
+        self._merge_bytes = counter("tarry_merge_bytes", "What merges have read and written.", "direction")
 
         self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
@@ -187,10 +194,22 @@ class Metrics:
         self._store_errors.labels(operation, kind).inc()
 
     def bucket_operation(
-        self, type: Literal["create", "load"], state: Literal["succeed", "failed"], *, seconds: float
+        self, type: Literal["create", "load", "merge"], state: Literal["succeed", "failed"], *, seconds: float
     ) -> None:
         self._bucket_count.labels(state, type).inc()
         self._bucket_seconds.labels(type).observe(seconds)
+
+    def merge_ended(self, outcome: MergeOutcome, *, seconds: float) -> None:
+        """A merge was made, or given up."""
+        self._merges.labels(outcome).inc()
+        self.bucket_operation("merge", "succeed" if outcome == "merged" else "failed", seconds=seconds)
+
+    def merged(self, *, buckets: int, rows: int, read_bytes: int, written_bytes: int) -> None:
+        """A bucket of so many rows took the place of others."""
+        self._merge_buckets.inc(buckets)
+        self._merge_rows.inc(rows)
+        self._merge_bytes.labels("read").inc(read_bytes)
+        self._merge_bytes.labels("written").inc(written_bytes)
 
     def set_epoch(self, shard: int, epoch: int) -> None:
         self._epoch.labels(str(shard)).set(epoch)

@@ -32,6 +32,7 @@ __all__ = [
     "HeldPositions",
     "Leased",
     "LedgerRanges",
+    "Merged",
     "RebuildNeeded",
     "RescheduleBatch",
     "RescheduleOutcome",
@@ -81,6 +82,15 @@ class TopicPolicies:
 
     stored: TopicPolicy
     effective: TopicPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Merged:
+    """`merges` were made, which replaced `merged_buckets`; the topic has `buckets` sealed ones now."""
+
+    merges: int
+    merged_buckets: int
+    buckets: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class CommitObserver:
 class Environment:
     """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
     for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
-    `give_back_memory`: what is free in the process goes back to the machine; for a thread.
+    `give_back_memory`: what is free in the process goes back to the machine; for a thread. `merging`: one thread of low
+    priority; None: one of `threads`.
     """
 
     config: Config
@@ -70,10 +71,20 @@ class Environment:
     jitter: backoff.Jitter
     new_id: Callable[[], str]
     give_back_memory: Callable[[], None] = lambda: None
+    merging: concurrent.futures.Executor | None = None
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work that may block in a thread."""
         return asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def run_merging(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Runs work of a merge: long, and in nobody's way."""
+        return asyncio.get_running_loop().run_in_executor(self.merging or self.threads, work)
+
+    @functools.cached_property
+    def merging_turn(self) -> asyncio.Lock:
+        """Held while a merge is made: one at a time in the daemon."""
+        return asyncio.Lock()
 
     @functools.cached_property
     def commit_observer(self) -> CommitObserver:

@@ -58,7 +58,9 @@ _NOT_ZERO = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
-    """In force for one topic. `policy`: as it was set; `effective`: every field filled."""
+    """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
+    nothing is merged.
+    """
 
     policy: TopicPolicy
     effective: TopicPolicy
@@ -66,6 +68,9 @@ class TopicSettings:
     segment_limits: SegmentLimits
     request_limits: RequestLimits
     quota_limits: QuotaLimits
+    max_num_buckets: int
+    merge_buckets_max: int
+    merge_rows_max: int
     compatible_form: bool
     shared_index: bool
     tick_ms: int
@@ -98,6 +103,9 @@ def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
         ),
         request_limits=dataclasses.replace(environment.request_limits, delay_max_ms=effective["delay_max_ms"]),
         quota_limits=QuotaLimits(**{field.name: effective[field.name] for field in dataclasses.fields(QuotaLimits)}),
+        max_num_buckets=effective["max_num_buckets"],
+        merge_buckets_max=effective["merge_buckets_max"],
+        merge_rows_max=effective["merge_rows_max"],
         compatible_form=effective["compatible_form"],
         shared_index=effective["shared_index"],
         tick_ms=effective["tick_ms"],
