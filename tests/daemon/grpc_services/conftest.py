@@ -43,6 +43,13 @@ class Caller:
         )
         return await call(_encoded(request), timeout=timeout_s)
 
+    async def answers(self, method: str, request: message.Message | bytes) -> list[Any]:
+        """All answers to one request."""
+        call: Any = self.channel.unary_stream(
+            f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
+        )
+        return [answer async for answer in call(_encoded(request), timeout=20)]
+
     def stream(self, method: str) -> Stream:
         call: Any = self.channel.stream_stream(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)

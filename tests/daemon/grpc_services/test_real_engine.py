@@ -42,6 +42,7 @@ async def test_every_call_does_what_it_says(edge: Edge) -> None:
     await of_leases(calls)
     await of_streams(calls)
     await of_topics(calls)
+    await of_garbage(calls)
     assert calls.made == set(ANSWERS)
 
 
@@ -144,3 +145,10 @@ async def of_topics(calls: Calls) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as missing:
         await calls.call("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest)
     assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def of_garbage(calls: Calls) -> None:
+    calls.made.add("Admin/CollectGarbage")
+    answers = await calls.edge.caller.answers("Admin/CollectGarbage", admin_pb2.CollectGarbageRequest())
+    assert [answer.done for answer in answers] == [False] * (len(answers) - 1) + [True]
+    assert answers[-1].summary.waiting.objects == 1, "the bucket of the topic that was deleted"
