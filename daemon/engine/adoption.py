@@ -5,9 +5,12 @@ of the loop in which a merged bucket takes the place of its sources.
 Does not own: what it inherits (`daemon.core.merging`), when a manifest is looked at (`bucket_life`), and merging
 (`merging`).
 
-Until that turn rows are served from the sources, whose objects are kept for a while after they left the manifest. Then
-everything that is due now has been passed, and the segment in which the head will stand is at hand: nothing is late,
-lost or passed twice, and whoever reads a backlog again goes on in the merged bucket.
+Until that turn rows are served from the sources, whose objects are kept for a while after they left the manifest. In
+it the segment in which the head will stand is at hand, and every row before that waits: nothing is late, lost or passed
+twice, and whoever reads a backlog again goes on in the merged bucket.
+
+Seals wait meanwhile. So it waits for nothing that may never come: the segment of a source that is missing already, or
+the end of what is due where that is too much.
 """
 
 from __future__ import annotations
@@ -40,6 +43,9 @@ T = TypeVar("T")
 
 # Segments of a merged bucket that are read ahead of its head before it is taken over.
 AHEAD_SEGMENTS = 8
+# So long it tries to pass everything that is due, and looks again so often.
+SETTLE_MAX_S = 5.0
+SETTLE_S = 0.005
 
 
 class Adoption:
@@ -53,15 +59,14 @@ class Adoption:
         self._environment = environment
         self._slot = slot
 
-    async def adopt(self) -> None:
-        """Serves what the newest manifest that is known has in place of buckets that were merged.
+    async def adopt(self, manifest: TopicManifest) -> None:
+        """Serves what the manifest has in place of buckets that were merged, or what a newer one has.
 
         No seal, drop or quarantine of the topic may be under way. Raises commit.Refused when the epoch is over, and
         Corruption when the manifest is damaged.
         """
         damaged: dict[str, str] = {}
         while True:
-            manifest = self._commits.manifest
             unknown = self._unknown(manifest)
             fresh = [live for live in unknown if not live.quarantined and live.object.name not in damaged]
             if fresh:
@@ -69,6 +74,7 @@ class Adoption:
                     await self._take_over(fresh[0])
                 except Corruption as error:
                     damaged[fresh[0].object.name] = str(error)
+                manifest = self._commits.manifest
             elif not unknown:
                 self._forget_merged_away(manifest)
                 return
@@ -76,6 +82,7 @@ class Adoption:
                 self._lose(unknown[0], manifest)
             else:
                 await self._quarantine(unknown[0].object.name, damaged[unknown[0].object.name])
+                manifest = self._commits.manifest
 
     def _unknown(self, manifest: TopicManifest) -> list[LiveBucket]:
         """The buckets of the manifest that are not served here."""
@@ -108,7 +115,9 @@ class Adoption:
         """Raises Corruption when the bucket is damaged or missing."""
         store = self._environment.store
         table, metadata = await self._read(lambda: bucket_objects.open_bucket(store, live))
-        index = self._topic.core.indexes[live.subscription_id]
+        index = self._topic.core.indexes.get(live.subscription_id)
+        if index is None:
+            return
         # Of some pages every row is gone, so that no bucket holds them.
         held = index.pages.intern_stored(metadata.positions)
         index.pages.hold(held)
@@ -121,7 +130,7 @@ class Adoption:
         merged = await self._environment.run(lambda: MergedBucket.of(index.pages, live, table, metadata))
         loaded: dict[int, KeyedRows] = {}
         while True:
-            await self._topic.settle_due()
+            await self._settle()
             # From here to the end of the loop is one turn, unless something must be read.
             boundary_ms = max(self._environment.clock.now_ms(), self._topic.core.indexes.passed_until_ms)
             needed = self._needed(index, merged, boundary_ms)
@@ -136,6 +145,18 @@ class Adoption:
         self._topic.changed()
         name, buckets = self._topic.core.name, len(sources)
         log.info("serves a merged bucket topic=%s rows=%d sources=%d level=%d", name, live.rows, buckets, live.level)
+
+    async def _settle(self) -> None:
+        """Passes what is due, so that little of it has to be carried over; not for ever."""
+        clock = self._environment.clock
+        until_s = clock.elapsed_s() + SETTLE_MAX_S
+        while clock.elapsed_s() < until_s:
+            self._topic.wake(clock.now_ms())
+            next_due_ms = self._topic.core.indexes.next_due_ms()
+            if next_due_ms is None or next_due_ms > clock.now_ms():
+                return
+            # The rest is more than one turn may pass, or its segments are being loaded.
+            await self._environment.sleep(SETTLE_S)
 
     def _needed(self, index: Index, merged: MergedBucket, boundary_ms: int) -> range:
         return merging.segments_needed(

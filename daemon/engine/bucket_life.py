@@ -32,6 +32,7 @@ from daemon.engine import manifests
 from daemon.engine.calls import Sealed
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
+from daemon.engine.merging import BucketMerging
 from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import InvariantViolated, Unavailable
 from storage_backends import topic_manifest
@@ -104,6 +105,9 @@ class BucketLife:
         self._look_wanted = False
         self._work: asyncio.Task[None] | None = None
         self._halted = False
+        self.merging = BucketMerging(
+            topic, commits, environment, settings=settings, learn=self.learn, damaged=self.quarantine, lost=lost
+        )
 
     # ---- deciding
 
@@ -124,6 +128,7 @@ class BucketLife:
     def look_after(self, slot: int) -> None:
         """Once a second: what depends on time alone. Everything up to `slot` is applied."""
         self.after_slot(slot)
+        self.merging.consider()
         elapsed_s = self._environment.clock.elapsed_s()
         if elapsed_s - max(self._looked_at_s, self._commits.read_at_s) < self._look_every_s:
             return
@@ -236,15 +241,18 @@ class BucketLife:
         """Nothing begins any more until `go_on`; returns when what is under way is over."""
         self._halted = True
         self._wake_learners()
+        await self.merging.halt()
         await self.settled()
 
     def go_on(self) -> None:
         self._halted = False
+        self.merging.go_on()
         self._start()
 
     def close(self) -> None:
         self._halted = True
         self._wake_learners()
+        self.merging.close()
         if self._work is not None:
             self._work.cancel()
         for seal in self._seals:
@@ -275,6 +283,7 @@ class BucketLife:
             elif self._topic.indexes.droppable():
                 await self._drop()
             else:
+                self.merging.consider()
                 return
 
     # ---- learning

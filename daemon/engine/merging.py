@@ -16,25 +16,23 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
 from daemon.core import merging as core_merging
 from daemon.core.index import Index
 from daemon.core.merging import Candidate
+from daemon.core.topic import Topic
 from daemon.durability import backoff, merging
 from daemon.durability.merging import MergePlan, WrittenMerge
 from daemon.engine import manifests
 from daemon.engine.calls import Merged
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
+from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from storage_backends.formats import errors, merge, names
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import StoreError
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 log = logging.getLogger(__name__)
 
@@ -58,21 +56,24 @@ class _Asked:
 
 
 class BucketMerging:
-    """The merges of one topic. `learn` returns when the topic serves what the manifest has in place of merged buckets;
-    `damaged` hears of a bucket whose object is damaged, and what was found; `lost` of an error that ends the shard.
+    """The merges of one topic. `settings`: what is in force for it now. `learn` returns when what the manifest has in
+    place of merged buckets is served; `damaged` hears of a bucket whose object is damaged, and what was found; `lost` of
+    an error that ends the shard.
     """
 
     def __init__(
         self,
-        topic: ServedTopic,
+        topic: Topic,
         commits: TopicCommits,
         environment: Environment,
         *,
+        settings: Callable[[], TopicSettings],
         learn: Callable[[TopicManifest], Awaitable[None]],
         damaged: Callable[[str, str], None],
         lost: Callable[[BaseException], None],
     ) -> None:
         self._topic = topic
+        self._settings = settings
         self._commits = commits
         self._environment = environment
         self._learn = learn
@@ -83,6 +84,7 @@ class BucketMerging:
         self._unmergeable: set[str] = set()
         self._work: asyncio.Task[None] | None = None
         self._halted = False
+        self._closed = False
         self.under_way = False
 
     # ---- asking
@@ -98,6 +100,8 @@ class BucketMerging:
 
         Raises OutcomeUnknown when that takes too long: it goes on.
         """
+        if self._closed:
+            raise self._served_no_longer()
         asked = _Asked(buckets_max, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         self.consider()
@@ -105,7 +109,7 @@ class BucketMerging:
             return await asyncio.wait_for(asyncio.shield(asked.answer), MERGE_ANSWER_S)
         except TimeoutError:
             raise OutcomeUnknown(
-                f"topic {self._topic.core.name}: its buckets are not merged after {MERGE_ANSWER_S:.0f} s; that goes "
+                f"topic {self._topic.name}: its buckets are not merged after {MERGE_ANSWER_S:.0f} s; that goes "
                 "on, and a retry is safe"
             ) from None
 
@@ -119,20 +123,23 @@ class BucketMerging:
             await asyncio.wait([self._work])
 
     def go_on(self) -> None:
-        self._halted = False
+        self._halted = self._closed
         self.consider()
 
     def close(self) -> None:
-        self._halted = True
+        """For good: as `halt`, and those who wait are told."""
+        self._halted = self._closed = True
         if self._work is not None:
             self._work.cancel()
-        again = Unavailable(f"topic {self._topic.core.name} is served by this daemon no longer; try again")
         for asked in self._asked:
             if not asked.answer.done():
-                asked.answer.set_exception(again)
+                asked.answer.set_exception(self._served_no_longer())
                 # Nobody may be waiting.
                 asked.answer.exception()
         self._asked.clear()
+
+    def _served_no_longer(self) -> Unavailable:
+        return Unavailable(f"topic {self._topic.name} is served by this daemon no longer; try again")
 
     # ---- choosing
 
@@ -142,20 +149,19 @@ class BucketMerging:
         return min((wanted for wanted in self._wanted() if wanted > 0), default=None)
 
     def _wanted(self) -> list[int]:
-        return [self._topic.settings.max_num_buckets, *(asked.buckets_max for asked in self._asked)]
+        return [self._settings().max_num_buckets, *(asked.buckets_max for asked in self._asked)]
 
     def _is_wanted(self) -> bool:
         """Whether it is worth looking; O(1) of buckets."""
         buckets_max = self._buckets_max
         return bool(self._asked) or (
-            buckets_max is not None
-            and any(len(index.sealed) > buckets_max for index in self._topic.core.indexes.values())
+            buckets_max is not None and any(len(index.sealed) > buckets_max for index in self._topic.indexes.values())
         )
 
     def _next_run(self, buckets_max: int | None) -> list[Candidate]:
         """Of the first index that has one."""
-        settings = self._topic.settings
-        for index in self._topic.core.indexes.values():
+        settings = self._settings()
+        for index in self._topic.indexes.values():
             if buckets_max is not None and len(index.sealed) > buckets_max:
                 run = core_merging.chosen_run(
                     self._candidates(index),
@@ -240,7 +246,7 @@ class BucketMerging:
             if not self._next_run(asked.buckets_max if asked.buckets_max > 0 else None):
                 self._asked.remove(asked)
                 if not asked.answer.done():
-                    buckets = len(self._topic.core.indexes.sealed)
+                    buckets = len(self._topic.indexes.sealed)
                     asked.answer.set_result(Merged(asked.merges, asked.merged_buckets, buckets))
 
     async def _is_calm(self) -> bool:
@@ -254,7 +260,7 @@ class BucketMerging:
         return True
 
     def _is_behind(self) -> bool:
-        indexes = self._topic.core.indexes
+        indexes = self._topic.indexes
         next_due_ms = indexes.next_due_ms()
         return bool(indexes.sealing) or (
             next_due_ms is not None and next_due_ms <= self._environment.clock.now_ms() - BEHIND_MS
@@ -265,10 +271,10 @@ class BucketMerging:
             return await self._made(self._plan(run))
         except (errors.FormatError, merge.NotConserved) as error:
             # Each of them is whole, and together they are not what the manifest says: no merge may hide that.
-            log.error("topic %s: buckets are not merged: %s", self._topic.core.name, error)
+            log.error("topic %s: buckets are not merged: %s", self._topic.name, error)
             self._unmergeable.update(run)
         except (StoreError, Corruption) as error:
-            log.warning("topic %s: buckets are not merged now, trying again: %s", self._topic.core.name, error)
+            log.warning("topic %s: buckets are not merged now, trying again: %s", self._topic.name, error)
         return "failed"
 
     def _plan(self, run: Sequence[str]) -> MergePlan:
@@ -280,7 +286,7 @@ class BucketMerging:
 
     async def _made(self, plan: MergePlan) -> MergeOutcome:
         """Raises what reading and merging raise."""
-        environment, settings = self._environment, self._topic.settings
+        environment, settings = self._environment, self._settings()
         sources = []
         for live in plan.sources:
             read = functools.partial(merging.read_source, environment.store, live)
@@ -309,7 +315,7 @@ class BucketMerging:
         try:
             await self._commits.commit(lambda tip: written.operation)
         except manifests.Overtaken as refused:
-            log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.core.name, refused.reason)
+            log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.name, refused.reason)
             return "refused"
         self._count(plan, written)
         return "merged"

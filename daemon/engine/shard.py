@@ -19,6 +19,7 @@ from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.takeover import ShardClaim
 from daemon.engine import manifests
+from daemon.engine.adoption import Adoption
 from daemon.engine.bucket_life import BucketLife
 from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.due_loop import DueLoop
@@ -29,7 +30,7 @@ from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
 from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
-from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.journal import AddRecord, Record
@@ -174,6 +175,8 @@ class ServedShard:
         """Nothing is handed out or loaded any more."""
         self._releasing = True
         self.loading.close()
+        for life in self.lives.values():
+            life.merging.close()
 
     async def release(self) -> None:
         """Orderly end: what is staged becomes durable and is answered, streams end, the state goes into buckets and a
@@ -339,7 +342,7 @@ class ServedShard:
             self._environment,
             slot=self.applied_slot,
             settings=lambda: served.settings,
-            adopt=_refuse_merged,
+            adopt=Adoption(served, commits, self._environment, slot=lambda: self.applied_slot).adopt,
             lost=self.lose,
             changed=served.changed,
         )
@@ -405,7 +408,3 @@ class ServedShard:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
-
-
-async def _refuse_merged(newest: manifest.TopicManifest) -> None:
-    raise InvariantViolated(f"topic {newest.topic}: merged buckets cannot be served")
