@@ -56,9 +56,11 @@ class _Asked:
 
 
 class BucketMerging:
-    """The merges of one topic. `settings`: what is in force for it now. `learn` returns when what the manifest has in
-    place of merged buckets is served; `damaged` hears of a bucket whose object is damaged, and what was found; `lost` of
-    an error that ends the shard.
+    """The merges of one topic.
+
+    `settings`: what is in force for it now. `learn` returns when what the manifest has in place of merged buckets is
+    served; `damaged` hears of a bucket whose object is damaged, and what was found; `lost` of an error that ends the
+    shard.
     """
 
     def __init__(
