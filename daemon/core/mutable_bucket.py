@@ -95,13 +95,15 @@ class MutableBucket(Bucket):
         self._far_min_ms: int | None = None
         self.highest_ledger_id = 0
         self.first_row_at_ms: int | None = None
+        # No row is due later.
+        self.last_due_ms = 0
         # What was passed, in the order it was: a subscription that reads behind finds it here.
         self.passed_log: list[KeyedRows] = []
         # No row that is due has a later time.
         self.passed_until_ms: int | None = None
         self._left = BitMap64()
         self._came_back = BitMap64()
-        self._came_back_rows: list[KeyedRows] = []
+        self._came_back_rows = _LastRows()
         self._key_order = KeyOrder()
 
     # ---- rows come
@@ -120,8 +122,9 @@ class MutableBucket(Bucket):
         if self._left.intersect(added):
             again = self._left & added
             self._came_back |= again
-            self._came_back_rows.append(rows.take(contained(rows.keys, again)))
+            self._came_back_rows.add(rows.take(contained(rows.keys, again)))
         self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
+        self.last_due_ms = max(self.last_due_ms, int(rows.rows.deliver_at_ms.max()))
         near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
         if near.all():
             self._runs.add(rows)
@@ -202,13 +205,8 @@ class MutableBucket(Bucket):
         doubtful = np.flatnonzero(contained(rows.keys, self._came_back))
         if not len(doubtful):
             return rows
-        last = KeyedRows.concat(self._came_back_rows)
-        last = last.take(len(last) - 1 - np.unique(last.keys[::-1], return_index=True)[1])
-        self._came_back_rows = [last]
         asked = rows.take(doubtful)
-        counting = last.take(np.searchsorted(last.keys, asked.keys))
-        is_last = counting.rows.deliver_at_ms == asked.rows.deliver_at_ms
-        is_last &= counting.key_hash() == asked.key_hash()
+        is_last = self._came_back_rows.are_last(asked)
         # A row that came back as it was is there twice.
         first = np.unique(asked.keys[is_last], return_index=True)[1]
         kept = np.ones(len(rows), np.bool_)
@@ -234,9 +232,10 @@ class MutableBucket(Bucket):
     def snapshot(self) -> MutableRows:
         """The bucket as it is now; as much work as its bitmaps are large."""
         acknowledged = {number: keys.copy() for number, keys in self.acknowledged.items() if keys}
-        return self._snapshot_of(self.present.copy(), acknowledged)
+        return self.columns_of(self.present.copy(), acknowledged)
 
-    def _snapshot_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
+    def columns_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
+        """The columns as they are now, with other sets than the bucket has."""
         end = self._rows
         key_hash = None if self._key_hash is None else self._key_hash[:end]
         return MutableRows(self._pages, self._keys[:end], self._deliver_at_ms[:end], key_hash, present, acknowledged)
@@ -255,6 +254,40 @@ class MutableBucket(Bucket):
     def release_pages(self) -> None:
         self._pages.release(self.pages)
         self.pages = set()
+
+
+class _LastRows:
+    """Of positions that came several times the last row: a few parts sorted by key, the later ones count, each at least
+    twice as long as the next.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[KeyedRows] = []
+
+    def add(self, rows: KeyedRows) -> None:
+        """Later rows, of each position one."""
+        part = rows.take(np.argsort(rows.keys))
+        while self._parts and 2 * len(part) >= len(self._parts[-1]):
+            merged = KeyedRows.concat([self._parts.pop(), part])
+            # The first of the reversed is the last that came.
+            part = merged.take(len(merged) - 1 - np.unique(merged.keys[::-1], return_index=True)[1])
+        self._parts.append(part)
+
+    def are_last(self, rows: KeyedRows) -> npt.NDArray[np.bool_]:
+        """Which of the rows have the time and the key hash of the last ones of their positions."""
+        found = np.zeros(len(rows), np.bool_)
+        left = np.arange(len(rows))
+        for part in reversed(self._parts):
+            asked = rows.take(left)
+            places = np.searchsorted(part.keys, asked.keys)
+            places[places == len(part)] = 0
+            known = part.keys[places] == asked.keys
+            last = part.take(places)
+            same = known & (last.rows.deliver_at_ms == asked.rows.deliver_at_ms)
+            same &= last.key_hash() == asked.key_hash()
+            found[left[same]] = True
+            left = left[~known]
+        return found
 
 
 def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
