@@ -100,6 +100,11 @@ class Index:
     def pending_rows(self) -> int:
         return sum(bucket.waiting_rows for bucket in self.buckets)
 
+    def last_due_ms(self) -> int:
+        """No waiting row is due later; 0 when nothing waits. Exact until one that would be the last leaves."""
+        sealed = [bucket.last_due_ms for bucket in self.sealed.values() if bucket.waiting_rows]
+        return max([0, *sealed, *[bucket.last_due_ms for bucket in self.memory_buckets if bucket.waiting_rows]])
+
     @property
     def loaded_rows(self) -> int:
         """Rows of this index's segments that are in memory."""

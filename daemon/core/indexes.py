@@ -164,6 +164,10 @@ class Indexes(Mapping[int, Index]):
                 times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
         return earliest(*times)
 
+    def last_due_ms(self) -> int:
+        """No waiting row is due later; 0 when nothing waits. See `Index.last_due_ms`."""
+        return max(index.last_due_ms() for index in self._by_id.values())
+
     def next_due_of_memory_buckets_ms(self) -> int | None:
         """The same, of rows that are in no sealed bucket: what an add can bring forward."""
         return earliest(*[bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows])

@@ -41,6 +41,11 @@ class SealedBucket(Bucket):
         self.pages = frozenset(pages_of(present))
         pages.hold(self.pages)
 
+    @property
+    def last_due_ms(self) -> int:
+        """No row is due later."""
+        return self.live.max_deliver_at_ms
+
     def settle(self, cache: SegmentCache) -> SortedRun | None:
         """The head's segment, if it is in memory; segments that it has left may be dropped."""
         number = self.head.number
