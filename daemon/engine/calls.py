@@ -12,6 +12,7 @@ from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.quarantine import RebuildNeeded
+from daemon.core.quotas import Caller
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.durability import garbage_rules
@@ -23,6 +24,7 @@ __all__ = [
     "AddOutcome",
     "BucketPage",
     "BucketSummary",
+    "Caller",
     "CancelOutcome",
     "Contained",
     "EntryRanges",

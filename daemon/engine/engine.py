@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
 from daemon.durability.takeover import ShardClaim
@@ -39,6 +40,8 @@ from storage_backends.object_store import Damaged, StoreError
 log = logging.getLogger(__name__)
 
 LOOK_AFTER_S = 1.0
+# Whose rows are counted before others have their turn.
+TOPICS_A_TURN = 1_000
 # Whether a damaged shard was mended is looked at this often.
 DAMAGED_LOOK_S = 30.0
 # While the shards are being claimed a caller may come again so soon.
@@ -55,6 +58,7 @@ class Engine:
         self._environment = environment
         self._shards_total = 0
         self._due_loop = DueLoop(environment.clock)
+        self._pending = PendingRows(environment.config.limits.pending_rows_max)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
         # Of the shards as they were claimed, so that they can be given up when they are lost.
@@ -243,6 +247,7 @@ class Engine:
             self._candidate.shard_logs[claim.shard],
             self._due_loop,
             self._cache,
+            self._pending,
             self._environment,
             lost=self._shard_lost,
         )
@@ -299,10 +304,23 @@ class Engine:
             await self._environment.sleep(LOOK_AFTER_S)
             for shard in list(self._shards.values()):
                 shard.look_after()
+            if self._pending.rows_max:
+                await self._count_pending()
             self._tell_progress()
             self.collection.look_after()
             if self._health.serving or self._store_away:
                 self._look_after_health()
+
+    async def _count_pending(self) -> None:
+        """Counts the pending rows of all topics, some at a time."""
+        self._pending.begin_count()
+        topics = [topic for shard in self._shards.values() for topic in shard.topics.values()]
+        rows = 0
+        for count, topic in enumerate(topics, 1):
+            rows += topic.quotas.pending_rows
+            if count % TOPICS_A_TURN == 0:
+                await asyncio.sleep(0)
+        self._pending.end_count(rows)
 
     def _clock_changed(self) -> None:
         """Timers were set for a time that has come, or that is later now."""

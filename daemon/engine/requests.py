@@ -22,6 +22,7 @@ from daemon.engine.calls import (
     AddBatch,
     AddOutcome,
     BucketPage,
+    Caller,
     CancelOutcome,
     Contained,
     EntryRanges,
@@ -108,17 +109,23 @@ class Requests:
 
     # ---- positions
 
-    async def add(self, topic: str, batch: AddBatch, subscription: str | None = None) -> AddOutcome:
+    async def add(
+        self, topic: str, batch: AddBatch, subscription: str | None = None, caller: Caller | None = None
+    ) -> AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
-        `daemon.core.topic`. Raises NotFound when there is no such subscription.
+        `daemon.core.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         if subscription is not None:
             async with self._served(topic) as (_, served):
-                return await served.add(batch, subscription)
-        served = await self._engine.shard_of(topic).topic_to_write(topic)
-        return await served.add(batch)
+                return await served.add(batch, subscription, caller)
+        shard = self._engine.shard_of(topic)
+        if await shard.topic(topic) is None:
+            # What is refused bears no topic.
+            shard.pending.check(len(batch.entry_id))
+        served = await shard.topic_to_write(topic)
+        return await served.add(batch, None, caller)
 
     async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is

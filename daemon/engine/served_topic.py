@@ -23,6 +23,7 @@ from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
+from daemon.core.quotas import Caller, PendingRows
 from daemon.core.runs import earliest
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -35,6 +36,7 @@ from daemon.engine.group_commit import GroupCommit
 from daemon.engine.leases import Leases
 from daemon.engine.segment_loading import SegmentLoader
 from daemon.engine.topic_gate import TopicGate
+from daemon.engine.topic_quotas import TopicQuotas
 from daemon.engine.waiting_line import WaitingLine
 from daemon.engine.withdrawing import Withdrawing
 from daemon.errors import NotFound, QuotaExceeded
@@ -63,6 +65,7 @@ class Owned(Protocol):
     number: int
     epoch: int
     commits: GroupCommit
+    pending: PendingRows
 
     @property
     def may_hand_out(self) -> bool: ...
@@ -83,6 +86,7 @@ class ServedTopic:
         self.core = topic
         self.shard = shard
         self.settings = topic_settings.settings_of(environment, policy)
+        self.quotas = TopicQuotas(topic, self.settings.quota_limits, shard.pending, environment)
         self.gate = TopicGate(topic.name, shard.commits)
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.leases = Leases(self, environment)
@@ -106,8 +110,9 @@ class ServedTopic:
 
     # ---- requests
 
-    async def add(self, batch: AddBatch, subscription: str | None = None) -> AddOutcome:
-        """Adds rows for every subscription, or for one alone. Raises NotFound."""
+    async def add(self, batch: AddBatch, subscription: str | None = None, caller: Caller | None = None) -> AddOutcome:
+        """Adds rows for every subscription, or for one alone. Raises NotFound, QuotaExceeded."""
+        await self.quotas.counted()
         await self.gate.passed()
         await self.withdrawing.none_leaving(batch.ledger_id, batch.entry_id)
         subscription_id = 0 if subscription is None else self.subscription(subscription).subscription_id
@@ -115,15 +120,20 @@ class ServedTopic:
         commits.check_accepting()
         self.check_room()
         environment = self._environment
+        now_ms = environment.clock.now_ms()
+        admission = self.quotas.admission(caller, rows=len(batch.entry_id), now_ms=now_ms)
         records, outcome = self.core.stage_add(
             batch,
-            now_ms=environment.clock.now_ms(),
+            now_ms=now_ms,
             request_limits=self.settings.request_limits,
             subscription_id=subscription_id,
             shared_index=self.settings.shared_index,
+            admit=admission.admit,
         )
-        if records:
-            await asyncio.shield(commits.stage(*records))
+        slot = commits.stage(*records) if records else None
+        admission.staged(slot)
+        if slot is not None:
+            await asyncio.shield(slot)
         else:
             await commits.confirmed()
         environment.metrics.added(
@@ -454,6 +464,7 @@ class ServedTopic:
         """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""
         self._ended = error
         self.gate.end(error)
+        self.quotas.close()
         self.end_streams(error)
         self._loader.close()
         for task in self._behind.values():

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, epoch_confirmation, recovery, shard_manifest
@@ -59,6 +60,7 @@ class ServedShard:
         shard_log: commit.ManifestLog[manifest.ShardManifest],
         due_loop: DueLoop,
         cache: SegmentCache,
+        pending: PendingRows,
         environment: Environment,
         *,
         lost: Callable[[int, BaseException], None],
@@ -71,6 +73,7 @@ class ServedShard:
         self.applied_slot = claim.fence_slot
         self._fence_slot = claim.fence_slot
         self._shard_log = shard_log
+        self.pending = pending
         self._due_loop = due_loop
         self._cache = cache
         self._environment = environment

@@ -81,6 +81,9 @@ class TopicChanges:
     async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
         await self._commit(topic.core.name, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
         topic.settings = topic_settings.settings_of(self._environment, policy)
+        topic.quotas.set_limits(topic.settings.quota_limits)
+        await topic.quotas.counted()
+        topic.changed()
         self._shard.lives[topic.core.name].after_slot(self._shard.applied_slot)
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:

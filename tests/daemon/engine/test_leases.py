@@ -129,13 +129,10 @@ async def test_leases_end_on_the_monotonic_clock_whatever_the_wall_clock_does(ma
     assert len(entries_of(await get(one, wait_ms=6_000))) == 10
 
 
-async def test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes(
-    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_leases_that_ended_while_the_machine_slept_are_over_when_it_wakes(machines: EngineFixture) -> None:
     one = await with_rows(machines, 10)
     await get(one, 10, lease_ms=10_000)
-    # The loop's timers do not count the time asleep, the daemon's clock does.
-    monkeypatch.setattr(one, "elapsed_s", lambda: machines.elapsed_s() + 60)
+    one.sleep_machine(60)
     await asyncio.sleep(1.1)
     assert len(entries_of(await get(one))) == 10
 
