@@ -95,9 +95,9 @@ def key_hashes_of(rows: KeyedRows) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
-    cut: sealing.SealCut
+    cuts: tuple[sealing.SealCut, ...]
     bits: tuple[BucketBits, ...]
-    memory: MutableBucket
+    memory: tuple[MutableBucket, ...]
 
 
 class JournaledTopic:
@@ -155,9 +155,11 @@ class JournaledTopic:
             self.staged.append(record)
         return outcome
 
-    def add(self, positions: Sequence[Position], deliver_at_ms: int | Sequence[int]) -> AddOutcome:
+    def add(
+        self, positions: Sequence[Position], deliver_at_ms: int | Sequence[int], subscription_id: int = 0
+    ) -> AddOutcome:
         times = [deliver_at_ms] * len(positions) if isinstance(deliver_at_ms, int) else deliver_at_ms
-        outcome = self.stage_add(batch_of(positions, deliver_at_ms=times))
+        outcome = self.stage_add(batch_of(positions, deliver_at_ms=times), subscription_id)
         self.commit()
         return outcome
 
@@ -265,7 +267,9 @@ class JournaledTopic:
         self.core.remove_subscription(subscription_id)
 
     def _set_subscriptions(self, subscriptions: tuple[manifest.Subscription, ...], last: int) -> None:
-        operation = topic_manifest.SetSubscriptions(subscriptions=subscriptions, last_subscription_id=last, epoch=EPOCH)
+        operation = topic_manifest.SetSubscriptions(
+            subscriptions=subscriptions, last_subscription_id=last, epoch=EPOCH, delete_after_ms=0
+        )
         assert operation.precondition(self.tip) is None
         self.tip = operation.apply(self.tip)
 
@@ -315,32 +319,47 @@ class JournaledTopic:
     # ---- buckets
 
     def begin_seal(self) -> bool:
-        index = self.core.index
-        if index.mutable.first_row_at_ms is None:
+        """All indexes are cut; whether any of them has rows."""
+        indexes = self.core.indexes
+        if not indexes.has_mutable_rows:
             return False
-        key = f"buckets/{next(self._names):03}"
-        taken = index.cut()
-        cut = sealing.SealCut(topic="topic", key=key, base=0, slot=self.slot, rows=taken.mutable)
-        self.seals.append(_Seal(cut, taken.bits, index.begin_seal(key, now_ms=self.now_ms)))
+        taken = dict(indexes.cut())
+        bits = tuple(each for cut in taken.values() for each in cut.bits)
+        memory = indexes.begin_seal(lambda number: f"buckets/{next(self._names):03}", now_ms=self.now_ms)
+        cuts = tuple(
+            sealing.SealCut(
+                topic="topic",
+                key=bucket.name,
+                base=0,
+                slot=self.slot,
+                rows=taken[number].mutable,
+                subscription_id=number,
+            )
+            for number, bucket in memory
+        )
+        self.seals.append(_Seal(cuts, bits, tuple(bucket for _, bucket in memory)))
         return True
 
-    def write_seal(self) -> sealing.WrittenBucket | None:
-        """The oldest seal is committed: bucket, progress, manifest."""
-        cut, bits = self.seals[0].cut, self.seals[0].bits
-        written = sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
-        progress: manifest.Progress | None = sealing.progress_of((cut,), bits)
+    def write_seal(self) -> list[sealing.WrittenBucket | None]:
+        """The oldest seal is committed: a bucket for each cut, progress, manifest."""
+        cuts, bits = self.seals[0].cuts, self.seals[0].bits
+        written = [
+            sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
+            for cut in cuts
+        ]
+        progress: manifest.Progress | None = sealing.progress_of(cuts, bits)
         reference = None
-        if cut.slot % 2:
-            body = manifest.encode_progress(sealing.progress_of((cut,), bits))
+        if cuts[0].slot % 2:
+            body = manifest.encode_progress(sealing.progress_of(cuts, bits))
             reference = topic_manifest.reference_to(f"progress/{next(self._names):03}", 0, body)
             self.store.put(reference.name, body)
             progress = None
         operation = topic_manifest.Seal(
-            buckets=() if written is None else (written.live,),
+            buckets=tuple(each.live for each in written if each is not None),
             progress=progress,
             progress_object=reference,
             slot_from=self.tip.applied,
-            slot_to=cut.slot,
+            slot_to=cuts[0].slot,
             epoch=EPOCH,
             replaced_delete_after_ms=0,
         )
@@ -348,29 +367,34 @@ class JournaledTopic:
         self.tip = operation.apply(self.tip)
         return written
 
-    def finish_seal(self, written: sealing.WrittenBucket | None, *, near_ms: int | None = None) -> None:
-        """The bucket that `write_seal` committed is served."""
-        memory = self.seals.popleft().memory
-        sealed = None
-        if written is not None:
-            sealed = SealedBucket(
-                written.live,
-                written.table.segments,
-                present=memory.present,
-                gone=memory.gone_since_cut(),
-                pages=self.core.index.pages,
-            )
-        rows = KeyedRows.empty() if written is None else written.rows
-        self.core.finish_seal(0, memory, sealed, rows, near_ms=self.now_ms if near_ms is None else near_ms)
+    def finish_seal(self, written: Sequence[sealing.WrittenBucket | None], *, near_ms: int | None = None) -> None:
+        """The buckets that `write_seal` committed are served."""
+        seal = self.seals.popleft()
+        for cut, memory, each in zip(seal.cuts, seal.memory, written, strict=True):
+            index = self.core.indexes.get(cut.subscription_id)
+            if index is None:
+                continue
+            sealed = None
+            if each is not None:
+                sealed = SealedBucket(
+                    each.live,
+                    each.table.segments,
+                    present=memory.present,
+                    gone=memory.gone_since_cut(),
+                    pages=index.pages,
+                )
+            rows = KeyedRows.empty() if each is None else each.rows
+            near = self.now_ms if near_ms is None else near_ms
+            self.core.finish_seal(cut.subscription_id, memory, sealed, rows, near_ms=near)
 
     def seal(self, *, near_ms: int | None = None) -> None:
-        """Cuts, commits and serves the bucket that takes new rows."""
+        """Cuts, commits and serves the buckets that take new rows."""
         self.begin_seal()
         while self.seals:
             self.finish_seal(self.write_seal(), near_ms=near_ms)
 
     def drop_empty(self) -> list[str]:
-        empty = [bucket.name for bucket in self.core.index.droppable()]
+        empty = [bucket.name for bucket in self.core.indexes.droppable()]
         if empty:
             operation = topic_manifest.DropBuckets(buckets=tuple(empty), epoch=EPOCH, delete_after_ms=0)
             assert operation.precondition(self.tip) is None
@@ -390,8 +414,8 @@ class JournaledTopic:
                 topic_id=TOPIC_ID,
                 topic="topic",
                 incarnation=1,
-                indexes=((0, self.core.index.cut()),),
-                sealing=tuple(seal.cut for seal in self.seals),
+                indexes=self.core.indexes.cut(),
+                sealing=tuple(cut for seal in self.seals for cut in seal.cuts),
             )
             parts = (checkpoint.part_of(cut),)
         value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=self.slot, topics=parts)

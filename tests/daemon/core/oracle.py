@@ -10,11 +10,14 @@ import dataclasses
 from collections.abc import Iterable
 
 Position = tuple[int, int]
+# (index, ledger, entry): index 0 is the shared one, others are the own ones of subscriptions, by their numbers.
+Place = tuple[int, int, int]
 # Of each ledger its last entry, or (ledger, entry) and every lower ledger; None for everything.
 Ranges = dict[int, int] | Position | None
 
 
-def in_ranges(at: Position, ranges: Ranges) -> bool:
+def in_ranges(place: Place, ranges: Ranges) -> bool:
+    at = place[1:]
     if ranges is None:
         return True
     if isinstance(ranges, tuple):
@@ -34,18 +37,18 @@ class Row:
 class Subscriber:
     since_ms: int
     dispatchers: set[int] = dataclasses.field(default_factory=set)
-    # Position -> (dispatcher, time it was handed out with).
-    in_flight: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    acknowledging: set[Position] = dataclasses.field(default_factory=set)
+    # Place -> (dispatcher, time it was handed out with).
+    in_flight: dict[Place, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    acknowledging: set[Place] = dataclasses.field(default_factory=set)
     leases: set[int] = dataclasses.field(default_factory=set)
 
-    def let_go(self, positions: Iterable[Position]) -> None:
+    def let_go(self, places: Iterable[Place]) -> None:
         """They left the backlog."""
-        for at in positions:
+        for at in places:
             self.in_flight.pop(at, None)
             self.acknowledging.discard(at)
 
-    def leased(self) -> set[Position]:
+    def leased(self) -> set[Place]:
         return {at for at, (dispatcher, _) in self.in_flight.items() if dispatcher in self.leases}
 
 
@@ -61,33 +64,40 @@ class Added:
 
 class Oracle:
     def __init__(self) -> None:
-        self.rows: dict[Position, Row] = {}
+        self.rows: dict[Place, Row] = {}
         self.subscribers: dict[int, Subscriber] = {}
-        self.staged_adds: dict[Position, Row] = {}
-        self.staged_acknowledgements: list[tuple[int, Position]] = []
+        self.staged_adds: dict[Place, Row] = {}
+        self.staged_acknowledgements: list[tuple[int, Place]] = []
         # Passed when nobody was owed it.
-        self.staged_gone: set[Position] = set()
+        self.staged_gone: set[Place] = set()
         # Since when a subscription that is being created is owed what comes due.
         self.coming_since_ms: int | None = None
         # By damaged bucket, what is missing.
-        self.missing: dict[str, dict[Position, Row]] = {}
+        self.missing: dict[str, dict[Place, Row]] = {}
+        self.index_of_missing: dict[str, int] = {}
+        # The topic's policy: whether rows for every subscription are in one index.
+        self.shared_index = True
 
     # ---- who is owed what
 
-    def is_owed(self, number: int, row: Row) -> bool:
-        return row.deliver_at_ms > self.subscribers[number].since_ms and number not in row.acknowledged
+    def is_owed(self, number: int, at: Place, row: Row) -> bool:
+        if number in row.acknowledged:
+            return False
+        return at[0] == number or (at[0] == 0 and row.deliver_at_ms > self.subscribers[number].since_ms)
 
-    def owed_by_nobody(self, row: Row, *, without: int | None = None) -> bool:
-        return not any(self.is_owed(number, row) for number in self.subscribers if number != without)
+    def owed_by_nobody(self, at: Place, row: Row) -> bool:
+        return not any(self.is_owed(number, at, row) for number in self.subscribers)
 
-    def may_be_owed(self, number: int, row: Row) -> bool:
+    def may_be_owed(self, number: int, at: Place, row: Row) -> bool:
         """The same before the row's time has been seen."""
-        return number not in row.acknowledged and (not row.passed or self.is_owed(number, row))
+        if at[0] not in (0, number):
+            return False
+        return number not in row.acknowledged and (not row.passed or self.is_owed(number, at, row))
 
-    def backlog(self, number: int) -> dict[Position, Row]:
-        return {at: row for at, row in self.rows.items() if row.passed and self.is_owed(number, row)}
+    def backlog(self, number: int) -> dict[Place, Row]:
+        return {at: row for at, row in self.rows.items() if row.passed and self.is_owed(number, at, row)}
 
-    def ready(self, number: int) -> dict[Position, Row]:
+    def ready(self, number: int) -> dict[Place, Row]:
         """What may be handed out now."""
         subscriber = self.subscribers[number]
         return {
@@ -98,15 +108,19 @@ class Oracle:
 
     # ---- requests
 
-    def add(self, rows: Iterable[tuple[Position, int, int]], *, now_ms: int, return_already_due: bool) -> Added:
-        """Rows of (position, deliver_at_ms, key_hash)."""
+    def add(
+        self, rows: Iterable[tuple[Position, int, int]], to: int, *, now_ms: int, return_already_due: bool
+    ) -> Added:
+        """Rows of (position, deliver_at_ms, key_hash). `to`: one subscription's own, or 0: for every one."""
+        indexes = [to] if to or self.shared_index or not self.subscribers else [*self.subscribers]
         floor_ms = max((each.since_ms for each in self.subscribers.values()), default=0)
         seen: set[Position] = set()
-        acknowledged = {at for _, at in self.staged_acknowledgements}
+        taken = self.rows.keys() | self.staged_adds.keys() | {at for _, at in self.staged_acknowledgements}
         accepted = duplicates = late = 0
         returned, raised, raised_ms = [], [], []
         for number, (at, deliver_at_ms, key_hash) in enumerate(rows):
-            if at in self.rows or at in self.staged_adds or at in seen or at in acknowledged:
+            fresh = {(index, *at) for index in indexes} - taken
+            if at in seen or not fresh:
                 duplicates += 1
                 continue
             seen.add(at)
@@ -114,28 +128,45 @@ class Oracle:
             if return_already_due and deliver_at_ms <= now_ms:
                 returned.append(number)
                 continue
-            if deliver_at_ms <= floor_ms:
+            if indexes == [0] and deliver_at_ms <= floor_ms:
                 deliver_at_ms = floor_ms + 1
                 raised.append(number)
                 raised_ms.append(deliver_at_ms)
             accepted += 1
-            self.staged_adds[at] = Row(deliver_at_ms, key_hash)
+            self.staged_adds |= {place: Row(deliver_at_ms, key_hash) for place in fresh}
         return Added(accepted, duplicates, returned, late, raised, raised_ms)
 
     def acknowledge(self, number: int, claims: Iterable[tuple[Position, int]]) -> int:
-        """How many of the claims are ignored."""
+        """How many of the claims are ignored. What is in flight is taken first, and of the shared index first."""
         subscriber = self.subscribers[number]
-        ignored = 0
-        for at, deliver_at_ms in claims:
-            row = self.rows.get(at)
-            in_backlog = row is not None and row.passed and self.is_owed(number, row)
-            if row is None or not in_backlog or row.deliver_at_ms != deliver_at_ms or at in subscriber.acknowledging:
-                ignored += 1
-                continue
-            subscriber.in_flight.pop(at, None)
-            subscriber.acknowledging.add(at)
-            self.staged_acknowledgements.append((number, at))
-        return ignored
+        left = list(claims)
+        for in_flight in (True, False):
+            for index in (0, number):
+                claimed, left = left, []
+                for at, deliver_at_ms in claimed:
+                    place = (index, *at)
+                    row = self.backlog(number).get(place)
+                    there = row is not None and row.deliver_at_ms == deliver_at_ms
+                    if in_flight:
+                        there = there and place in subscriber.in_flight
+                    if not there or place in subscriber.acknowledging:
+                        left.append((at, deliver_at_ms))
+                        continue
+                    subscriber.in_flight.pop(place, None)
+                    subscriber.acknowledging.add(place)
+                    self.staged_acknowledgements.append((number, place))
+        return len(left)
+
+    def claimed(self, number: int, claims: dict[Position, int]) -> set[Place]:
+        """What a dispatcher that claims to hold positions, with their times, is taken to hold."""
+        backlog = self.backlog(number)
+        for at in self.subscribers[number].acknowledging:
+            backlog.pop(at, None)
+        named = [
+            [place for place in ((0, *at), (number, *at)) if place in backlog and backlog[place].deliver_at_ms == time]
+            for at, time in claims.items()
+        ]
+        return {places[0] for places in named if places}
 
     def commit(self) -> None:
         everything = [self.rows, *self.missing.values()]
@@ -144,7 +175,7 @@ class Oracle:
             for rows in everything:
                 if at in rows:
                     rows[at].acknowledged.add(number)
-                    if self.owed_by_nobody(rows[at]):
+                    if self.owed_by_nobody(at, rows[at]):
                         del rows[at]
         for at in self.staged_gone:
             self.rows.pop(at, None)
@@ -156,21 +187,27 @@ class Oracle:
         self.staged_gone.clear()
         self.staged_adds.clear()
 
+    def delete_subscription(self, number: int) -> None:
+        """Its own index is no more, and no damaged bucket of it."""
+        del self.subscribers[number]
+        self.rows = {at: row for at, row in self.rows.items() if at[0] != number}
+        self.missing = {name: rows for name, rows in self.missing.items() if self.index_of_missing[name] != number}
+
     # ---- trims
 
-    def trimmed(self, ranges: Ranges, number: int | None) -> tuple[set[Position], set[Position]]:
+    def trimmed(self, ranges: Ranges, number: int | None) -> tuple[set[Place], set[Place]]:
         """What a trim makes (gone, waived for the subscription)."""
-        gone: set[Position] = set()
-        waived: set[Position] = set()
+        gone: set[Place] = set()
+        waived: set[Place] = set()
         for rows in (self.rows, *self.missing.values()):
             for at, row in rows.items():
-                if not in_ranges(at, ranges) or (number is not None and not self.may_be_owed(number, row)):
+                if not in_ranges(at, ranges) or (number is not None and not self.may_be_owed(number, at, row)):
                     continue
-                others = [other for other in self.subscribers if other != number and self.may_be_owed(other, row)]
+                others = [other for other in self.subscribers if other != number and self.may_be_owed(other, at, row)]
                 (waived if number is not None and others else gone).add(at)
         return gone, waived
 
-    def leave(self, gone: set[Position], waived: set[Position], number: int | None) -> None:
+    def leave(self, gone: set[Place], waived: set[Place], number: int | None) -> None:
         for rows in (self.rows, *self.missing.values()):
             for at in gone & rows.keys():
                 del rows[at]
@@ -182,22 +219,23 @@ class Oracle:
 
     # ---- damage
 
-    def quarantine(self, bucket: str, positions: set[Position]) -> None:
-        missing = self.missing[bucket] = {at: self.rows.pop(at) for at in positions}
-        for row in missing.values():
-            row.acknowledged |= {number for number in self.subscribers if not self.may_be_owed(number, row)}
+    def quarantine(self, bucket: str, index: int, places: set[Place]) -> None:
+        self.index_of_missing[bucket] = index
+        missing = self.missing[bucket] = {at: self.rows.pop(at) for at in places}
+        for at, row in missing.items():
+            row.acknowledged |= {number for number in self.subscribers if not self.may_be_owed(number, at, row)}
             row.passed = False
         for subscriber in self.subscribers.values():
-            subscriber.let_go(positions)
+            subscriber.let_go(places)
 
     # ---- what time and crashes do
 
-    def passed(self, positions: Iterable[Position]) -> None:
-        for at in positions:
+    def passed(self, places: Iterable[Place]) -> None:
+        for at in places:
             row = self.rows[at]
             row.passed = True
             coming = self.coming_since_ms is not None and row.deliver_at_ms > self.coming_since_ms
-            if self.subscribers and not coming and self.owed_by_nobody(row):
+            if self.subscribers and not coming and self.owed_by_nobody(at, row):
                 self.staged_gone.add(at)
 
     def close(self, number: int, dispatcher: int) -> None:
@@ -214,7 +252,7 @@ class Oracle:
         for number, subscriber in self.subscribers.items():
             self.subscribers[number] = Subscriber(subscriber.since_ms)
 
-    def learn_again(self, known: dict[int, set[Position]]) -> None:
+    def learn_again(self, known: dict[int, set[Place]]) -> None:
         """That a subscription is not owed a row because of its time is known when that has come, and may be before."""
         for rows in (self.rows, *self.missing.values()):
             for at, row in rows.items():

@@ -7,6 +7,7 @@ Does not own: rows that come and go, crashes and the invariants (`row_machine`).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,8 +21,8 @@ from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
 from storage_backends.formats.manifest import SubscriptionPolicy
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import Position, claims_of
-from tests.daemon.core.oracle import Ranges
-from tests.daemon.core.row_machine import ENTRIES, LEDGERS, RowMachine, batches, picks, positions, positions_in
+from tests.daemon.core.oracle import Place, Ranges
+from tests.daemon.core.row_machine import ENTRIES, LEDGERS, RowMachine, batches, owners, picks, places_in, positions
 
 trims = st.one_of(
     st.none(),
@@ -48,13 +49,13 @@ class TopicMachine(RowMachine):
         """`slots`: how many of them are written before a crash."""
         number = None if whole or not self.oracle.subscribers else self.number(pick)
         self.oracle.commit()
-        (departure,) = self.topic.trim(ledger_ranges(ranges), number)
+        decided = self.topic.trim(ledger_ranges(ranges), number)
         gone, waived = self.oracle.trimmed(ranges, number)
-        assert departure.rows == len(gone | waived)
+        assert sum(departure.rows for departure in decided) == len(gone | waived)
         left = gone | waived
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(departures, "SLOT_ROWS_MAX", 3)
-            for count, records in enumerate(departure.slots()):
+            for count, records in enumerate(itertools.chain.from_iterable(each.slots() for each in decided)):
                 if count == slots:
                     self.crash()
                     return
@@ -65,27 +66,27 @@ class TopicMachine(RowMachine):
         assert not left, f"{left} are not trimmed"
 
     def departed(
-        self, records: Sequence[Record], gone: set[Position], waived: set[Position], number: int | None
-    ) -> set[Position]:
+        self, records: Sequence[Record], gone: set[Place], waived: set[Place], number: int | None
+    ) -> set[Place]:
         """What the records name leaves the oracle, too; it is what was expected."""
-        all_named: set[Position] = set()
+        all_named: set[Place] = set()
         for record in records:
             assert isinstance(record, GoneRecord | WaiveRecord)
-            named = positions_in(record)
+            named = places_in(record)
             assert named <= (gone if isinstance(record, GoneRecord) else waived)
             all_named |= named
         self.oracle.leave(all_named & gone, all_named & waived, number)
         return all_named
 
-    @precondition(lambda self: self.topic.core.index.sealed)
+    @precondition(lambda self: self.topic.core.indexes.sealed)
     @rule(pick=picks, really=st.sampled_from((False, True)))
     def a_bucket_is_damaged(self, pick: int, really: bool) -> None:
-        sealed = self.topic.core.index.sealed
+        sealed = self.topic.core.indexes.sealed
         if really:
             name = sorted(sealed)[pick % len(sealed)]
-            held = self.positions_of(sealed[name].present)
+            index, held = sealed[name].subscription_id, self.places_in(sealed[name].present)
             self.topic.quarantine(name)
-            self.oracle.quarantine(name, held)
+            self.oracle.quarantine(name, index, held)
 
     # ---- what is there
 
@@ -98,13 +99,15 @@ class TopicMachine(RowMachine):
         number = None if pick % 2 or not self.oracle.subscribers else self.number(pick)
         state = None if number is None else self.state(number)
         pending, due, calls = test_containment.asked_until_done(self.topic, asked, state, ranges_max=ranges_max)
-        for found, passed in ((pending, False), (due, True)):
-            rows = {
-                at
-                for at, row in self.oracle.rows.items()
-                if row.passed == passed and (number is None or self.oracle.may_be_owed(number, row))
-            }
-            test_containment.check(found, rows, asked, calls=calls)
+        rows = {
+            at: row
+            for at, row in self.oracle.rows.items()
+            if number is None or self.oracle.may_be_owed(number, at, row)
+        }
+        passed = {at[1:] for at, row in rows.items() if row.passed}
+        waiting = {at[1:] for at, row in rows.items() if not row.passed} - passed
+        test_containment.check(pending, waiting, asked, calls=calls)
+        test_containment.check(due, passed, asked, calls=calls)
 
     # ---- leases
 
@@ -148,20 +151,30 @@ class TopicMachine(RowMachine):
         numbers = sorted(number for number, each in self.oracle.subscribers.items() if each.leases)
         number = numbers[pick % len(numbers)]
         subscriber = self.oracle.subscribers[number]
-        held = sorted(subscriber.in_flight) or [(1, 1)]
+        held = sorted(subscriber.in_flight) or [(0, 1, 1)]
         claims = {held[which % len(held)]: off_ms for which, off_ms in claimed}
-        times = {at: subscriber.in_flight.get(at, (0, 5))[1] + off_ms for at, off_ms in claims.items()}
+        times = {at[1:]: subscriber.in_flight.get(at, (0, 5))[1] + off_ms for at, off_ms in claims.items()}
         self.dispatchers += 1
-        expected = {at for at, off_ms in claims.items() if not off_ms} & subscriber.leased()
+        expected = self.leased_of(number, times)
         state = self.state(number)
         moved_rows = self.topic.core.move_held(state, claims_of(times.items()), subscriber.leases, self.dispatchers)
         assert moved_rows == len(expected)
         for at in expected:
-            subscriber.in_flight[at] = (self.dispatchers, times[at])
+            subscriber.in_flight[at] = (self.dispatchers, times[at[1:]])
         if expected:
             subscriber.leases.add(self.dispatchers)
         if over:
             self.end_lease(number, self.dispatchers)
+
+    def leased_of(self, number: int, claims: dict[Position, int]) -> set[Place]:
+        """What of the claims is leased with that time, of each the one that is looked for first."""
+        subscriber = self.oracle.subscribers[number]
+        leased = subscriber.leased()
+        named = [
+            [place for place in ((0, *at), (number, *at)) if place in leased and subscriber.in_flight[place][1] == time]
+            for at, time in claims.items()
+        ]
+        return {places[0] for places in named if places}
 
     @precondition(lambda self: any(each.dispatchers for each in self.oracle.subscribers.values()))
     @rule(which=picks, in_flight_rows_max=st.sampled_from((1, 3, 8)))
@@ -179,9 +192,11 @@ class TopicMachine(RowMachine):
         self.handed_out(number, dispatcher, rows)
 
     @precondition(lambda self: self.oracle.subscribers)
-    @rule(batch=batches, pick=picks, which=picks)
-    def rows_are_leased_and_come_back(self, batch: list[tuple[Position, int, int]], pick: int, which: int) -> None:
-        self.add(batch, relative=False, keyed=True, returned=False, now=True)
+    @rule(batch=batches, to=owners, pick=picks, which=picks)
+    def rows_are_leased_and_come_back(
+        self, batch: list[tuple[Position, int, int]], to: int, pick: int, which: int
+    ) -> None:
+        self.add(batch, to, relative=False, keyed=True, returned=False, now=True)
         self.topic.now_ms += 3_000
         self.get(pick, 1_000)
         if self.oracle.subscribers[self.number(pick)].leases:
