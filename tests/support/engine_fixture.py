@@ -228,9 +228,15 @@ class Daemon(Process):
         return next(shard.topics[name] for shard in self.shards.values() if name in shard.topics)
 
     def add(
-        self, topic: str, ledger_id: int, entries: Sequence[int], delay_ms: int = 1_000
+        self,
+        topic: str,
+        ledger_id: int,
+        entries: Sequence[int],
+        delay_ms: int = 1_000,
+        *,
+        subscription: str | None = None,
     ) -> asyncio.Task[AddOutcome]:
-        """Adds entries of a ledger that are due `delay_ms` from now, by absolute times."""
+        """Adds entries of a ledger that are due `delay_ms` from now, by absolute times; for all, or for one alone."""
         count = len(entries)
         batch = AddBatch(
             ledger_id=np.full(count, ledger_id, np.uint64),
@@ -240,7 +246,7 @@ class Daemon(Process):
             key_hash=None,
             return_already_due=False,
         )
-        return self.call(self.engine.requests.add(topic, batch))
+        return self.call(self.engine.requests.add(topic, batch, subscription))
 
     async def receiver(self, topic: str, subscription: str = "s", *, permits: int = 1_000_000) -> Receiver:
         """Creates the subscription if there is none, and opens a stream on it."""
