@@ -31,6 +31,7 @@ from daemon.engine.calls import (
     HeldPositions,
     Leased,
     LedgerRanges,
+    Merged,
     RescheduleBatch,
     RescheduleOutcome,
     Sealed,
@@ -258,6 +259,12 @@ class Requests:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.seal(served)
+
+    async def merge(self, topic: str, buckets_max: int) -> Merged:
+        """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the policy of the topic says."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.merge(served, buckets_max)
 
     async def delete_topic(self, topic: str) -> TopicDeleted:
         """Deletes a topic with everything in it."""

@@ -1,4 +1,4 @@
-"""What is done to a topic as a whole: trimmed, cleared, sealed, given a policy, deleted.
+"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy, deleted.
 
 Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
 Does not own: what leaves (`daemon.core.topic`), the manifest's operations (`storage_backends.topic_manifest`) and the
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from daemon.core.trimming import LedgerRanges
 from daemon.engine import topic_settings
-from daemon.engine.calls import Sealed, TopicDeleted
+from daemon.engine.calls import Merged, Sealed, TopicDeleted
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import Operation
 from daemon.engine.served_topic import ServedTopic
@@ -72,6 +72,15 @@ class TopicChanges:
             raise OutcomeUnknown(
                 f"topic {topic.core.name}: the bucket is not sealed after {SEAL_ANSWER_S:.0f} s; a retry is safe"
             ) from None
+
+    async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
+        """Merges until no index has more than `buckets_max` buckets (0: than the policy says), or nothing may be merged."""
+        await topic.gate.passed()
+        merging = self._shard.lives[topic.core.name].merging
+        merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
+        if not merged.merges:
+            await self._shard.commits.confirmed()
+        return merged
 
     async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
         """Replaces the policy; what is in force when this returns."""

@@ -34,6 +34,7 @@ class Admin:
             "SetTopicPolicy": self._handler(pb.SetTopicPolicyRequest, self._set_topic_policy),
             "GetTopicPolicy": self._handler(pb.GetTopicPolicyRequest, self._get_topic_policy),
             "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
+            "MergeBuckets": self._handler(pb.MergeBucketsRequest, self._merge_buckets),
             "DeleteTopic": self._handler(pb.DeleteTopicRequest, self._delete_topic),
             "CollectGarbage": self._frame.streaming_handler(pb.CollectGarbageRequest, self._collect_garbage),
         }
@@ -52,6 +53,10 @@ class Admin:
 
     async def _seal_bucket(self, request: pb.SealBucketRequest) -> pb.SealBucketResponse:
         return records.as_message(pb.SealBucketResponse, await self._requests.seal(request.topic))
+
+    async def _merge_buckets(self, request: pb.MergeBucketsRequest) -> pb.MergeBucketsResponse:
+        merged = await self._requests.merge(request.topic, request.buckets_max)
+        return records.as_message(pb.MergeBucketsResponse, merged)
 
     async def _delete_topic(self, request: pb.DeleteTopicRequest) -> pb.DeleteTopicResponse:
         return records.as_message(pb.DeleteTopicResponse, await self._requests.delete_topic(request.topic))
