@@ -329,6 +329,16 @@ class FakeEngine:
         known.buckets[name] = positions
         return calls.Sealed(rows=len(positions), bucket=name)
 
+    async def merge(self, topic: str, buckets_max: int) -> calls.Merged:
+        await self._begin()
+        known = self._topic(topic)
+        merged = len(known.buckets) - (buckets_max or 1) + 1
+        if merged < 2:
+            return calls.Merged(merges=0, merged_buckets=0, buckets=len(known.buckets))
+        positions = [known.buckets.pop(name) for name in list(known.buckets)[:merged]]
+        known.buckets[f"merged-{len(known.buckets)}"] = type(positions[0])().union(*positions)
+        return calls.Merged(merges=1, merged_buckets=merged, buckets=len(known.buckets))
+
     async def delete_topic(self, topic: str) -> calls.TopicDeleted:
         await self._begin()
         known = self._topic(topic)

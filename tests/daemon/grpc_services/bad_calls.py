@@ -38,6 +38,7 @@ LIST_SUBSCRIPTIONS = "Inspect/ListSubscriptions"
 SET_POLICY = "Admin/SetTopicPolicy"
 GET_POLICY = "Admin/GetTopicPolicy"
 SEAL = "Admin/SealBucket"
+MERGE = "Admin/MergeBuckets"
 DELETE_TOPIC = "Admin/DeleteTopic"
 LOOKUP = "Cluster/LookupTopic"
 
@@ -357,6 +358,7 @@ BAD_CALLS = [
     *topic_policies(),
     *names(GET_POLICY, admin_pb2.GetTopicPolicyRequest(topic=TOPIC), TOPIC_NAME),
     *names(SEAL, admin_pb2.SealBucketRequest(topic=TOPIC), TOPIC_NAME),
+    *names(MERGE, admin_pb2.MergeBucketsRequest(topic=TOPIC), TOPIC_NAME),
     *names(DELETE_TOPIC, _delete_topic, TOPIC_NAME),
     *names(LOOKUP, cluster_pb2.LookupTopicRequest(topic=TOPIC), TOPIC_NAME, exists=False),
 ]
@@ -396,6 +398,8 @@ COVERED: dict[type[message.Message], set[str]] = {
     admin_pb2.SetTopicPolicyRequest: {"topic", "policy"},
     admin_pb2.GetTopicPolicyRequest: {"topic"},
     admin_pb2.SealBucketRequest: {"topic"},
+    # Any number of buckets is right.
+    admin_pb2.MergeBucketsRequest: {"topic", "buckets_max"},
     admin_pb2.DeleteTopicRequest: {"topic"},
     cluster_pb2.LookupTopicRequest: {"topic"},
     policy_pb2.TopicPolicy: {

@@ -70,6 +70,16 @@ async def test_a_seal_says_which_bucket_has_how_many_rows(edge: Edge) -> None:
     assert (again.rows, again.bucket) == (0, "")
 
 
+async def test_a_merge_says_how_many_buckets_it_replaced_and_how_many_there_are(edge: Edge) -> None:
+    for entry in range(4):
+        await add(edge, entry)
+        await edge.caller.unary("Admin/SealBucket", pb.SealBucketRequest(topic="t"))
+    merged = await edge.caller.unary("Admin/MergeBuckets", pb.MergeBucketsRequest(topic="t", buckets_max=2))
+    assert (merged.merges, merged.merged_buckets, merged.buckets) == (1, 3, 2)
+    again = await edge.caller.unary("Admin/MergeBuckets", pb.MergeBucketsRequest(topic="t", buckets_max=2))
+    assert (again.merges, again.merged_buckets, again.buckets) == (0, 0, 2)
+
+
 async def test_a_deleted_topic_ends_its_streams_and_comes_back_as_a_new_one(edge: Edge) -> None:
     await add(edge, 1, 2)
     create = dispatch_pb2.CreateSubscriptionRequest(topic="t", subscription="s")
