@@ -261,7 +261,7 @@ class Requests:
             return await shard.changes.seal(served)
 
     async def merge(self, topic: str, buckets_max: int) -> Merged:
-        """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the policy of the topic says."""
+        """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the topic's policy says."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.merge(served, buckets_max)

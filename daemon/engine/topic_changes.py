@@ -74,7 +74,7 @@ class TopicChanges:
             ) from None
 
     async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
-        """Merges until no index has more than `buckets_max` buckets (0: than the policy says), or nothing may be merged."""
+        """Merges until no index has more than `buckets_max` buckets, 0: than the policy says, or none may be merged."""
         await topic.gate.passed()
         merging = self._shard.lives[topic.core.name].merging
         merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
