@@ -17,12 +17,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Final, Generic, TypeVar
 
 from daemon.durability import garbage_rules
 from daemon.durability.garbage_rules import NOTHING_DONE, Count, Limits, Listed, Summary
-from storage_backends import collection, commit, object_store
+from storage_backends import collection, commit, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
 
@@ -62,7 +62,7 @@ class Outcome:
 class Kind(Generic[M]):
     """What there is to know of a kind of manifest. `is_over`: nothing will be named there before it begins anew."""
 
-    named: Callable[[M], frozenset[str]]
+    named: Callable[[M], Set[str]]
     is_over: Callable[[M], bool]
 
 
@@ -305,7 +305,7 @@ def _count(objects: Iterable[tuple[str, int]]) -> Count:
     return Count(len(sizes), sum(sizes))
 
 
-TOPIC: Final[Kind[TopicManifest]] = Kind(named=garbage_rules.named_by_topic, is_over=lambda newest: newest.deleted)
+TOPIC: Final[Kind[TopicManifest]] = Kind(named=topic_manifest.names_in, is_over=lambda newest: newest.deleted)
 SHARD: Final[Kind[ShardManifest]] = Kind(named=garbage_rules.named_by_shard, is_over=lambda newest: False)
 
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 from storage_backends.formats import errors, names
-from storage_backends.formats.manifest import ShardManifest, Tombstone, TopicManifest
+from storage_backends.formats.manifest import ShardManifest, Tombstone
 from storage_backends.object_store import ListedObject
 
 FIRST_RETRY_MS: Final = 600_000
@@ -132,7 +132,7 @@ class Listed:
         for key in deleted:
             self.objects.pop(key, None)
 
-    def unnamed(self, named: frozenset[str]) -> dict[str, tuple[int, int]]:
+    def unnamed(self, named: Set[str]) -> dict[str, tuple[int, int]]:
         """Objects that are on their way into a manifest, or never will be in one."""
         return {key: found for key, found in self.objects.items() if key not in named}
 
@@ -176,13 +176,6 @@ class ShardListing:
 # ---- orphans
 
 
-def named_by_topic(manifest: TopicManifest) -> frozenset[str]:
-    """Every object that the manifest names."""
-    live = {each.object.name for each in manifest.live}
-    progress = set() if manifest.progress_object is None else {manifest.progress_object.name}
-    return frozenset(live | progress | {each.object.name for each in manifest.tombstones})
-
-
 def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
     """Every object that the manifest names."""
     checkpoints = (manifest.checkpoint, manifest.previous_checkpoint)
@@ -190,7 +183,7 @@ def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
     return frozenset(live | {each.object.name for each in manifest.tombstones})
 
 
-def orphans(listed: Listed, named: frozenset[str], floor: int) -> list[tuple[str, int]]:
+def orphans(listed: Listed, named: Set[str], floor: int) -> list[tuple[str, int]]:
     """Keys and sizes of the objects that no manifest will ever name again.
 
     `named`: by a manifest that has the orphan floor `floor`, or was read after one that has.
@@ -220,7 +213,7 @@ def is_suspicious(found: Count, shard_bytes: int, limits: Limits) -> bool:
 # ---- manifests
 
 
-def needs_look(listed: Listed, named: frozenset[str], kept: int) -> bool:
+def needs_look(listed: Listed, named: Set[str], kept: int) -> bool:
     """Whether there may be something to collect, by a manifest that may be old."""
     return len(listed.manifests) > kept or any(key not in named for key in listed.objects)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import (
+    NO_METADATA,
     AlreadyExists,
     ListedObject,
     ObjectInfo,
@@ -176,7 +177,7 @@ class Run:
 
 
 class SteppedStore(MemoryStore):
-    """One committer's view of the store of a run."""
+    """The view that one committer or collector has of the store of a run."""
 
     def __init__(self, run: Run) -> None:
         super().__init__()
@@ -194,6 +195,14 @@ class SteppedStore(MemoryStore):
         if self._run.loses_put(write):
             raise OutcomeUnknown(key, "the answer is lost")
         self._run.store.put_if_absent(key, body, metadata=metadata)
+
+    def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
+        self._run.step(f"put {key[-6:]}")
+        self._run.store.put(key, body, metadata=metadata)
+
+    def delete(self, key: str) -> None:
+        self._run.step(f"delete {key[-6:]}")
+        self._run.store.delete(key)
 
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         self._run.step(f"get {key[-2:]}")
