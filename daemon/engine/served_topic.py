@@ -86,7 +86,9 @@ class ServedTopic:
         self.core = topic
         self.shard = shard
         self.settings = topic_settings.settings_of(environment, policy)
-        self.quotas = TopicQuotas(topic, self.settings.quota_limits, shard.pending, environment)
+        self.quotas = TopicQuotas(
+            topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
+        )
         self.gate = TopicGate(topic.name, shard.commits)
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.leases = Leases(self, environment)

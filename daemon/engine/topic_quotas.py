@@ -8,7 +8,7 @@ all topics (`engine`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,18 +20,27 @@ from daemon.errors import QuotaExceeded
 from storage_backends.formats.rows import U64, Rows
 
 # Somebody who is refused again and again does not have the rows counted more often.
-COUNT_INTERVAL_S = 1.0
+COUNT_INTERVAL_S = 0.5
 
 
 class TopicQuotas:
-    """`pending`: of all topics of the daemon."""
+    """`pending`: of all topics of the daemon. `settled` returns when what is staged now is applied."""
 
-    def __init__(self, topic: Topic, limits: QuotaLimits, pending: PendingRows, environment: Environment) -> None:
+    def __init__(
+        self,
+        topic: Topic,
+        limits: QuotaLimits,
+        pending: PendingRows,
+        environment: Environment,
+        *,
+        settled: Callable[[], Awaitable[None]],
+    ) -> None:
         self.limits = QuotaLimits()
         self.pending = pending
         self.due: DueSeconds | None = None
         self._topic = topic
         self._environment = environment
+        self._settled = settled
         self._rates = ClientRates(topic.name, self.limits)
         self._staged_rows = 0
         # Of decisions that are staged and not applied, by the order in which they were.
@@ -39,6 +48,7 @@ class TopicQuotas:
         self._last_staged = 0
         self._counting: asyncio.Task[None] | None = None
         self._counted_at_s = -COUNT_INTERVAL_S
+        self._count_later: asyncio.TimerHandle | None = None
         self.set_limits(limits)
 
     def set_limits(self, limits: QuotaLimits) -> None:
@@ -116,11 +126,14 @@ class TopicQuotas:
     # ---- counting
 
     def _consider_count(self) -> None:
-        waited_s = self._environment.clock.elapsed_s() - self._counted_at_s
-        if self.due is not None and self.due.wants_count and waited_s >= COUNT_INTERVAL_S:
-            self._count()
+        """Counts if that is worthwhile, now or when it is time again."""
+        if self.due is None or not self.due.wants_count or self._count_later is not None:
+            return
+        in_s = self._counted_at_s + COUNT_INTERVAL_S - self._environment.clock.elapsed_s()
+        self._count_later = asyncio.get_running_loop().call_later(max(0.0, in_s), self._count)
 
     def _count(self) -> asyncio.Task[None]:
+        self._count_later = None
         if self._counting is None or self._counting.done():
             self._counting = asyncio.ensure_future(self._count_due())
         return self._counting
@@ -129,6 +142,9 @@ class TopicQuotas:
         due = self.due
         if due is None:
             return
+        if due.uncounted:
+            # What was staged while nothing was counted is counted when it is applied.
+            await self._settled()
         now_ms = self._environment.clock.now_ms()
         indexes = list(self._topic.indexes.values())
         memory = [bucket.snapshot() for index in indexes for bucket in index.memory_buckets]
@@ -147,6 +163,8 @@ class TopicQuotas:
     def close(self) -> None:
         if self._counting is not None:
             self._counting.cancel()
+        if self._count_later is not None:
+            self._count_later.cancel()
 
 
 class Admission:
