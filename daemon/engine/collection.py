@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from daemon.durability import garbage, garbage_rules
@@ -294,7 +294,7 @@ class _Pass:
         collector = garbage.Collector(shard_log, garbage.SHARD, self._collection.tools)
         tip = self._shard.confirmation.tip
         listed = None if self._listing is None else self._listing.shard
-        if self._is_due(tip.manifest) or self._needs_look(listed, garbage_rules.named_by_shard(tip.manifest)):
+        if self._is_due(tip.manifest) or self._needs_look(listed, garbage.SHARD.named(tip.manifest)):
             tip = await self._collect(collector, listed, tip) or tip
         self._add(Summary(waiting=self._kept(tip.manifest)))
 
@@ -321,7 +321,7 @@ class _Pass:
         else:
             self._known.unserved.pop(topic_id, None)
             tip = commits.tip
-            asked = self._is_due(tip.manifest) or self._needs_look(listed, garbage_rules.named_by_topic(tip.manifest))
+            asked = self._is_due(tip.manifest) or self._needs_look(listed, garbage.TOPIC.named(tip.manifest))
             if asked and (newest := await self._collect_topic(topic_id, listed, tip)) is not None:
                 commits.saw(newest)
                 tip = newest
@@ -408,19 +408,19 @@ class _Pass:
         number = self._shard.number
         if name.startswith(names.checkpoint_prefix(number)):
             shard_tip = manifests.shard_log(self._environment, number).read_tip()
-            return shard_tip is None or name in garbage_rules.named_by_shard(shard_tip.manifest)
+            return shard_tip is None or name in garbage.SHARD.named(shard_tip.manifest)
         topic_id = names.topic_id_of(name)
         if not name.startswith((names.buckets_prefix(number, topic_id), names.progress_prefix(number, topic_id))):
             return True
         tip = manifests.topic_log(self._environment, number, topic_id).read_tip()
-        return tip is None or name in garbage_rules.named_by_topic(tip.manifest)
+        return tip is None or name in garbage.TOPIC.named(tip.manifest)
 
     # ---- deciding without asking the store
 
     def _is_due(self, manifest: TopicManifest | ShardManifest) -> bool:
         return bool(garbage_rules.due(manifest.tombstones, self._environment.clock.now_ms()))
 
-    def _needs_look(self, listed: Listed | None, named: frozenset[str]) -> bool:
+    def _needs_look(self, listed: Listed | None, named: Set[str]) -> bool:
         kept = self._collection.tools.limits.manifests_kept
         return listed is not None and garbage_rules.needs_look(listed, named | self._given_up, kept)
 
