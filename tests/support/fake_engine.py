@@ -58,6 +58,8 @@ class FakeEngine:
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.calls_begun = 0
+        self.callers: list[calls.Caller | None] = []
+        """Of each add."""
         self.streams_opened = 0
         self._happened = asyncio.Event()
         self._last_subscription_id = 0
@@ -70,7 +72,14 @@ class FakeEngine:
         """The calls of the engine are its own."""
         return self
 
-    async def add(self, topic: str, batch: calls.AddBatch, subscription: str | None = None) -> calls.AddOutcome:
+    async def add(
+        self,
+        topic: str,
+        batch: calls.AddBatch,
+        subscription: str | None = None,
+        caller: calls.Caller | None = None,
+    ) -> calls.AddOutcome:
+        self.callers.append(caller)
         now_ms = await self._begin()
         request_limits = self.settings.limits
         limits.check_name("topic", topic, request_limits.topic_bytes_max)
@@ -91,8 +100,8 @@ class FakeEngine:
                 continue
             rows[ledger_id, entry_id] = (due, key_hash)
             accepted += 1
-        for subscription in self.topics[topic].subscriptions.values():
-            subscription.wake()
+        for each in self.topics[topic].subscriptions.values():
+            each.wake()
         return calls.AddOutcome(
             accepted=accepted,
             duplicates=len(times) - accepted - len(returned),
@@ -111,7 +120,12 @@ class FakeEngine:
         for position, tables in zip(positions, found, strict=True):
             for table in tables:
                 del table[position]
-        return calls.CancelOutcome(sum(map(bool, found)), **_columns(refused))
+        return calls.CancelOutcome(
+            cancelled=sum(map(bool, found)),
+            not_found=_column(refused["not_found"]),
+            already_due=_column(refused["already_due"]),
+            in_flight=_column(refused["in_flight"]),
+        )
 
     async def reschedule(
         self, topic: str, subscription: str | None, batch: calls.RescheduleBatch
@@ -131,8 +145,14 @@ class FakeEngine:
                 table[position] = (due, key_hash)
         for each in known.subscriptions.values():
             each.wake()
-        raised = {"raised_index": np.empty(0, np.uint32), "raised_deliver_at_ms": np.empty(0, np.uint64)}
-        return calls.RescheduleOutcome(sum(map(bool, found)), **_columns(refused), **raised)
+        return calls.RescheduleOutcome(
+            rescheduled=sum(map(bool, found)),
+            not_found=_column(refused["not_found"]),
+            already_due=_column(refused["already_due"]),
+            in_flight=_column(refused["in_flight"]),
+            raised_index=_column([]),
+            raised_deliver_at_ms=np.empty(0, np.uint64),
+        )
 
     def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
         self._check_names(topic, subscription)
@@ -477,8 +497,8 @@ def _page(names: Iterable[str], page_size: int, after: str) -> tuple[list[str], 
     return rest[:page_size], rest[page_size - 1] if len(rest) > page_size else None
 
 
-def _columns(refused: dict[str, list[int]]) -> dict[str, U32]:
-    return {name: np.array(rows, np.uint32) for name, rows in refused.items()}
+def _column(rows: list[int]) -> U32:
+    return np.array(rows, np.uint32)
 
 
 def _rows(claims: calls.HeldPositions) -> list[Row]:

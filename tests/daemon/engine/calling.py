@@ -48,6 +48,40 @@ def clear(daemon: Daemon, *, topic: str = "t", subscription: str | None = None) 
     return daemon.call(daemon.engine.requests.clear(topic, subscription))
 
 
+def cancel(
+    daemon: Daemon, ledger_id: int, entries: Sequence[int], *, topic: str = "t", subscription: str | None = None
+) -> asyncio.Task[calls.CancelOutcome]:
+    ledgers, entry_id = np.full(len(entries), ledger_id, np.uint64), np.array(entries, np.uint64)
+    return daemon.call(daemon.engine.requests.cancel(topic, subscription, ledgers, entry_id))
+
+
+def reschedule(
+    daemon: Daemon,
+    ledger_id: int,
+    entries: Sequence[int],
+    delay_ms: int,
+    *,
+    topic: str = "t",
+    subscription: str | None = None,
+) -> asyncio.Task[calls.RescheduleOutcome]:
+    """To times that are as far from now, by absolute times; they may be past."""
+    rows = len(entries)
+    batch = calls.RescheduleBatch(
+        ledger_id=np.full(rows, ledger_id, np.uint64),
+        entry_id=np.array(entries, np.uint64),
+        deliver_at_ms=np.full(rows, daemon.now_ms() + delay_ms, np.uint64),
+        delay_ms=None,
+        key_hash=None,
+    )
+    return daemon.call(daemon.engine.requests.reschedule(topic, subscription, batch))
+
+
+def results(outcome: calls.CancelOutcome | calls.RescheduleOutcome) -> tuple[int, list[int], list[int], list[int]]:
+    """(cancelled or rescheduled, then the rows that are not found, already due, in flight)."""
+    left = outcome.cancelled if isinstance(outcome, calls.CancelOutcome) else outcome.rescheduled
+    return left, outcome.not_found.tolist(), outcome.already_due.tolist(), outcome.in_flight.tolist()
+
+
 def get(
     daemon: Daemon,
     max_rows: int = 1000,

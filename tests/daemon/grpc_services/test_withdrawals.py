@@ -38,7 +38,7 @@ async def leased(edge: Edge, name: str) -> dispatch_pb2.Messages:
 
 
 async def withdraw(edge: Edge, method: str, ledger_id: list[int], entry_id: list[int], **fields: Any) -> Any:
-    positions = {"topic": "t", "ledger_id": ledger_id, "entry_id": entry_id}
+    positions: dict[str, Any] = {"topic": "t", "ledger_id": ledger_id, "entry_id": entry_id}
     if method == CANCEL:
         return await edge.caller.unary(CANCEL, pb.CancelMessagesRequest(**positions, **fields))
     times = fields if "delay_ms" in fields else {"deliver_at_ms": [FAR_MS + 9], **fields}
