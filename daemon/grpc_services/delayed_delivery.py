@@ -16,7 +16,7 @@ import grpc
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, parsing, pipeline, row_requests, status, unary
+from daemon.grpc_services import callers, columns, parsing, pipeline, row_requests, status, unary
 from tarry.v1 import delayed_delivery_pb2 as pb
 
 if TYPE_CHECKING:
@@ -31,23 +31,25 @@ class DelayedDelivery:
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._engine = engine
         self._settings = settings
-        self._handler = unary.Frame(settings).handler
+        self._frame = unary.Frame(settings)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
+        handler = self._frame.handler
         return {
-            "AddMessages": self._handler(pb.AddMessagesRequest, self._add),
+            "AddMessages": self._frame.caller_handler(pb.AddMessagesRequest, self._add),
             "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
-            "CancelMessages": self._handler(pb.CancelMessagesRequest, self._cancel),
-            "RescheduleMessages": self._handler(pb.RescheduleMessagesRequest, self._reschedule),
-            "ContainsMessages": self._handler(pb.ContainsMessagesRequest, self._contains),
-            "TrimMessages": self._handler(pb.TrimMessagesRequest, self._trim),
-            "ClearMessages": self._handler(pb.ClearMessagesRequest, self._clear),
+            "CancelMessages": handler(pb.CancelMessagesRequest, self._cancel),
+            "RescheduleMessages": handler(pb.RescheduleMessagesRequest, self._reschedule),
+            "ContainsMessages": handler(pb.ContainsMessagesRequest, self._contains),
+            "TrimMessages": handler(pb.TrimMessagesRequest, self._trim),
+            "ClearMessages": handler(pb.ClearMessagesRequest, self._clear),
         }
 
-    async def _add(self, request: pb.AddMessagesRequest) -> pb.AddMessagesResponse:
+    async def _add(self, request: pb.AddMessagesRequest, caller: calls.Caller) -> pb.AddMessagesResponse:
         batch = columns.add_batch(request)
-        return columns.add_response(await self._engine.requests.add(request.topic, batch, request.subscription or None))
+        outcome = await self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
+        return columns.add_response(outcome)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
         ledger_id, entry_id = columns.positions(request)
@@ -94,6 +96,7 @@ class _AddStream:
     ) -> None:
         self._engine = engine
         self._size_bytes_max = settings.limits.message_bytes_max
+        self._client = callers.client_of(context)
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
         self._draining = draining
 
@@ -130,9 +133,10 @@ class _AddStream:
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[calls.AddOutcome]]]:
         """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
         plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
+        caller = calls.Caller(self._client, len(data))
         if plain is not None:
             plain_id, topic, subscription, batch = plain
-            return plain_id, functools.partial(self._engine.requests.add, topic, batch, subscription)
+            return plain_id, functools.partial(self._engine.requests.add, topic, batch, subscription, caller)
         try:
             request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:
@@ -140,10 +144,11 @@ class _AddStream:
             if request_id is None:
                 raise
             return request_id, functools.partial(_refuse, error)
-        return request.request_id, functools.partial(self._add, request.add)
+        return request.request_id, functools.partial(self._add, request.add, caller)
 
-    def _add(self, request: pb.AddMessagesRequest) -> Awaitable[calls.AddOutcome]:
-        return self._engine.requests.add(request.topic, columns.add_batch(request), request.subscription or None)
+    def _add(self, request: pb.AddMessagesRequest, caller: calls.Caller) -> Awaitable[calls.AddOutcome]:
+        batch = columns.add_batch(request)
+        return self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[calls.AddOutcome]:

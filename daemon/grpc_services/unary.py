@@ -16,7 +16,8 @@ import grpc
 from google.protobuf import message
 
 from daemon import config
-from daemon.grpc_services import parsing, status
+from daemon.engine import calls
+from daemon.grpc_services import callers, parsing, status
 from daemon.grpc_services.pipeline import Context
 
 M = TypeVar("M", bound=message.Message)
@@ -38,18 +39,35 @@ class Frame:
 
         return self.cancelled_handler(request_type, unbroken)
 
+    def caller_handler(self, request_type: type[M], call: Callable[[M, calls.Caller], Awaitable[Answer]]) -> Handler:
+        """The same, of a call that is told who makes it and how large the request is."""
+
+        async def handle(data: bytes, context: Context) -> bytes:
+            async def unbroken(request: M, _: Context) -> Answer:
+                caller = callers.caller_of(context, len(data))
+                return await asyncio.shield(asyncio.ensure_future(call(request, caller)))
+
+            return await self._handle(request_type, data, context, unbroken)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
     def cancelled_handler(self, request_type: type[M], call: Callable[[M, Context], Awaitable[Answer]]) -> Handler:
         """A call that is cancelled when its caller goes away or its deadline is over."""
 
         async def handle(data: bytes, context: Context) -> bytes:
-            try:
-                request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
-                answer = await call(request, context)
-                return answer if isinstance(answer, bytes) else answer.SerializeToString()
-            except Exception as error:  # noqa: BLE001 - every error has a status
-                await status.abort(context, error)
+            return await self._handle(request_type, data, context, call)
 
         return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def _handle(
+        self, request_type: type[M], data: bytes, context: Context, call: Callable[[M, Context], Awaitable[Answer]]
+    ) -> bytes:
+        try:
+            request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+            answer = await call(request, context)
+            return answer if isinstance(answer, bytes) else answer.SerializeToString()
+        except Exception as error:  # noqa: BLE001 - every error has a status
+            await status.abort(context, error)
 
     def streaming_handler(self, request_type: type[M], call: Callable[[M], AsyncGenerator[Answer]]) -> Handler:
         """A call with many answers, cancelled when its caller goes away or its deadline is over."""

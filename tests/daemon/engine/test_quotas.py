@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.engine.calls import AddBatch, AddOutcome, Caller, TopicPolicy
+from daemon.engine.calls import AddBatch, AddOutcome, Caller, RescheduleBatch, RescheduleOutcome, TopicPolicy
 from daemon.errors import NotFound, QuotaExceeded
 from tests.daemon.engine.calling import clear, create, stats
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -248,6 +248,30 @@ async def test_rows_added_while_the_guard_counts_are_counted_too(machines: Engin
     # Those that were decided before the policy was set were not limited.
     before = sum(isinstance(each, AddOutcome) for each in outcomes)
     assert 10 + accepted == max(10 + before, 30)
+
+
+async def test_a_reschedule_goes_through_the_guard_and_a_refused_one_changes_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    at_ms = one.now_ms() // 1000 * 1000 + 100_000
+    await set_policy(one, TopicPolicy(due_rows_per_second_max=10))
+    await add(one, range(8), at_ms=at_ms)
+    await add(one, range(8, 12), at_ms=at_ms + 5_000)
+
+    def moved(entries: Sequence[int], to_ms: int) -> asyncio.Task[RescheduleOutcome]:
+        column = np.array(entries, np.uint64)
+        times = np.full(len(entries), to_ms, np.uint64)
+        batch = RescheduleBatch(np.ones(len(entries), np.uint64), column, times, None, None)
+        return one.call(one.engine.requests.reschedule("t", None, batch))
+
+    with pytest.raises(QuotaExceeded, match=r"due_rows_per_second_max is 10; .* 8 rows are due, .* 3 new"):
+        await moved([8, 9, 10], at_ms + 500)
+    assert (await moved([8, 9], at_ms + 500)).rescheduled == 2
+    await refused(add(one, [20], at_ms=at_ms), "10 rows are due")
+    receiver = await one.receiver("t")
+    rows = await receiver.received(12)
+    assert sorted((entry, due_ms - at_ms) for _, entry, due_ms in rows)[8:] == [
+        (8, 500), (9, 500), (10, 5_000), (11, 5_000),
+    ]  # fmt: skip
 
 
 # ---- clients

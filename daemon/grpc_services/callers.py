@@ -1,0 +1,44 @@
+"""Who calls: a client's own name for itself, or the host that it calls from.
+
+Owns: the metadata key and what it may hold, and reading gRPC's form of a peer.
+Does not own: what a client may do (`daemon.core.quotas`). A name is taken as it is: nothing proves it.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from daemon import errors
+from daemon.engine import calls
+from daemon.grpc_services.pipeline import Context
+
+CLIENT_ID_KEY = "tarry-client-id"
+CLIENT_ID_MAX_BYTES = 128
+
+
+def client_of(context: Context) -> str:
+    """Raises `InvalidArgument`."""
+    for key, value in context.invocation_metadata() or ():
+        if key == CLIENT_ID_KEY:
+            client = value if isinstance(value, str) else value.decode("utf-8", errors="replace")
+            if not 1 <= len(client) <= CLIENT_ID_MAX_BYTES:
+                raise errors.InvalidArgument(
+                    f"{CLIENT_ID_KEY}, in the metadata, has {len(client)} characters; it must have 1 to "
+                    f"{CLIENT_ID_MAX_BYTES}"
+                )
+            return client
+    return host_of(context.peer())
+
+
+def host_of(peer: str) -> str:
+    """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; another kind of peer as it is."""
+    kind, _, address = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = urllib.parse.unquote(address).rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
+
+
+def caller_of(context: Context, size_bytes: int) -> calls.Caller:
+    """The caller of one request of that size. Raises `InvalidArgument`."""
+    return calls.Caller(client_of(context), size_bytes)
