@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tests.daemon.core import test_planted_bugs as core
 from tests.daemon.core import test_planted_bugs_of_departures as departures
+from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
 from tests.models import test_protocol_models as models
@@ -23,12 +24,12 @@ BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS)
 # Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
 BY_OTHERS = {
     "R3": "orders of two committers: WithoutVerify, no VERIFY_AFTER_S",
+    "R4": "orders of an owner and a collector: the_floor_is_not_committed",
     "entitlement at replay": "stories of a topic: who_came_later_is_asked_for_its_acknowledgement_too",
 }
 
 # What has no mechanism yet.
 WAITS = {
-    "R4": "collection of orphans and tombstones",
     "merged buckets, kept": "merge",
     "nacks, dead letters": "negative acknowledgement",
     "pending deletes, in-use records": "two-phase deletion",
@@ -50,6 +51,7 @@ def of_other_suites() -> tuple[Row, ...]:
         *_rows("stories of a topic", _names(plant for plant, _ in (*core.BY_A_STORY, *departures.BY_A_STORY))),
         *_rows("orders of two committers", _names(commits.BUGS)),
         *_rows("orders of an owner and its successor", owners.BUGS),
+        *_rows("orders of an owner and a collector", _names(collectors.BUGS)),
         *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
         *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
         *_rows("model of commits", models.COMMITS_BUGS),
