@@ -5,13 +5,15 @@ comes back, now or after a restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
 from daemon.engine import bucket_life
+from daemon.engine.calls import Sealed
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
@@ -323,11 +325,13 @@ async def test_the_bucket_of_a_seal_is_merged_by_another_process_before_the_comm
     assert (await everything(two)).positions == BOTH | positions(3, range(2, 20))
 
 
-async def until_put_and_not_answered(daemon: Daemon, call: object) -> tuple[asyncio.Task[object], Held]:
+async def until_put_and_not_answered(
+    daemon: Daemon, call: Coroutine[Any, Any, Sealed]
+) -> tuple[asyncio.Task[Sealed], Held]:
     """The next manifest has landed, and its sender waits for what HEAD says of it."""
     daemon.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=MANIFESTS)
     answered = daemon.pause("head", MANIFESTS)
-    task = daemon.call(call)  # type: ignore[arg-type]
+    task = daemon.call(call)
     await answered.reached()
     return task, answered
 
@@ -346,10 +350,13 @@ async def test_a_merge_between_the_decision_and_the_commit_of_a_drop(machines: E
     dropping.release()
     await adopting.reached()
     if adopted:
+        # Its progress is as of a moment at which the sources are served yet.
+        sealing = one.call(one.engine.requests.seal("t"))
+        await asyncio.sleep(1)
         adopting.release()
-        await learned(one, merged)
-        assert served(one) == {merged.object.name}
-        await seal(one)
+        await sealing
+        assert merged.object.name in served(one)
+        assert len(served(one)) == 2
     one.kill()
     two = await machines.served_by("one", *ALONE)
     assert (await everything(two)).positions == positions(2, range(20))
@@ -358,6 +365,7 @@ async def test_a_merge_between_the_decision_and_the_commit_of_a_drop(machines: E
 async def test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted(machines: EngineFixture) -> None:
     one = await with_two_buckets(machines)
     await cancel(one, 1, [0, 1])
+    epoch = one.shards[0].epoch
     one.kill()
     other = OtherMerger(machines.store)
     sources = other.live()
@@ -369,6 +377,7 @@ async def test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted(m
     other.collect(sources)
     reading.release()
     await two.serving()
+    assert two.shards[0].epoch == epoch + 1, "the shard was not lost over it"
     assert served(two) == {merged.object.name}
     assert damage_found(two) == 0
     assert (await everything(two)).positions == BOTH - positions(1, [0, 1])

@@ -115,6 +115,23 @@ async def test_rows_for_one_subscription_go_to_it_alone_also_after_a_crash(
     assert second.positions == positions(1, range(10)) | positions(2, range(5))
 
 
+async def test_what_was_acknowledged_in_an_own_bucket_before_a_seal_does_not_come_again_after_a_crash(
+    machines: EngineFixture,
+) -> None:
+    one = await with_subscriptions(await machines.served_by("one"), "a")
+    await one.add("t", 1, range(20), 100, subscription="a")
+    await seal(one)
+    receiver = await one.receiver("t", "a")
+    rows = await receiver.received(20)
+    await receiver.acknowledge(rows[:12])
+    await one.add("t", 2, range(3), 20_000, subscription="a")
+    await seal(one)
+    one.kill()
+    two = await machines.served_by("one")
+    again = await everything(two, "a")
+    assert again.positions == {row[:2] for row in rows[12:]} | positions(2, range(3))
+
+
 class OwnClient:
     """Adds for all, for `a` and for `b` in turn, acknowledges the even entries, and remembers what was answered."""
 
