@@ -62,12 +62,25 @@ class Added:
     raised_deliver_at_ms: list[int]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """Rows of a request by what they are: by what leaves the places, and those that do not leave by why."""
+
+    leaving: dict[int, list[Place]]
+    not_found: list[int]
+    already_due: list[int]
+    in_flight: list[int]
+
+
 class Oracle:
     def __init__(self) -> None:
         self.rows: dict[Place, Row] = {}
         self.subscribers: dict[int, Subscriber] = {}
         self.staged_adds: dict[Place, Row] = {}
         self.staged_acknowledgements: list[tuple[int, Place]] = []
+        self.staged_cancellations: set[Place] = set()
+        # The new rows.
+        self.staged_reschedules: dict[Place, Row] = {}
         # Passed when nobody was owed it.
         self.staged_gone: set[Place] = set()
         # Since when a subscription that is being created is owed what comes due.
@@ -136,6 +149,53 @@ class Oracle:
             self.staged_adds |= {place: Row(deliver_at_ms, key_hash) for place in fresh}
         return Added(accepted, duplicates, returned, late, raised, raised_ms)
 
+    @property
+    def leaving(self) -> set[Place]:
+        return self.staged_cancellations | self.staged_reschedules.keys()
+
+    def is_staged(self, positions: Iterable[Position], *, to_leave: bool = False) -> bool:
+        """Whether something staged names one of them, in any index; `to_leave`: other than an add."""
+        places = self.leaving if to_leave else self.leaving | self.staged_adds.keys()
+        return bool({place[1:] for place in places} & {*positions})
+
+    def cancel(self, positions: Iterable[Position], to: int | None) -> Withdrawn:
+        """`to`: only in the own index of that subscription. Everything due is passed."""
+        withdrawn = self._withdrawn(positions, to)
+        for places in withdrawn.leaving.values():
+            self.staged_cancellations.update(places)
+        return withdrawn
+
+    def reschedule(self, rows: list[tuple[Position, int, int]], to: int | None) -> tuple[Withdrawn, dict[int, int]]:
+        """Rows of (position, deliver_at_ms, key_hash). With it the times of those that are stored later."""
+        floor_ms = max((each.since_ms for each in self.subscribers.values()), default=0)
+        withdrawn = self._withdrawn([at for at, _, _ in rows], to)
+        raised: dict[int, int] = {}
+        for number, places in withdrawn.leaving.items():
+            _, deliver_at_ms, key_hash = rows[number]
+            for place in places:
+                stored_ms = deliver_at_ms
+                if not place[0] and deliver_at_ms <= floor_ms:
+                    stored_ms = raised[number] = floor_ms + 1
+                self.staged_reschedules[place] = Row(stored_ms, key_hash)
+        return withdrawn, raised
+
+    def _withdrawn(self, positions: Iterable[Position], to: int | None) -> Withdrawn:
+        withdrawn = Withdrawn({}, [], [], [])
+        for number, at in enumerate(positions):
+            indexes = [0, *self.subscribers] if to is None else [to]
+            places = [(index, *at) for index in indexes if (index, *at) in self.rows]
+            due = [place for place in places if self.rows[place].passed]
+            held = [each.in_flight.keys() | each.acknowledging for each in self.subscribers.values()]
+            if any(place in each for place in due for each in held):
+                withdrawn.in_flight.append(number)
+            elif due:
+                withdrawn.already_due.append(number)
+            elif places:
+                withdrawn.leaving[number] = places
+            else:
+                withdrawn.not_found.append(number)
+        return withdrawn
+
     def acknowledge(self, number: int, claims: Iterable[tuple[Position, int]]) -> int:
         """How many of the claims are ignored. What is in flight is taken first, and of the shared index first."""
         subscriber = self.subscribers[number]
@@ -179,13 +239,21 @@ class Oracle:
                         del rows[at]
         for at in self.staged_gone:
             self.rows.pop(at, None)
+        for rows in everything:
+            for at in self.staged_cancellations & rows.keys():
+                del rows[at]
+            for at in self.staged_reschedules.keys() & rows.keys():
+                # What was trimmed for a subscription stays so.
+                self.staged_reschedules[at].acknowledged |= rows.pop(at).acknowledged
         for at in self.staged_adds:
             for missing in self.missing.values():
                 missing.pop(at, None)
-        self.rows |= self.staged_adds
+        self.rows |= self.staged_adds | self.staged_reschedules
         self.staged_acknowledgements.clear()
         self.staged_gone.clear()
         self.staged_adds.clear()
+        self.staged_cancellations.clear()
+        self.staged_reschedules.clear()
 
     def delete_subscription(self, number: int) -> None:
         """Its own index is no more, and no damaged bucket of it."""
@@ -232,6 +300,7 @@ class Oracle:
 
     def passed(self, places: Iterable[Place]) -> None:
         for at in places:
+            assert at not in self.leaving, f"{at} is passed, and leaves"
             row = self.rows[at]
             row.passed = True
             coming = self.coming_since_ms is not None and row.deliver_at_ms > self.coming_since_ms
@@ -244,6 +313,8 @@ class Oracle:
         subscriber.in_flight = {at: held for at, held in subscriber.in_flight.items() if held[0] != dispatcher}
 
     def crash(self) -> None:
+        self.staged_cancellations.clear()
+        self.staged_reschedules.clear()
         self.staged_adds.clear()
         self.staged_acknowledgements.clear()
         self.staged_gone.clear()

@@ -65,11 +65,16 @@ class RowInvariants(RuleBasedStateMachine):
         assert len(present) == len(set(present)), "two buckets hold one position"
         assert set(present) == self.oracle.rows.keys()
         assert indexes.present_rows == len(present)
-        waiting = sum(not row.passed for row in self.oracle.rows.values())
-        assert indexes.pending_rows == waiting
+        waiting = {at: row for at, row in self.oracle.rows.items() if not row.passed}
+        assert indexes.pending_rows == len(waiting)
+        assert self.places_in(indexes.leaving) == self.oracle.leaving <= waiting.keys() | self.missing_places()
         next_due_ms = indexes.next_due_ms()
-        times = [row.deliver_at_ms for row in self.oracle.rows.values() if not row.passed]
-        assert next_due_ms is None if not times else next_due_ms is not None and next_due_ms <= min(times)
+        times = [row.deliver_at_ms for at, row in waiting.items() if at not in self.oracle.leaving]
+        assert next_due_ms is None or waiting
+        assert not times or (next_due_ms is not None and next_due_ms <= min(times))
+
+    def missing_places(self) -> set[Place]:
+        return set().union(*self.oracle.missing.values())
 
     def present_in(self, index: Index) -> list[Place]:
         present: list[Place] = []

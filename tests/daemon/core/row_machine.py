@@ -114,6 +114,8 @@ class RowMachine(RowInvariants):
         self, batch: list[tuple[Position, int, int]], to: int, relative: bool, keyed: bool, returned: bool, now: bool
     ) -> None:
         """`to`: one of the subscriptions, counted from 1, or 0 for every one."""
+        if self.oracle.is_staged([at for at, _, _ in batch], to_leave=True):
+            self.commit()
         to = self.number(to) if to and self.oracle.subscribers else 0
         now_ms = self.topic.now_ms
         if relative:
@@ -344,8 +346,8 @@ class RowMachine(RowInvariants):
         batches: list[KeyedRows] = []
         self.passing(lambda: batches.extend(self.topic.drain(state, dispatcher)))
         due = {at: row for at, row in self.oracle.rows.items() if row.deliver_at_ms <= self.topic.now_ms}
-        waiting = {at: row for at, row in due.items() if not row.passed}
-        assert not waiting, "due, and never passed"
+        waiting = {at for at, row in due.items() if not row.passed}
+        assert waiting <= self.oracle.leaving, "due, and never passed"
         for rows in batches:
             self.handed_out(number, dispatcher, rows)
         assert not self.oracle.ready(number), "due, owed, and not handed out"

@@ -1,7 +1,8 @@
 """A topic and the oracle side by side, under everything that may happen to them, in any order.
 
 Owns: the rules for trims, damage, leases and what is contained, on top of those for rows.
-Does not own: rows that come and go, crashes and the invariants (`row_machine`).
+Does not own: rows that come and go, crashes (`row_machine`), and rows that leave before they are due
+(`withdrawing_machine`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from storage_backends.formats.manifest import SubscriptionPolicy
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import Position, claims_of
 from tests.daemon.core.oracle import Place, Ranges
-from tests.daemon.core.row_machine import ENTRIES, LEDGERS, RowMachine, batches, owners, picks, places_in, positions
+from tests.daemon.core.row_machine import ENTRIES, LEDGERS, batches, owners, picks, places_in, positions
+from tests.daemon.core.withdrawing_machine import WithdrawingMachine
 
 trims = st.one_of(
     st.none(),
@@ -39,7 +41,7 @@ def ledger_ranges(ranges: Ranges) -> LedgerRanges | None:
     return LedgerRanges(ledgers, entries, all_lower_ledgers=isinstance(ranges, tuple))
 
 
-class TopicMachine(RowMachine):
+class TopicMachine(WithdrawingMachine):
     """Everything that may happen to a topic."""
 
     # ---- trims and damage

@@ -36,6 +36,7 @@ def decidable(topic: JournaledTopic, positions: Sequence[Position], subscription
     withdrawals = topic.core.withdrawals
     if withdrawals.is_staged(withdrawals.asked(ledgers, entries, subscription_id)):
         topic.commit()
+        topic.pass_all()
     asked = withdrawals.asked(ledgers, entries, subscription_id)
     assert not withdrawals.is_staged(asked)
     return asked
