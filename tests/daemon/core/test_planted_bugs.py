@@ -22,6 +22,7 @@ from daemon.core.segments import SegmentCursor
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.durability import recovery, sealing
+from daemon.errors import InvariantViolated
 from storage_backends.formats import checkpoint, manifest
 from storage_backends.formats.journal import AcknowledgeRecord, Record
 from storage_backends.formats.rows import U64
@@ -327,7 +328,7 @@ def found_by_the_state_machine() -> None:
         report_multiple_bugs=False,
         print_blob=False,
     )
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises((AssertionError, KeyError, InvariantViolated)):
         run_state_machine_as_test(TopicMachine, settings=settings)
 
 
