@@ -59,7 +59,7 @@ class Checkpointing:
         self._tail_slots = len(claim.slots)
         self._last_data_slot = _last_data_slot(claim)
         self._written_at_s = environment.clock.elapsed_s()
-        # The manifest of the newest checkpoint of this owner; a probe may not have seen it yet.
+        # The newest manifest that this process has committed; a probe may not have seen it yet.
         self._committed: commit.Tip[manifest.ShardManifest] | None = None
         self._work: asyncio.Task[None] | None = None
         # One checkpoint, and one deletion of slots, at a time.
@@ -99,9 +99,20 @@ class Checkpointing:
     # ---- what others ask for
 
     @property
+    def newest(self) -> commit.Tip[manifest.ShardManifest]:
+        """The newest manifest of this epoch that is known. While slots are written, nothing probes for it."""
+        probed, committed = self._shard.confirmation.tip, self._committed
+        return probed if committed is None or committed.number < probed.number else committed
+
+    def saw(self, tip: commit.Tip[manifest.ShardManifest]) -> None:
+        """Something else in this process has read or committed it. What is begun from here on is based on it."""
+        if tip.number > self.newest.number and tip.manifest.epoch == self._shard.epoch:
+            self._committed = tip
+
+    @property
     def covered_twice(self) -> bool:
         """Whether two checkpoints cover every data slot that is known."""
-        previous = self._newest.manifest.previous_checkpoint
+        previous = self.newest.manifest.previous_checkpoint
         return (0 if previous is None else previous.replay_from) >= self._last_data_slot
 
     async def settled(self) -> None:
@@ -135,6 +146,8 @@ class Checkpointing:
         await self.settled()
         before = self._truncation.deleted
         work = self._start(self._collect())
+        # Nobody may be waiting any more when it fails.
+        work.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Who waits may be cancelled; a thread that deletes slots cannot be.
         await asyncio.wait([work])
         if not work.cancelled():
@@ -144,7 +157,7 @@ class Checkpointing:
     async def covered(self) -> Count:
         """What `collect` would delete now without another checkpoint. Raises the store's errors."""
         async with self._turn:
-            newest = self._newest.manifest
+            newest = self.newest.manifest
             return await self._environment.run(lambda: self._truncation.covered(newest))
 
     def close(self) -> None:
@@ -156,11 +169,6 @@ class Checkpointing:
     @property
     def _busy(self) -> bool:
         return self._work is not None and not self._work.done()
-
-    @property
-    def _newest(self) -> commit.Tip[manifest.ShardManifest]:
-        probed, committed = self._shard.confirmation.tip, self._committed
-        return probed if committed is None or committed.number < probed.number else committed
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self._work = asyncio.ensure_future(work)
@@ -191,7 +199,7 @@ class Checkpointing:
             pass
 
     async def _truncate_some(self) -> int:
-        newest = self._newest.manifest
+        newest = self.newest.manifest
         before = self._truncation.deleted
         looked_at = await self._environment.run(lambda: self._truncation.truncate(newest))
         deleted = self._truncation.deleted - before
@@ -205,7 +213,7 @@ class Checkpointing:
         slot = shard.applied_slot
         cuts = shard.cuts()
         carried = shard.loading.carried()
-        tip = self._newest
+        tip = self.newest
 
         def write() -> commit.Tip[manifest.ShardManifest]:
             parts = (*map(checkpoint.part_of, cuts), *carried)

@@ -292,10 +292,11 @@ class _Pass:
     async def _look_at_shard(self) -> None:
         shard_log = manifests.shard_log(self._environment, self._shard.number)
         collector = garbage.Collector(shard_log, garbage.SHARD, self._collection.tools)
-        tip = self._shard.confirmation.tip
+        tip = self._shard.checkpoints.newest
         listed = None if self._listing is None else self._listing.shard
         if self._is_due(tip.manifest) or self._needs_look(listed, garbage.SHARD.named(tip.manifest)):
             tip = await self._collect(collector, listed, tip) or tip
+            self._shard.checkpoints.saw(tip)
         self._add(Summary(waiting=self._kept(tip.manifest)))
 
     async def _look_at_topics(self) -> AsyncIterator[None]:
