@@ -121,26 +121,26 @@ class PartCount:
     def _count_whole(self, part: SealedPart) -> None:
         """Every row from the start on is asked for."""
         table, (first, offset) = part.table, part.start
-        rows = np.diff(table.row_ends, prepend=0)[first : part.end]
+        rows = np.diff(table.row_ends, prepend=0)[first:]
         if not len(rows):
             return
         rows[0] -= offset
         low, high = self._slots_of(part, first)
-        owed = table.min_ms[first : part.end] >= np.uint64(part.first_ms)
+        owed = table.min_ms[first:] >= np.uint64(part.first_ms)
         counted = (low == high) & owed
         self._rows += np.bincount(low[counted], rows[counted], len(self._rows)).astype(np.int64)
-        none = table.max_ms[first : part.end] < np.uint64(part.first_ms)
+        none = table.max_ms[first:] < np.uint64(part.first_ms)
         self._segments_counted = int(np.count_nonzero(counted | none))
         self.needed = (np.flatnonzero(~(counted | none)) + first).tolist()
 
     def _choose(self, part: SealedPart, total: int) -> None:
         """Of the segments before the first bar and of those behind the last, the more are not read."""
         first = part.start[0]
-        rows = np.diff(part.table.row_ends, prepend=0)[first : part.end]
+        rows = np.diff(part.table.row_ends, prepend=0)[first:]
         low, high = self._slots_of(part, first)
         behind = len(self._rows) - 1
         # Rows that are too early to be owed are counted one by one, and so told from what is left.
-        owed = part.table.min_ms[first : part.end] >= np.uint64(part.first_ms)
+        owed = part.table.min_ms[first:] >= np.uint64(part.first_ms)
         is_before, is_behind = (high == 0) & owed, (low == behind) & owed
         left = is_before if rows[is_before].sum() > rows[is_behind].sum() else is_behind
         if left.any():
@@ -152,7 +152,7 @@ class PartCount:
 
     def _slots_of(self, part: SealedPart, first: int) -> tuple[I64, I64]:
         table = part.table
-        return self._bars.slots(table.min_ms[first : part.end]), self._bars.slots(table.max_ms[first : part.end])
+        return self._bars.slots(table.min_ms[first:]), self._bars.slots(table.max_ms[first:])
 
     @property
     def is_complete(self) -> bool:

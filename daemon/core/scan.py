@@ -91,9 +91,8 @@ class Asked:
 class SealedPart:
     """What of a sealed bucket is asked for, whatever its time, as of one moment.
 
-    `first_ms`: rows before it are not asked for. `start`: (segment, offset in it) of the first row in segments, `end`:
-    the number behind the last segment that has any; `late`: rows from before the start, in due order. `wanted`: the
-    positions that are asked for of both, None: all.
+    `first_ms`: rows before it are not asked for. `start`: (segment, offset in it) of the first row in segments; `late`:
+    rows from before the start, in due order. `wanted`: the positions that are asked for of both, None: all.
     """
 
     index_id: int
@@ -103,7 +102,6 @@ class SealedPart:
     first_ms: int
     wanted: BitMap64 | None
     start: tuple[int, int]
-    end: int
     late: KeyedRows
 
     def of_segment(self, number: int, rows: KeyedRows) -> KeyedRows:
@@ -151,18 +149,17 @@ def part_of(bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -
         raise InvariantViolated(f"bucket {bucket.name} is neither sealed nor in memory")
     if not asked.may_be_in(bucket):
         return None
-    number, offset = bucket.head.place
+    start = (0, 0)
     late = KeyedRows.empty()
     if asked.backlog:
         wanted: BitMap64 | None = _wanted(bucket, asked, leaving)
-        start, end = (0, 0), number + (offset > 0)
     else:
         whole = asked.has_all_of(bucket) and _is_whole(bucket, asked.subscription_id, leaving)
         wanted = None if whole else _wanted(bucket, asked, leaving)
-        start, end = (number, offset), len(bucket.table)
+        start = bucket.head.place
         if len(bucket.late):
             late = bucket.late.rows.take(slice(bucket.late.offset, bucket.late.stop))
-    return SealedPart(bucket.subscription_id, bucket.name, bucket.table, pages, first_ms, wanted, start, end, late)
+    return SealedPart(bucket.subscription_id, bucket.name, bucket.table, pages, first_ms, wanted, start, late)
 
 
 def _is_whole(bucket: SealedBucket, subscription_id: int | None, leaving: BitMap64) -> bool:
