@@ -218,9 +218,7 @@ def _quarantined_bucket(
     return restored
 
 
-def _restore_rows(
-    topic: Topic, subscription_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int
-) -> None:
+def _restore_rows(topic: Topic, subscription_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
     """They are rows of the mutable bucket of an index, but for those that are gone."""
     index = _index(topic, subscription_id)
     if index is None:
