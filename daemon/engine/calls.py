@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+import numpy.typing as npt
+
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
+from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.durability import garbage_rules
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.rows import U32, Rows
 
 __all__ = [
     "AddBatch",
     "AddOutcome",
+    "BacklogPage",
     "BucketPage",
     "BucketSummary",
     "Caller",
@@ -32,12 +37,15 @@ __all__ = [
     "HandedOut",
     "Health",
     "HeldPositions",
+    "Histogram",
     "Leased",
     "LedgerRanges",
     "Merged",
+    "Place",
     "RebuildNeeded",
     "RescheduleBatch",
     "RescheduleOutcome",
+    "ScheduledPage",
     "Sealed",
     "SubscriptionCreated",
     "SubscriptionPage",
@@ -50,6 +58,7 @@ __all__ = [
     "TopicPolicy",
     "TopicStats",
     "TopicSummary",
+    "View",
 ]
 
 
@@ -194,6 +203,7 @@ class SubscriptionStats:
     permits: int
     leased: int
     policy: SubscriptionPolicy
+    own_pending: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,6 +234,7 @@ class BucketSummary:
     compatible_form: bool
     quarantined: bool
     damage: str
+    subscription: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,3 +269,61 @@ class TopicStats:
     subscriptions: tuple[SubscriptionStats, ...]
     as_of_ms: int
     rebuild_needed: tuple[RebuildNeeded, ...]
+    last_due_ms: int
+    merges: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """What of a topic's rows is looked at: from_ms <= deliver_at_ms < until_ms, 0 is no limit; of ledgers from the
+    first to the last; what a subscription is owed. None: every ledger, every index.
+    """
+
+    from_ms: int = 0
+    until_ms: int = 0
+    ledgers: tuple[int, int] | None = None
+    subscription: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ScheduledPage:
+    """Rows that are not due yet, in the order in which they come due. `next_after`: the place to go on after, None on
+    the last page.
+
+    `subscription_index`: u32[n], of each row the place in `subscriptions` of the one whose own index it is in; the
+    first of these is empty, for the shared index.
+    """
+
+    rows: Rows
+    subscription_index: U32
+    subscriptions: tuple[str, ...]
+    next_after: Place | None
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BacklogPage:
+    """Rows that a subscription is owed and has not acknowledged, in the order in which they came due.
+
+    `in_flight`: bool[n], whether a row is handed out. `next_after`: as in `ScheduledPage`.
+    """
+
+    rows: Rows
+    in_flight: npt.NDArray[np.bool_]
+    next_after: Place | None
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Histogram:
+    """How many rows come due in each bar; fields as in `tarry.v1.GetHistogramResponse`, `rows` i64[bars]."""
+
+    from_ms: int
+    until_ms: int
+    width_ms: int
+    rows: npt.NDArray[np.int64]
+    rows_before: int
+    rows_after: int
+    segments_counted: int
+    segments_read: int
+    as_of_ms: int

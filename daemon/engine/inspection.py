@@ -63,7 +63,7 @@ def summary(topic: ServedTopic) -> TopicSummary:
     )
 
 
-def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
+def stats(topic: ServedTopic, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:
     core, indexes = topic.core, topic.core.indexes
     return TopicStats(
         topic=core.name,
@@ -82,6 +82,8 @@ def stats(topic: ServedTopic, *, applied_slot: int, now_ms: int) -> TopicStats:
         subscriptions=tuple(subscription_stats(topic, state) for state in core.subscriptions.values()),
         as_of_ms=now_ms,
         rebuild_needed=core.rebuild_needed(),
+        last_due_ms=indexes.last_due_ms(),
+        merges=merges,
     )
 
 
@@ -92,6 +94,7 @@ def oldest_due_ms(core: Topic) -> int:
 
 def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:
     streams = topic.streams.get(state.subscription_id, {})
+    own = topic.core.indexes.get(state.subscription_id)
     return SubscriptionStats(
         subscription=state.stored.name,
         subscription_id=state.subscription_id,
@@ -102,6 +105,7 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         permits=sum(stream.permits for stream in streams.values()),
         leased=state.leased_rows,
         policy=state.stored.policy,
+        own_pending=own.pending_rows if own is not None else 0,
     )
 
 
@@ -157,7 +161,14 @@ def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> Bu
         compatible_form=live.compatible_form,
         quarantined=quarantined,
         damage=live.damage,
+        subscription=name_of(core, live.subscription_id),
     )
+
+
+def name_of(core: Topic, subscription_id: int) -> str:
+    """The name of a subscription; empty for the shared index, and for one that was deleted."""
+    state = core.subscriptions.get(subscription_id)
+    return "" if state is None else state.stored.name
 
 
 def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:

@@ -2,8 +2,8 @@
 
 Owns: the checks that need nothing but the request and the limits, finding the topic, and that an answer which says what
 is not there is true (R8).
-Does not own: what a call does (`served_topic`, `subscription_changes`, `topic_changes`, `leases`, `inspection`), the
-wire, and whether the daemon serves (`engine`).
+Does not own: what a call does (`served_topic`, `subscription_changes`, `topic_changes`, `leases`, `inspection`,
+`viewing`), the wire, and whether the daemon serves (`engine`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from daemon.engine import inspection, leases, topic_settings
 from daemon.engine.calls import (
     AddBatch,
     AddOutcome,
+    BacklogPage,
     BucketPage,
     Caller,
     CancelOutcome,
@@ -29,11 +30,14 @@ from daemon.engine.calls import (
     GarbageProgress,
     HandedOut,
     HeldPositions,
+    Histogram,
     Leased,
     LedgerRanges,
     Merged,
+    Place,
     RescheduleBatch,
     RescheduleOutcome,
+    ScheduledPage,
     Sealed,
     SubscriptionCreated,
     SubscriptionPage,
@@ -44,11 +48,13 @@ from daemon.engine.calls import (
     TopicPolicies,
     TopicPolicy,
     TopicStats,
+    View,
 )
 from daemon.engine.collection import Collection
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
+from daemon.engine.viewing import Viewing
 from daemon.errors import AlreadyExists, InvalidArgument, NotFound
 from daemon.metrics import TopicNumbers
 from storage_backends.formats.rows import U64
@@ -107,6 +113,7 @@ class Requests:
         self._environment = environment
         self._limits = environment.request_limits
         self._loop = asyncio.get_running_loop()
+        self._viewing = Viewing(environment)
 
     # ---- positions
 
@@ -306,7 +313,9 @@ class Requests:
         """Counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
         applied_slot = shard.topic_commits[topic].manifest.applied
-        return inspection.stats(served, applied_slot=applied_slot, now_ms=self._environment.clock.now_ms())
+        merges = int(shard.lives[topic].merging.under_way)
+        now_ms = self._environment.clock.now_ms()
+        return inspection.stats(served, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
 
     async def list_buckets(self, topic: str, page_size: int, after: str) -> BucketPage:
         """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
@@ -319,6 +328,26 @@ class Requests:
         size = inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
+
+    async def list_scheduled(self, topic: str, view: View, page_size: int, after: Place | None) -> ScheduledPage:
+        """Rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
+        self._check_names(topic, view.subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.scheduled(served, view, page_size, after)
+
+    async def histogram(self, topic: str, view: View, width_ms: int) -> Histogram:
+        """How many rows come due when; `width_ms` of a bar, 0: a round one. See `viewing`."""
+        self._check_names(topic, view.subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.histogram(served, view, width_ms)
+
+    async def list_backlog(
+        self, topic: str, subscription: str, ledgers: tuple[int, int] | None, page_size: int, after: Place | None
+    ) -> BacklogPage:
+        """What a subscription is owed that is due and not acknowledged, after the place `after`. See `viewing`."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.backlog(served, subscription, ledgers, page_size, after)
 
     def metrics_snapshot(self) -> Sequence[TopicNumbers]:
         """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""

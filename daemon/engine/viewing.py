@@ -1,0 +1,308 @@
+"""Looking at what is pending and what is due: pages of rows, and how many come due when.
+
+Owns: reading the segments that a page or a count needs, with bounded memory and time, beside everything else.
+Does not own: which these are (`daemon.core.scan`, `daemon.core.histogram`), and segments that are kept in memory: those
+are for handing out, and looking neither loads nor drops any (`segment_loading`).
+
+Whoever looks may look at a large part of the index, and dispatching must not feel it: everything that takes as long as
+there are rows is done in threads, on parts of one bucket at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from daemon.core.bucket import Bucket
+from daemon.core.histogram import BARS_MAX, Bars, Counts, PartCount, round_width_ms
+from daemon.core.index import Index
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.scan import LAST_MS, Asked, Found, Page, PageScan, Part, Place, Read, SealedPart, part_of
+from daemon.durability import bucket_objects
+from daemon.engine.calls import BacklogPage, Histogram, ScheduledPage, View
+from daemon.engine.environment import Environment
+from daemon.engine.served_topic import ServedTopic
+from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
+from storage_backends.object_store import StoreError
+
+T = TypeVar("T")
+
+ROWS_DEFAULT = 1_000
+ROWS_MAX = 10_000
+# Parts of buckets that are looked at at a time, by all who look.
+READS_MAX = 8
+# Segments that a page looks at before it is decided which are next.
+SEGMENTS_A_ROUND = 16
+# Rows that are read with one request, if the segment has no more.
+READ_ROWS = 20_000
+# Buckets that are taken up before others have their turn.
+BUCKETS_A_TURN = 50
+# After so long a page ends early, and a count is refused.
+LOOK_S = 20.0
+LOOK_RETRY_MS = 5_000
+
+
+class _LeftError(Exception):
+    """A bucket that was to be read is in the index no longer."""
+
+
+class Viewing:
+    """What one daemon shows of the rows of its topics. Called on the loop."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._reads = asyncio.Semaphore(READS_MAX)
+
+    async def scheduled(self, topic: ServedTopic, view: View, page_size: int, after: Place | None) -> ScheduledPage:
+        """A page of the rows that are not due yet, in the order in which they come due.
+
+        Raises NotFound, InvalidArgument, Corruption naming the bucket, Unavailable.
+        """
+        limit = _page_rows(page_size)
+        names = {number: state.stored.name for number, state in topic.core.subscriptions.items()}
+        asked, indexes = _asked(topic, view)
+        as_of_ms = self._environment.clock.now_ms()
+        page = await self._page(topic, asked, indexes, after, limit)
+        shown, of_row = np.unique(page.found.index_id, return_inverse=True)
+        shared_first = [0, *(number for number in shown.tolist() if number)]
+        return ScheduledPage(
+            rows=page.found.rows.rows,
+            subscription_index=np.searchsorted(shared_first, shown).astype(np.uint32)[of_row],
+            subscriptions=tuple("" if not number else names.get(number, "") for number in shared_first),
+            next_after=page.next_after,
+            as_of_ms=as_of_ms,
+        )
+
+    async def backlog(
+        self,
+        topic: ServedTopic,
+        subscription: str,
+        ledgers: tuple[int, int] | None,
+        page_size: int,
+        after: Place | None,
+    ) -> BacklogPage:
+        """A page of what a subscription is owed that is due and not acknowledged. Raises as `scheduled`."""
+        limit = _page_rows(page_size)
+        state = topic.subscription(subscription)
+        asked, indexes = _asked(topic, View(ledgers=ledgers, subscription=subscription), backlog=True)
+        as_of_ms = self._environment.clock.now_ms()
+        page = await self._page(topic, asked, indexes, after, limit)
+        keys = page.found.rows.keys
+        return BacklogPage(
+            rows=page.found.rows.rows,
+            in_flight=contained(keys, state.held_among(bitmap_of(keys))),
+            next_after=page.next_after,
+            as_of_ms=as_of_ms,
+        )
+
+    async def histogram(self, topic: ServedTopic, view: View, width_ms: int) -> Histogram:
+        """How many rows come due in each bar. Raises as `scheduled`, and QuotaExceeded when it takes too long."""
+        as_of_ms = self._environment.clock.now_ms()
+        asked, indexes = _asked(topic, View(ledgers=view.ledgers, subscription=view.subscription))
+        last_ms = max((index.last_due_ms() or 0 for index in indexes), default=0)
+        bars = _bars(view, width_ms, now_ms=as_of_ms, last_ms=last_ms)
+        counts = await self._looked_at(topic, lambda deadline_s: self._counts(topic, asked, indexes, bars, deadline_s))
+        return Histogram(
+            from_ms=bars.from_ms,
+            until_ms=bars.until_ms,
+            width_ms=bars.width_ms,
+            rows=counts.rows[1:-1],
+            rows_before=int(counts.rows[0]),
+            rows_after=int(counts.rows[-1]),
+            segments_counted=counts.segments_counted,
+            segments_read=counts.segments_read,
+            as_of_ms=as_of_ms,
+        )
+
+    # ---- pages
+
+    async def _page(
+        self, topic: ServedTopic, asked: Asked, indexes: Sequence[Index], after: Place | None, limit: int
+    ) -> Page:
+        return await self._looked_at(
+            topic, lambda deadline_s: self._scanned(topic, PageScan(asked, after, limit), indexes, deadline_s)
+        )
+
+    async def _scanned(self, topic: ServedTopic, scan: PageScan, indexes: Sequence[Index], deadline_s: float) -> Page:
+        for number, (bucket, pages) in enumerate(_buckets(indexes), 1):
+            scan.add(bucket, pages)
+            if not number % BUCKETS_A_TURN:
+                await asyncio.sleep(0)
+        while reads := scan.next_reads(SEGMENTS_A_ROUND):
+            found = await _all_of([self._found(topic, scan, read) for read in reads])
+            await self._run(lambda found=found: scan.take(found))  # type: ignore[misc]
+            if self._environment.clock.elapsed_s() > deadline_s and scan.can_end:
+                break
+        return scan.page()
+
+    async def _found(self, topic: ServedTopic, scan: PageScan, read: Read) -> Found:
+        async with self._reads:
+            part = part_of(read.bucket, read.pages, scan.asked, topic.core.indexes.leaving)
+            if part is None:
+                return Found.empty()
+            cached = topic.core.indexes.cache.of_bucket(read.bucket.name)
+            return await self._read(
+                topic, read.bucket, lambda: scan.find(part, read, self._segments(part, read.segments, cached))
+            )
+
+    # ---- counts
+
+    async def _counts(
+        self, topic: ServedTopic, asked: Asked, indexes: Sequence[Index], bars: Bars, deadline_s: float
+    ) -> Counts:
+        counts = Counts.nothing(bars)
+        buckets = _buckets(indexes)
+        for first in range(0, len(buckets), BUCKETS_A_TURN):
+            for each in await _all_of(
+                [
+                    self._counted(topic, bucket, pages, asked, bars, deadline_s)
+                    for bucket, pages in buckets[first : first + BUCKETS_A_TURN]
+                ]
+            ):
+                counts += each
+        return counts
+
+    async def _counted(
+        self, topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, bars: Bars, deadline_s: float
+    ) -> Counts:
+        async with self._reads:
+            if self._environment.clock.elapsed_s() > deadline_s:
+                raise QuotaExceeded(
+                    f"counting the rows of topic {topic.core.name} takes longer than {LOOK_S:.0f} s, that is the "
+                    "limit; ask for fewer ledgers or a shorter range",
+                    retry_after_ms=LOOK_RETRY_MS,
+                )
+            part = part_of(bucket, pages, asked, topic.core.indexes.leaving)
+            if part is None:
+                return Counts.nothing(bars)
+            cached = topic.core.indexes.cache.of_bucket(bucket.name)
+            return await self._read(topic, bucket, lambda: self._count(part, asked, bars, cached))
+
+    def _count(self, part: Part, asked: Asked, bars: Bars, cached: Mapping[int, KeyedRows]) -> Counts:
+        counting = PartCount(part, bars, asked.ledgers)
+        for number, rows in self._segments(part, counting.needed, cached):
+            counting.read(number, rows)
+            if counting.is_complete:
+                break
+        return counting.counts()
+
+    # ---- reading
+
+    async def _looked_at(self, topic: ServedTopic, look: Callable[[float], Awaitable[T]]) -> T:
+        """Looks again where a bucket has left before it was read."""
+        deadline_s = self._environment.clock.elapsed_s() + LOOK_S
+        while True:
+            try:
+                looked = await look(deadline_s)
+            except _LeftError as error:
+                if self._environment.clock.elapsed_s() > deadline_s:
+                    raise Unavailable(f"topic {topic.core.name}: {error}; try again") from error
+                await asyncio.sleep(0)
+                continue
+            if topic.core.indexes.leaving:
+                # What is on its way out is not shown any more: so it must be out when this is answered.
+                await topic.shard.commits.confirmed()
+            return looked
+
+    async def _read(self, topic: ServedTopic, bucket: Bucket, work: Callable[[], T]) -> T:
+        try:
+            return await self._run(work)
+        except Corruption as error:
+            if topic.core.indexes.bucket(bucket.name) is not bucket:
+                raise _LeftError(f"bucket {bucket.name} was merged or dropped while it was looked at") from error
+            topic.shard.bucket_damaged(topic.core.name, bucket.name, str(error))
+            raise
+        except StoreError as error:
+            raise Unavailable(f"bucket {bucket.name} cannot be read, try again: {error}") from error
+
+    def _run(self, work: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(self._environment.parts, work)
+
+    def _segments(
+        self, part: Part, numbers: Sequence[int], cached: Mapping[int, KeyedRows]
+    ) -> Iterator[tuple[int, KeyedRows]]:
+        """The rows of segments, ascending. In a thread."""
+        if not isinstance(part, SealedPart):
+            return
+        for run in _runs(part, numbers, cached):
+            if run[0] in cached:
+                yield run[0], cached[run[0]]
+                continue
+            infos = part.table.infos[run[0] : run[-1] + 1]
+            rows = bucket_objects.read_segments(self._environment.store, part.name, infos)
+            for number, each in zip(run, rows, strict=True):
+                yield number, part.pages.keyed(each)
+
+
+def _runs(part: SealedPart, numbers: Sequence[int], cached: Mapping[int, KeyedRows]) -> Iterator[list[int]]:
+    """Segments that are read with one request, or one that is in memory."""
+    run: list[int] = []
+    rows = 0
+    for number in numbers:
+        follows = run and number == run[-1] + 1 and number not in cached and run[0] not in cached
+        segment_rows = part.table.infos[number].rows
+        if run and not (follows and rows + segment_rows <= READ_ROWS):
+            yield run
+            run, rows = [], 0
+        run.append(number)
+        rows += segment_rows
+    if run:
+        yield run
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all of them give; the first error when all of them have ended."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for each in results:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in results if not isinstance(each, BaseException)]
+
+
+def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:
+    return [(bucket, index.pages) for index in indexes for bucket in index.buckets]
+
+
+def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[Asked, list[Index]]:
+    """What is asked for, and the indexes in which it is. Raises NotFound, InvalidArgument."""
+    if view.until_ms and view.until_ms < view.from_ms:
+        raise InvalidArgument(f"until_ms is {view.until_ms}, before from_ms, which is {view.from_ms}")
+    if view.ledgers is not None and view.ledgers[1] < view.ledgers[0]:
+        raise InvalidArgument(
+            f"last_ledger_id is {view.ledgers[1]}, before first_ledger_id, which is {view.ledgers[0]}"
+        )
+    asked = Asked(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
+    if view.subscription is None:
+        return asked, list(topic.core.indexes.values())
+    stored = topic.subscription(view.subscription).stored
+    asked = Asked(
+        asked.first_ms, asked.last_ms, asked.ledgers, stored.subscription_id, stored.since_ms, backlog=backlog
+    )
+    return asked, topic.core.indexes.serving(stored.subscription_id)
+
+
+def _bars(view: View, width_ms: int, *, now_ms: int, last_ms: int) -> Bars:
+    """The bars of a request; where it leaves it open they end behind the last row. Raises InvalidArgument."""
+    from_ms = view.from_ms or now_ms
+    until_ms = view.until_ms or max(from_ms, last_ms + 1)
+    if until_ms < from_ms:
+        raise InvalidArgument(f"until_ms is {until_ms}, before from_ms, which is {from_ms}")
+    width_ms = width_ms or round_width_ms(until_ms - from_ms)
+    bars = Bars(from_ms, until_ms, width_ms)
+    if bars.count > BARS_MAX:
+        raise InvalidArgument(
+            f"width_ms is {width_ms}: from {from_ms} to {until_ms} these are {bars.count} bars, the limit is {BARS_MAX}"
+        )
+    if not view.until_ms:
+        bars = Bars(from_ms, min(from_ms + bars.count * width_ms, LAST_MS), width_ms)
+    return bars
+
+
+def _page_rows(page_size: int) -> int:
+    """How many rows a page has. Raises InvalidArgument."""
+    if not 0 <= page_size <= ROWS_MAX:
+        raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {ROWS_MAX}")
+    return page_size or ROWS_DEFAULT
