@@ -10,6 +10,7 @@ import pytest
 from daemon.durability import shard_manifest
 from daemon.durability.shard_manifest import Claim, Release, WriteCheckpoint
 from storage_backends import commit
+from storage_backends.collection import CollectTombstones, SetFloor
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import (
     CheckpointReference,
@@ -226,6 +227,29 @@ def test_the_checkpoint_of_a_replaced_owner_is_refused_and_its_object_left_alone
     with pytest.raises(commit.Refused, match="the epoch is 5, not 4"):
         put(log_of(store), CHECKPOINT)
     assert store.get("c3") == b"state"
+
+
+def test_a_checkpoint_that_was_begun_below_a_floor_that_rose_since_is_refused() -> None:
+    store = owned()
+    put(log_of(store, "collector"), SetFloor[ShardManifest](floor=1))
+    begun = checkpoint_with(reference=checkpoint("c3", 120, base=0))
+    with pytest.raises(commit.Refused, match="checkpoint c3 was started below the orphan floor 1"):
+        put(log_of(store), begun)
+
+
+def test_a_checkpoint_whose_tombstone_is_collected_leaves_the_others_as_they_are() -> None:
+    store = owned()
+    for number in (3, 4, 5, 6):
+        put(log_of(store, f"c{number}"), checkpoint_with(reference=checkpoint(f"c{number}", 100 + 10 * number)))
+    before = log_of(store).read_tip()
+    assert before is not None
+    assert [each.object.name for each in before.manifest.tombstones] == ["c3", "c4"]
+    after = put(log_of(store, "collector"), CollectTombstones[ShardManifest](deleted=frozenset({"c3"})))
+    assert [each.object.name for each in after.tombstones] == ["c4"]
+    assert (after.checkpoint, after.previous_checkpoint) == (
+        before.manifest.checkpoint,
+        before.manifest.previous_checkpoint,
+    )
 
 
 def test_a_manifest_of_another_shard_is_damage() -> None:
