@@ -19,7 +19,7 @@ from tests.support.fault_store import Fault
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 SHARDS = 4
-SEVERAL = (f"daemon.shards={SHARDS}",)
+SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")
 OFTEN = ("journal.checkpoint_slots=5",)
 FAR_MS = 500_000
 
