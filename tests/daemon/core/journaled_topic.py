@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -98,6 +99,14 @@ class _Seal:
     cuts: tuple[sealing.SealCut, ...]
     bits: tuple[BucketBits, ...]
     memory: tuple[MutableBucket, ...]
+
+
+class Until(enum.Enum):
+    """How far a subscription is deleted before a crash: its rows are gone, it left the manifest, all is done."""
+
+    GONE = enum.auto()
+    COMMITTED = enum.auto()
+    SERVED = enum.auto()
 
 
 class JournaledTopic:
@@ -258,13 +267,18 @@ class JournaledTopic:
         self.pass_all()
         return self.core.gone_with_subscription(subscription_id)
 
-    def delete_subscription(self, subscription_id: int, gone: Sequence[journal.GoneRecord]) -> None:
+    def delete_subscription(
+        self, subscription_id: int, gone: Sequence[journal.GoneRecord], *, until: Until = Until.SERVED
+    ) -> None:
         for record in gone:
             self.staged.append(record)
         self.commit()
+        if until is Until.GONE:
+            return
         left = tuple(each for each in self.tip.subscriptions if each.subscription_id != subscription_id)
         self._set_subscriptions(left, self.tip.last_subscription_id)
-        self.core.remove_subscription(subscription_id)
+        if until is Until.SERVED:
+            self.core.remove_subscription(subscription_id)
 
     def _set_subscriptions(self, subscriptions: tuple[manifest.Subscription, ...], last: int) -> None:
         operation = topic_manifest.SetSubscriptions(

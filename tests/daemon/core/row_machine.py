@@ -18,7 +18,15 @@ from daemon.core.segments import LOADED_ROW_BYTES, SegmentRange
 from storage_backends.formats import position_bitmap
 from storage_backends.formats.journal import GoneRecord, WaiveRecord
 from storage_backends.formats.segment import SegmentLimits
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, claims_of, key_hashes_of, listed
+from tests.daemon.core.journaled_topic import (
+    JournaledTopic,
+    Position,
+    Until,
+    batch_of,
+    claims_of,
+    key_hashes_of,
+    listed,
+)
 from tests.daemon.core.oracle import Place, Subscriber
 from tests.daemon.core.row_invariants import RowInvariants
 
@@ -229,9 +237,9 @@ class RowMachine(RowInvariants):
         self.oracle.subscribers[state.subscription_id] = Subscriber(since_ms)
 
     @precondition(lambda self: self.oracle.subscribers)
-    @rule(pick=picks, really=st.sampled_from((False, False, True)))
-    def delete_subscription(self, pick: int, really: bool) -> None:
-        if not really:
+    @rule(pick=picks, until=st.sampled_from((None, None, None, *Until, *[Until.SERVED] * 3)))
+    def delete_subscription(self, pick: int, until: Until | None) -> None:
+        if until is None:
             return
         number = self.number(pick)
         self.oracle.commit()
@@ -245,10 +253,13 @@ class RowMachine(RowInvariants):
             still_owed = any(self.oracle.may_be_owed(other, at, row) for other in others)
             still_owed = still_owed or (not others and not row.passed)
             assert (at in named) != still_owed or at[0], f"{at} is owed to somebody: {still_owed}"
-        self.topic.delete_subscription(number, gone)
+        self.topic.delete_subscription(number, gone, until=until)
         self.oracle.leave(named, set(), None)
         self.oracle.commit()
-        self.oracle.delete_subscription(number)
+        if until is not Until.GONE:
+            self.oracle.delete_subscription(number)
+        if until is not Until.SERVED:
+            self.crash()
 
     @rule(shared_index=st.booleans())
     def the_policy_changes(self, shared_index: bool) -> None:
@@ -427,7 +438,7 @@ class RowMachine(RowInvariants):
         while self.topic.seals:
             self.finish_a_seal(0)
         while self.oracle.subscribers:
-            self.delete_subscription(0, True)
+            self.delete_subscription(0, Until.SERVED)
         assert not self.oracle.rows
         self.topic.drop_empty()
         self.topic.seal()
