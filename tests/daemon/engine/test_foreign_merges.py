@@ -20,7 +20,7 @@ from storage_backends.formats.manifest import LiveBucket
 from tests.daemon.engine.calling import acknowledge, trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture, Held, Receiver
 from tests.support.fault_store import Call, Fault
-from tests.support.other_merger import OtherMerger
+from tests.support.merging_process import MergingProcess
 
 BUCKETS = "/buckets/"
 MANIFESTS = "/topics/"
@@ -121,7 +121,7 @@ async def test_a_merge_of_another_process_is_learned_within_a_minute_and_its_row
 ) -> None:
     one = await with_two_buckets(machines, delay_ms=200_000)
     sources = served(one)
-    merged = OtherMerger(machines.store).merge_all()
+    merged = MergingProcess(machines.store).merge_all()
     await learned(one, merged)
     assert served(one).isdisjoint(sources)
     receiver = await one.receiver("t")
@@ -132,7 +132,7 @@ async def test_a_merge_of_another_process_is_learned_within_a_minute_and_its_row
 
 async def test_a_commit_of_its_own_tells_the_owner_of_a_merge(machines: EngineFixture) -> None:
     one = await with_two_buckets(machines, delay_ms=200_000)
-    merged = OtherMerger(machines.store).merge_all()
+    merged = MergingProcess(machines.store).merge_all()
     await bucket_of(one, 3, delay_ms=200_000)
     await one.until(lambda: merged.object.name in served(one), timeout_s=2)
     assert len(served(one)) == 2
@@ -167,7 +167,7 @@ async def test_merges_of_merged_buckets_are_learned_though_those_in_between_were
     await bucket_of(one, 3)
     receiver = await one.receiver("t")
     await cancel(one, 1, range(5))
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     inner = other.merge(other.live()[:2])
     outer = other.merge_all()
     assert inner.object.name not in served(one)
@@ -184,7 +184,7 @@ async def test_a_merge_that_leaves_no_row_leaves_no_bucket_behind(machines: Engi
     held = one.pause("put_if_absent", MANIFESTS, then=Fault.FAIL_BEFORE)
     await trim(one, up_to(100, 1, 2))
     await held.reached()
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     # What is gone is in the manifest with the next seal only.
     written = other.write(other.live()[:2])
     assert written.operation.bucket is not None
@@ -219,7 +219,7 @@ async def test_what_left_between_the_plan_and_the_commit_of_a_merge_is_gone_also
 ) -> None:
     one = await with_two_buckets(machines, *settings)
     receiver = await one.receiver("t")
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     written = other.write(other.live())
     left = await gone_in_every_way(one, receiver)
     if sealed:
@@ -245,7 +245,7 @@ async def test_what_is_acknowledged_after_a_merge_that_is_not_learned_yet_is_gon
     receiver = await one.receiver("t")
     rows = await receiver.received(40)
     await receiver.acknowledge(rows[:5])
-    merged = OtherMerger(machines.store).merge_all()
+    merged = MergingProcess(machines.store).merge_all()
     await receiver.acknowledge(rows[5:15])
     one.kill()
     two = await machines.served_by("one", *ALONE)
@@ -265,7 +265,7 @@ async def test_each_subscription_has_acknowledged_in_a_merged_bucket_what_it_had
     await second.received(40)
     await first.acknowledge([row for row in first.rows if row[1] < 10])
     await second.acknowledge([row for row in second.rows if row[1] >= 10])
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     await seal(one)
     merged = other.merge_all()
     await learned(one, merged)
@@ -288,7 +288,7 @@ async def test_a_merge_between_the_cut_and_the_commit_of_a_seal(machines: Engine
     sealing = one.call(one.engine.requests.seal("t"))
     await held.reached()
     await cancel(one, 1, [2, 3])
-    merged = OtherMerger(machines.store).merge_all()
+    merged = MergingProcess(machines.store).merge_all()
     await cancel(one, 2, [0])
     adopting = one.pause("get_range", merged.object.name)
     held.release()
@@ -311,7 +311,7 @@ async def test_the_bucket_of_a_seal_is_merged_by_another_process_before_the_comm
     await one.add("t", 3, range(20), DUE_MS)
     sealing, answered = await until_put_and_not_answered(one, one.engine.requests.seal("t"))
     await cancel(one, 3, [0, 1])
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     merged = other.merge_all()
     assert merged.rows == 60
     if learn:
@@ -339,7 +339,7 @@ async def until_put_and_not_answered(
 @pytest.mark.parametrize("adopted", [False, True], ids=["crash before it is adopted", "adopted"])
 async def test_a_merge_between_the_decision_and_the_commit_of_a_drop(machines: EngineFixture, adopted: bool) -> None:
     one = await with_two_buckets(machines)
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     dropping = one.pause("put_if_absent", MANIFESTS)
     await cancel(one, 1, range(20))
     await dropping.reached()
@@ -367,7 +367,7 @@ async def test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted(m
     await cancel(one, 1, [0, 1])
     epoch = one.shards[0].epoch
     one.kill()
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     sources = other.live()
     two = machines.daemon("one", *ALONE)
     reading = two.pause("get_range", sources[1].object.name)
@@ -388,7 +388,7 @@ async def test_a_merge_while_a_takeover_is_loading_what_it_has_read_already(mach
     one = await with_two_buckets(machines)
     await cancel(one, 1, [0, 1])
     one.kill()
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     last = other.live()[-1].object.name
     two = machines.daemon("one", *ALONE)
     reading = two.pause("get_range", last)
@@ -413,7 +413,7 @@ async def test_a_bucket_that_was_merged_and_deleted_is_not_damaged_but_read_from
         one.kill()
         one = await machines.served_by("one", *NEARLY)
     receiver = await one.receiver("t")
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     sources = other.live()
     merged = other.merge_all()
     other.collect(sources)
@@ -429,7 +429,7 @@ async def test_a_bucket_that_was_merged_and_deleted_is_not_damaged_but_read_from
 async def test_a_damaged_bucket_that_was_merged_is_not_quarantined_and_its_rows_come(machines: EngineFixture) -> None:
     one = await with_two_buckets(machines, *NEARLY)
     one.kill()
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     sources = other.live()
     two = await machines.served_by("one", *NEARLY)
     receiver = await two.receiver("t")
@@ -454,7 +454,7 @@ async def test_buckets_of_an_own_index_are_merged_and_leave_with_their_subscript
     for ledger_id in (1, 2):
         await one.add("t", ledger_id, range(20), DUE_MS, subscription="u")
         await bucket_of(one, ledger_id, subscription="s")
-    other = OtherMerger(machines.store)
+    other = MergingProcess(machines.store)
     merged, leaving = other.merge_all(1), other.merge_all(2)
     adopting = one.pause("get_range", leaving.object.name)
     await asyncio.sleep(0)
@@ -478,7 +478,7 @@ async def test_rows_that_a_subscription_acknowledged_in_its_own_merged_bucket_do
         await bucket_of(one, ledger_id, delay_ms=100, subscription="s")
     receiver = await one.receiver("t")
     rows = await receiver.received(40)
-    OtherMerger(machines.store).merge_all(1)
+    MergingProcess(machines.store).merge_all(1)
     assert await acknowledge(one, rows[:30]) == 0
     one.kill()
     two = await machines.served_by("one", *ALONE)
