@@ -57,6 +57,9 @@ def used() -> metrics.Metrics:
     everything.set_serving(True)
     everything.event_loop_paused(0.004)
     everything.recovered(seconds=0.2, rows_replayed=100)
+    everything.collected("orphan", objects=2, size_bytes=700)
+    everything.collection_failed(failed=2, given_up=1)
+    everything.set_orphans_refused(3, 900)
     return everything
 
 
