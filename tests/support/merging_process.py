@@ -1,59 +1,41 @@
-"""A process that merges the buckets of a topic that it does not own, as an offline job does: from the store alone.
+"""A process beside the owner that merges buckets: it knows the store and nothing else.
 
-Owns: planning from the newest manifest, writing, and committing when the test says so.
-Does not own: which buckets are merged (the test says so).
+Owns: planning, writing and committing a merge, each as a step of its own.
+Does not own: what happens between the steps (the tests).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from daemon.durability import merging
-from storage_backends import commit, topic_manifest, topic_merge
+from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import ObjectStore
+from storage_backends.topic_merge import adjacent_order
 
-LIMITS = SegmentLimits(time_step_ms=300_000, rows_max=5_000, rows_min=1_000)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class Planned:
-    """A merge whose object is written."""
-
-    sources: tuple[str, ...]
-    written: merging.WrittenMerge
+LIMITS = SegmentLimits(time_step_ms=10_000, rows_max=10, rows_min=0)
 
 
 class MergingProcess:
-    """Merges of one topic of shard `shard`. `monotonic`, `sleep`: its clock."""
+    """Merges buckets of one topic of shard 0."""
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        topic: str = "t",
-        *,
-        shard: int = 0,
-        limits: SegmentLimits = LIMITS,
-        monotonic: Callable[[], float] = lambda: 0.0,
-        sleep: Callable[[float], None] = lambda _: None,
-    ) -> None:
+    _numbers = itertools.count()
+
+    def __init__(self, store: ObjectStore, topic: str = "t") -> None:
         self._store = store
-        self._shard = shard
         self._topic_id = names.topic_id(topic)
-        self._limits = limits
-        self._numbers = itertools.count(1)
         self._log = topic_manifest.topic_log(
             store,
-            shard,
+            0,
             self._topic_id,
-            monotonic=monotonic,
-            sleep=sleep,
+            monotonic=lambda: 0.0,
+            sleep=lambda _: None,
             jitter=lambda: 0.5,
-            new_id=lambda: f"other-{next(self._numbers):04}",
+            new_id=lambda: f"other-{next(self._numbers):06d}",
         )
 
     def tip(self) -> TopicManifest:
@@ -61,31 +43,36 @@ class MergingProcess:
         assert tip is not None
         return tip.manifest
 
-    def runs(self, length: int) -> list[list[LiveBucket]]:
-        """The neighbours that may be merged by the newest manifest."""
-        order = topic_merge.adjacent_order(self.tip().live)
-        runs = [order[start : start + length] for start in range(len(order) - length + 1)]
-        return [run for run in runs if len({live.subscription_id for live in run}) == 1]
+    def live(self, subscription_id: int = 0) -> list[LiveBucket]:
+        """The buckets of one index that may be merged, neighbours side by side."""
+        return [live for live in adjacent_order(self.tip().live) if live.subscription_id == subscription_id]
 
-    def plan(self, run: Sequence[LiveBucket]) -> Planned:
-        """Everything but the commit."""
+    def write(self, sources: Sequence[LiveBucket]) -> merging.WrittenMerge:
+        """Plans a merge from the tip and writes its object."""
         tip = self.tip()
-        unique = f"other-{next(self._numbers):04}"
-        plan = merging.MergePlan(
-            tip, tuple(run), names.bucket_key(self._shard, self._topic_id, tip.head.number, unique)
-        )
-        sources = [merging.read_source(self._store, live) for live in run]
-        made = merging.merged(self._store, plan, sources, limits=self._limits, compatible=False)
-        written = merging.write(self._store, plan, sources, made, delete_after_ms=0)
-        return Planned(tuple(live.object.name for live in run), written)
+        key = names.bucket_key(0, self._topic_id, tip.head.number, f"other-{next(self._numbers):06d}")
+        plan = merging.MergePlan(tip, tuple(sources), key)
+        read = [merging.read_source(self._store, live) for live in sources]
+        made = merging.merged(self._store, plan, read, limits=LIMITS, compatible=False)
+        return merging.write(self._store, plan, read, made, delete_after_ms=0)
 
-    def commit(self, planned: Planned) -> TopicManifest:
-        """Raises commit.Refused."""
-        tip = commit.commit(
-            self._log, planned.written.operation, writer="other", created_ms=0, warm=None, deadline_s=10.0
-        )
-        return tip.manifest
+    def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
+        """The merged bucket, None when no row was left. Raises commit.Refused."""
+        commit.commit(self._log, written.operation, writer="other", created_ms=0, deadline_s=1.0)
+        return written.operation.bucket
 
-    def merge(self, length: int, place: int = 0) -> TopicManifest:
-        """Merges one run, from plan to commit."""
-        return self.commit(self.plan(self.runs(length)[place]))
+    def merge(self, sources: Sequence[LiveBucket]) -> LiveBucket:
+        merged = self.commit(self.write(sources))
+        assert merged is not None
+        return merged
+
+    def merge_all(self, subscription_id: int = 0) -> LiveBucket:
+        """All buckets of an index become one."""
+        return self.merge(self.live(subscription_id))
+
+    def collect(self, sources: Sequence[LiveBucket]) -> None:
+        """Deletes their objects, as garbage collection does when their time is over."""
+        named = {live.object.name for live in self.tip().live}
+        for source in sources:
+            assert source.object.name not in named
+            self._store.delete(source.object.name)
