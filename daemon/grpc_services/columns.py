@@ -19,7 +19,8 @@ import numpy.typing as npt
 from daemon import errors
 from daemon.engine import calls
 from daemon.grpc_services import parsing
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
+from storage_backends.formats.rows import Rows
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 # Of one `Messages`; at most 370 KB, which every limit on messages allows, also the 4 MiB of a gRPC client by default.
 MESSAGES_ROWS_MAX = 10_000
@@ -52,6 +53,15 @@ _RANGE_COLUMNS = (
 )
 _PENDING = _tag(delayed_delivery_pb2.ContainsMessagesResponse.PENDING_FIELD_NUMBER, _PACKED)
 _DUE = _tag(delayed_delivery_pb2.ContainsMessagesResponse.DUE_FIELD_NUMBER, _PACKED)
+
+# Of both lists of rows.
+_ROW_COLUMNS = (
+    _tag(inspect_pb2.ListScheduledResponse.LEDGER_ID_FIELD_NUMBER, _PACKED),
+    _tag(inspect_pb2.ListScheduledResponse.ENTRY_ID_FIELD_NUMBER, _PACKED),
+    _tag(inspect_pb2.ListScheduledResponse.DELIVER_AT_MS_FIELD_NUMBER, _PACKED),
+)
+_ROW_KEY_HASH = _tag(inspect_pb2.ListScheduledResponse.KEY_HASH_FIELD_NUMBER, _PACKED)
+_STATE = _tag(inspect_pb2.ListBacklogResponse.STATE_FIELD_NUMBER, _PACKED)
 
 _already_due = delayed_delivery_pb2.AlreadyDue
 _ALREADY_DUE = _already_due.DESCRIPTOR
@@ -250,6 +260,23 @@ def contains_response(contained: calls.Contained) -> bytes:
     return encoded + delayed_delivery_pb2.ContainsMessagesResponse(continuation=place).SerializeToString()
 
 
+def scheduled_response(page: calls.ScheduledPage, rest: inspect_pb2.ListScheduledResponse) -> bytes:
+    """An encoded `ListScheduledResponse`; `rest` has what is not in the columns."""
+    if page.subscription_index.any():
+        rest.subscription_index.extend(page.subscription_index.tolist())
+        rest.subscriptions.extend(page.subscriptions)
+    return _rows(page.rows) + rest.SerializeToString()
+
+
+def backlog_response(page: calls.BacklogPage, rest: inspect_pb2.ListBacklogResponse) -> bytes:
+    """An encoded `ListBacklogResponse`; `rest` has what is not in the columns."""
+    state = np.where(page.in_flight, inspect_pb2.BACKLOG_STATE_IN_FLIGHT, inspect_pb2.BACKLOG_STATE_READY)
+    fields: list[bytes] = []
+    # Each is a varint of one byte.
+    _pack(fields, _STATE, state, "u1")
+    return _rows(page.rows) + b"".join(fields) + rest.SerializeToString()
+
+
 # Encoded fields one after the other are an encoded message.
 
 
@@ -261,6 +288,15 @@ def _messages(handed: calls.HandedOut, part: slice) -> bytes:
     _pack(fields, _DELIVER_AT_MS, rows.deliver_at_ms[part], "<u8")
     if rows.key_hash is not None:
         _pack(fields, _KEY_HASH, rows.key_hash[part], "<u4")
+    return b"".join(fields)
+
+
+def _rows(rows: Rows) -> bytes:
+    fields: list[bytes] = []
+    for tag, column in zip(_ROW_COLUMNS, (rows.ledger_id, rows.entry_id, rows.deliver_at_ms), strict=True):
+        _pack(fields, tag, column, "<u8")
+    key_hash = np.zeros(len(rows), np.uint32) if rows.key_hash is None else rows.key_hash
+    _pack(fields, _ROW_KEY_HASH, key_hash, "<u4")
     return b"".join(fields)
 
 

@@ -1,6 +1,8 @@
 """`tarry.v1.Inspect`: what people and dashboards ask.
 
-Owns: page sizes and page tokens. Does not own: the counts, and what follows what in a list (engine).
+Owns: page sizes and page tokens. Does not own: the counts and rows, and what follows what in a list (engine).
+
+A page of rows goes on from a place, and so only for the request that it is of: a token says which that is.
 """
 
 from __future__ import annotations
@@ -8,10 +10,16 @@ from __future__ import annotations
 import base64
 import binascii
 import enum
+import hashlib
+import struct
 from typing import TYPE_CHECKING, Protocol
 
+from google.protobuf import message
+
 from daemon import config, errors
-from daemon.grpc_services import records, unary
+from daemon.engine import calls
+from daemon.grpc_services import columns, records, unary
+from daemon.grpc_services.pipeline import Context
 from tarry.v1 import inspect_pb2 as pb
 
 if TYPE_CHECKING:
@@ -21,6 +29,10 @@ DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Inspect"]
 
 PAGE_SIZE_MAX = 1000
 
+_DIGEST_BYTES = 8
+# A row's deliver_at_ms, ledger, entry and index.
+_PLACE = struct.Struct("<QQQQ")
+
 
 class _List(enum.Enum):
     """Whose pages a token turns: its first byte."""
@@ -28,6 +40,8 @@ class _List(enum.Enum):
     TOPICS = b"\x01"
     BUCKETS = b"\x02"
     SUBSCRIPTIONS = b"\x03"
+    SCHEDULED = b"\x04"
+    BACKLOG = b"\x05"
 
 
 class _Paged(Protocol):
@@ -45,6 +59,8 @@ class Inspect:
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._requests = engine.requests
         self._handler = unary.Frame(settings).handler
+        # Whoever has gone is not counted for.
+        self._cancelled_handler = unary.Frame(settings).cancelled_handler
 
     def handlers(self) -> dict[str, unary.Handler]:
         return {
@@ -52,6 +68,9 @@ class Inspect:
             "GetTopicStats": self._handler(pb.GetTopicStatsRequest, self._topic_stats),
             "ListBuckets": self._handler(pb.ListBucketsRequest, self._list_buckets),
             "ListSubscriptions": self._handler(pb.ListSubscriptionsRequest, self._list_subscriptions),
+            "ListScheduled": self._cancelled_handler(pb.ListScheduledRequest, self._list_scheduled),
+            "GetHistogram": self._cancelled_handler(pb.GetHistogramRequest, self._histogram),
+            "ListBacklog": self._cancelled_handler(pb.ListBacklogRequest, self._list_backlog),
         }
 
     async def _list_topics(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
@@ -90,6 +109,36 @@ class Inspect:
             next_page_token=_token(page.next_after, _List.SUBSCRIPTIONS),
         )
 
+    async def _list_scheduled(self, request: pb.ListScheduledRequest, _: Context) -> bytes:
+        after = _row_after(request, _List.SCHEDULED)
+        page = await self._requests.list_scheduled(request.topic, _view(request), request.page_size, after)
+        token = _row_token(page.next_after, request, _List.SCHEDULED)
+        return columns.scheduled_response(page, pb.ListScheduledResponse(next_page_token=token, as_of_ms=page.as_of_ms))
+
+    async def _histogram(self, request: pb.GetHistogramRequest, _: Context) -> pb.GetHistogramResponse:
+        found = await self._requests.histogram(request.topic, _view(request), request.width_ms)
+        return records.as_message(pb.GetHistogramResponse, found, rows=found.rows.tolist())
+
+    async def _list_backlog(self, request: pb.ListBacklogRequest, _: Context) -> bytes:
+        after = _row_after(request, _List.BACKLOG)
+        page = await self._requests.list_backlog(
+            request.topic, request.subscription, _ledgers(request), request.page_size, after
+        )
+        token = _row_token(page.next_after, request, _List.BACKLOG)
+        return columns.backlog_response(page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms))
+
+
+def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> calls.View:
+    return calls.View(request.from_ms, request.until_ms, _ledgers(request), request.subscription or None)
+
+
+def _ledgers(
+    request: pb.ListScheduledRequest | pb.GetHistogramRequest | pb.ListBacklogRequest,
+) -> tuple[int, int] | None:
+    if not request.HasField("ledgers"):
+        return None
+    return request.ledgers.first_ledger_id, request.ledgers.last_ledger_id
+
 
 def _place(request: _Paged, of: _List) -> tuple[int, str]:
     """The page's size, and after what it starts. Raises `InvalidArgument`."""
@@ -99,19 +148,58 @@ def _place(request: _Paged, of: _List) -> tuple[int, str]:
 
 
 def _token(after: str | None, of: _List) -> str:
-    return base64.urlsafe_b64encode(of.value + after.encode()).decode() if after else ""
+    return _encoded(of, after.encode()) if after else ""
 
 
 def _after(token: str, of: _List) -> str:
     if not token:
         return ""
     try:
-        data = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
-        if data[:1] == of.value and len(data) > 1:
-            return data[1:].decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
+        return _decoded(token, of).decode()
+    except UnicodeDecodeError as error:
         raise _bad_token(token, of) from error
-    raise _bad_token(token, of)
+
+
+def _row_token(after: calls.Place | None, request: pb.ListScheduledRequest | pb.ListBacklogRequest, of: _List) -> str:
+    return "" if after is None else _encoded(of, _digest(request) + _PLACE.pack(*after))
+
+
+def _row_after(request: pb.ListScheduledRequest | pb.ListBacklogRequest, of: _List) -> calls.Place | None:
+    """Raises `InvalidArgument`, also for a token of another request."""
+    token = request.page_token
+    if not token:
+        return None
+    data = _decoded(token, of)
+    if len(data) != _DIGEST_BYTES + _PLACE.size:
+        raise _bad_token(token, of)
+    if data[:_DIGEST_BYTES] != _digest(request):
+        raise errors.InvalidArgument(
+            f"page_token: {token[:64]!r} is of another request; only page_size may change from page to page"
+        )
+    return calls.Place(*_PLACE.unpack(data[_DIGEST_BYTES:]))
+
+
+def _digest(request: message.Message) -> bytes:
+    """Of what is asked for, whatever the page."""
+    asked = type(request)()
+    asked.CopyFrom(request)
+    for name in ("page_size", "page_token"):
+        asked.ClearField(name)
+    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=_DIGEST_BYTES).digest()
+
+
+def _encoded(of: _List, place: bytes) -> str:
+    return base64.urlsafe_b64encode(of.value + place).decode()
+
+
+def _decoded(token: str, of: _List) -> bytes:
+    try:
+        data = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+    except binascii.Error as error:
+        raise _bad_token(token, of) from error
+    if data[:1] != of.value or len(data) == 1:
+        raise _bad_token(token, of)
+    return data[1:]
 
 
 def _bad_token(token: str, of: _List) -> errors.InvalidArgument:

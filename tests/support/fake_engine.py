@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from daemon.engine import calls, leases, topic_settings
 from storage_backends.formats.rows import U32, U64, Rows
 from tests.support.fake_stream import FakeDispatchStream
 from tests.support.fake_topic import EPOCH, Lease, Row, Subscription, Topic
+from tests.support.fake_views import FakeViews
 
 OWNER = "fake"
 ADDRESS = "127.0.0.1:1"
@@ -47,7 +48,7 @@ DEFAULT_POLICY = calls.TopicPolicy(
 )
 
 
-class FakeEngine:
+class FakeEngine(FakeViews):
     """See the module. Use it from one event loop."""
 
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):
@@ -375,66 +376,6 @@ class FakeEngine:
         self._check_names(topic)
         return calls.TopicLocation(shard=0, owner_address=ADDRESS, owner=OWNER, epoch=EPOCH, served_here=True)
 
-    async def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
-        page, next_after = _page(self.topics, page_size, after)
-        return calls.TopicPage(
-            topics=tuple(
-                calls.TopicSummary(
-                    topic=name,
-                    shard=0,
-                    pending=self.topics[name].pending(self.now_ms()),
-                    buckets=len(self.topics[name].buckets),
-                    subscriptions=len(self.topics[name].subscriptions),
-                    next_due_ms=self.topics[name].next_due_ms(self.now_ms()),
-                )
-                for name in page
-            ),
-            next_after=next_after,
-            as_of_ms=self.now_ms(),
-            topics_loading=0,
-            topics_damaged=0,
-        )
-
-    async def topic_stats(self, topic: str) -> calls.TopicStats:
-        known = self._topic(topic)
-        return calls.TopicStats(
-            topic=topic,
-            topic_id="id",
-            shard=0,
-            epoch=EPOCH,
-            incarnation=known.incarnation,
-            pending=known.pending(self.now_ms()),
-            mutable_rows=len(known.mutable),
-            buckets=len(known.buckets),
-            bucket_bytes=0,
-            loaded_rows=0,
-            next_due_ms=known.next_due_ms(self.now_ms()),
-            oldest_due_ms=0,
-            applied_slot=0,
-            subscriptions=tuple(known.stats(name, self.now_ms()) for name in sorted(known.subscriptions)),
-            as_of_ms=self.now_ms(),
-            rebuild_needed=self.rebuild_needed,
-        )
-
-    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> calls.SubscriptionPage:
-        known = self._topic(topic)
-        page, next_after = _page(known.subscriptions, page_size, after)
-        return calls.SubscriptionPage(
-            subscriptions=tuple(known.stats(name, self.now_ms()) for name in page),
-            next_after=next_after,
-            as_of_ms=self.now_ms(),
-        )
-
-    async def list_buckets(self, topic: str, page_size: int, after: str) -> calls.BucketPage:
-        known = self._topic(topic)
-        page, next_after = _page(known.buckets, page_size, after)
-        return calls.BucketPage(
-            buckets=tuple(known.bucket(name, self.now_ms()) for name in page),
-            next_after=next_after,
-            as_of_ms=self.now_ms(),
-            mutable_rows=len(known.mutable),
-        )
-
     @property
     def health(self) -> calls.Health:
         return self._health
@@ -490,11 +431,6 @@ class FakeEngine:
 def _effective(policy: calls.TopicPolicy) -> calls.TopicPolicy:
     given = {name: value for name, value in dataclasses.asdict(policy).items() if value is not None}
     return dataclasses.replace(DEFAULT_POLICY, **given)
-
-
-def _page(names: Iterable[str], page_size: int, after: str) -> tuple[list[str], str | None]:
-    rest = sorted(name for name in names if name > after)
-    return rest[:page_size], rest[page_size - 1] if len(rest) > page_size else None
 
 
 def _column(rows: list[int]) -> U32:

@@ -108,6 +108,24 @@ class Topic:
             refused["not_found" if not there else "in_flight" if held else "already_due"].append(number)
         return found, refused
 
+    def scheduled(self, subscription: str | None, now_ms: int) -> list[tuple[int, int, int, int]]:
+        """What is not due yet, of all indexes or owed to one subscription; the last is the own index it is in."""
+        own = self.subscriptions.values() if subscription is None else (self.subscriptions[subscription],)
+        shared = [
+            (*row, 0)
+            for row in self.in_order()
+            if row[0] > now_ms and (subscription is None or self.subscriptions[subscription].owes(row))
+        ]
+        return shared + [
+            (due, *position, each.subscription_id)
+            for each in own
+            for position, (due, _) in each.own.items()
+            if due > now_ms
+        ]
+
+    def name_of(self, subscription_id: int) -> str:
+        return next(name for name, each in self.subscriptions.items() if each.subscription_id == subscription_id)
+
     def take(
         self, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int, now_ms: int
     ) -> list[Row]:
@@ -177,6 +195,7 @@ class Topic:
             compatible_form=bool(self.policy.compatible_form),
             quarantined=False,
             damage="",
+            subscription="",
         )
 
     def stats(self, name: str, now_ms: int) -> calls.SubscriptionStats:
@@ -191,6 +210,7 @@ class Topic:
             permits=sum(stream.permits for stream in known.streams),
             leased=sum(isinstance(holder, Lease) for holder in known.in_flight.values()),
             policy=known.policy,
+            own_pending=sum(due > now_ms for due, _ in known.own.values()),
         )
 
 
