@@ -18,7 +18,12 @@ from tests.support.clients import Client
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
 
-SETTINGS = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=45", "journal.checkpoint_slots=7")
+SETTINGS = (
+    "bucket.min_index_count_per_bucket=20",
+    "bucket.rows_max=45",
+    "bucket.max_num_buckets=1",
+    "journal.checkpoint_slots=7",
+)
 
 WRITING = (
     "journal.before_put",
@@ -27,6 +32,8 @@ WRITING = (
     "seal.after_bucket_put",
     "checkpoint.before_put",
     "checkpoint.after_put",
+    "merge.before_bucket_put",
+    "merge.after_bucket_put",
 )
 TAKING_OVER = ("takeover.after_claim", "takeover.after_probe", "takeover.after_fence")
 WRITES = ("put", "put_if_absent")
