@@ -53,6 +53,8 @@ def used() -> metrics.Metrics:
     everything.set_topics(loaded=3, loading=2, damaged=1)
     everything.set_shards_damaged(1)
     everything.bucket_operation("create", "succeed", seconds=0.05)
+    everything.merge_ended("merged", seconds=0.5)
+    everything.merged(buckets=3, rows=10, read_bytes=100, written_bytes=70)
     everything.set_epoch(3, 7)
     everything.set_serving(True)
     everything.event_loop_paused(0.004)
