@@ -43,12 +43,13 @@ from tests.daemon.grpc_services.bad_requests import (
     add,
     opening,
 )
+from tests.daemon.grpc_services.bad_views import BAD_VIEWS, VIEWS_COVERED
 from tests.daemon.grpc_services.bad_withdrawals import BAD_WITHDRAWALS, WITHDRAWALS_COVERED
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 
-ALL_COVERED = COVERED | WITHDRAWALS_COVERED
+ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED
 
 
 @pytest.fixture(params=["engine in memory", "real engine"])
@@ -94,7 +95,7 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
     assert not missing, f"{missing} not in {said!r}"
 
 
-@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS], ids=str)
+@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS], ids=str)
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
     populated: Edge, case: Case
 ) -> None:
