@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import hypothesis
 import numpy as np
@@ -14,7 +14,7 @@ from pyroaring import BitMap64
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.in_flight import InFlight, Mask
-from daemon.core.index import Index
+from daemon.core.index import BucketBits, Index
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import SortedRun
@@ -80,8 +80,9 @@ def acknowledged_bits_survive_in_the_mutable_bucket(patch: pytest.MonkeyPatch) -
 def a_seal_forgets_acknowledgements(patch: pytest.MonkeyPatch) -> None:
     progress_of = sealing.progress_of
 
-    def without(cut: sealing.SealCut) -> manifest.Progress:
-        return progress_of(dataclasses.replace(cut, rows=dataclasses.replace(cut.rows, acknowledged={})))
+    def without(cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
+        rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
+        return progress_of([dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)], bits)
 
     patch.setattr(sealing, "progress_of", without)
 
@@ -109,7 +110,7 @@ def rows_of_a_seal_in_a_checkpoint_are_always_mutable(patch: pytest.MonkeyPatch)
         for seal in part.sealing if part else ():
             if tip.applied >= seal.slot:
                 bits = {each.bucket: each for each in part.progress.buckets}.get(seal.bucket)
-                recovery._restore_mutable(topic.index.mutable, topic.index.pages, seal.rows, bits, elapsed_ms)
+                recovery._restore_rows(topic, seal.subscription_id, seal.rows, bits, elapsed_ms)
 
     patch.setattr(recovery, "restore", restored)
 

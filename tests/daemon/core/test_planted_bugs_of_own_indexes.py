@@ -12,6 +12,7 @@ from daemon.core import adding, feeding
 from daemon.core.containment import contained_in
 from daemon.core.index import IndexCut
 from daemon.core.indexes import SHARED, Indexes
+from daemon.core.mutable_bucket import SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint
@@ -248,7 +249,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         rows_of_the_shared_index_alone_make_a_seal,
         lambda: test_indexes.test_the_indexes_are_sealed_by_rows_bytes_or_age_together_whatever_the_ledger(
-            test_indexes.SealLimits(rows_min=1, rows_max=3, size_max_bytes=10**6, age_max_ms=10**6), 5, True
+            SealLimits(rows_min=1, rows_max=3, size_max_bytes=10**6, age_max_ms=10**6), 5, True
         ),
     ),
     (
