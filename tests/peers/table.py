@@ -59,6 +59,7 @@ def waits(name: str, capability: str, *so_far: str) -> Peer:
 TIMERS = "tests.peers.test_pulsar_timers:"
 TRACKERS = "tests.peers.test_pulsar_trackers:"
 DEPARTURES = "tests.peers.test_pulsar_departures:"
+MERGES = "tests.peers.test_pulsar_merges:"
 ORDER = "tests.peers.test_pulsar_order:"
 TOPICS = "tests.peers.test_pulsar_topics:"
 CLIENTS = "tests.peers.test_many_clients:"
@@ -140,7 +141,11 @@ BUCKETS = Section(
                 "testExpiredTrackedMessageDecrementsCount",
             )
         ),
-        waits("testMergePreservesAllSnapshotSegments", "merge"),
+        here(
+            "testMergePreservesAllSnapshotSegments",
+            MERGES + "test_every_segment_of_merged_buckets_is_there_after_a_restart",
+            note="The mutable bucket is kept, too: 56 rows of 56.",
+        ),
         differs(
             "testRecoverSnapshot",
             TRACKERS + "test_what_is_left_after_a_restart_comes_in_order_and_each_row_once",
@@ -152,7 +157,10 @@ BUCKETS = Section(
             FORMATS + "test_position_bitmap:test_bitmaps_hold_exactly_the_positions_ascending",
             CORE + "test_positions:test_a_set_of_any_containers_is_stored_page_by_page_as_the_format_says",
         ),
-        waits("testMergeSnapshot", "merge"),
+        here(
+            "testMergeSnapshot",
+            MERGES + "test_110_rows_in_at_most_10_buckets_are_110_after_a_restart_and_after_they_are_added_again",
+        ),
         here(
             "testWithBkException",
             TRACKERS + "test_one_failure_each_of_bucket_manifest_metadata_segment_and_drop_is_retried_away",
@@ -173,7 +181,11 @@ BUCKETS = Section(
             DEPARTURES + "test_after_a_clear_the_same_rows_may_be_added_again",
             ENGINE + "test_trims:test_a_clear_drops_everything_and_later_adds_are_not_affected",
         ),
-        waits("testMergeSupportsSmallMaxNumBuckets", "merge"),
+        here(
+            "testMergeSupportsSmallMaxNumBuckets",
+            MERGES + "test_limits_of_one_two_and_three_buckets_are_kept_and_each_row_comes_once",
+            ENGINE + "test_merging:test_500_buckets_of_one_row_a_year_away_end_at_the_limit",
+        ),
         here(
             "testTrimRemovesOrphanedBuckets",
             DEPARTURES + "test_buckets_all_of_whose_rows_were_trimmed_leave_the_manifest",
@@ -213,9 +225,14 @@ BUCKETS = Section(
             DEPARTURES + "test_a_clear_while_a_bucket_leaves_that_has_been_handed_out_leaves_nothing",
             rule=NOT_WAITING,
         ),
-        waits("testClearWaitsForInFlightMergeSourceBucketDelete", "merge"),
-        waits("testClearWaitsForInFlightMergeSegmentLoad", "merge"),
-        waits("testClearWaitsForInFlightMergeSnapshotCreation", "merge"),
+        *(
+            differs(name, MERGES + "test_a_clear_while_buckets_are_merged_leaves_nothing", rule=NOT_WAITING)
+            for name in (
+                "testClearWaitsForInFlightMergeSourceBucketDelete",
+                "testClearWaitsForInFlightMergeSegmentLoad",
+                "testClearWaitsForInFlightMergeSnapshotCreation",
+            )
+        ),
         differs(
             "testClearStillWaitsForPendingDeletesWhenLoadFails",
             DEPARTURES + "test_a_clear_while_a_segment_is_being_read_leaves_nothing",
@@ -225,11 +242,33 @@ BUCKETS = Section(
             "testClearCompletesWhenTerminalSegmentLoadDeleteFails",
             DEPARTURES + "test_a_clear_while_a_bucket_leaves_that_has_been_handed_out_leaves_nothing",
         ),
-        waits("testClearCompletesWhenMergeSourceBucketDeleteFails", "merge"),
-        waits("testSelectMergedBucketsSupportsTwoBuckets", "merge"),
-        waits("testSelectMergedBucketsHandlesOneUnloadedSegment", "merge"),
-        waits("testSelectMergedBucketsUsesNextUnloadedSegmentTimestamp", "merge"),
-        waits("testMergeEarlyReturnWhenWithinLimit", "merge"),
+        here(
+            "testClearCompletesWhenMergeSourceBucketDeleteFails",
+            MERGES + "test_a_clear_beside_a_merge_whose_sources_cannot_leave_leaves_nothing",
+        ),
+        here(
+            "testSelectMergedBucketsSupportsTwoBuckets",
+            CORE + "test_merging:test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged",
+            CORE + "test_merging:test_of_runs_with_as_many_rows_the_first_is_merged",
+        ),
+        differs(
+            "testSelectMergedBucketsHandlesOneUnloadedSegment",
+            MERGES + "test_buckets_all_of_whose_segments_are_in_memory_are_merged_like_others",
+            rule="A merge reads its sources whole, and the head goes on in the merged bucket: which segments are in memory "
+            "makes no difference.",
+        ),
+        differs(
+            "testSelectMergedBucketsUsesNextUnloadedSegmentTimestamp",
+            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_not_copied_where_there_is_a_choice",
+            CORE + "test_merging:test_rows_that_are_about_to_be_handed_out_are_copied_rather_than_many_more",
+            rule="Of runs with as many rows Pulsar takes the one that is due first; what is due soon will leave by "
+            "itself, so Tarry takes another.",
+        ),
+        here(
+            "testMergeEarlyReturnWhenWithinLimit",
+            MERGES + "test_within_the_limit_nothing_is_merged_or_read",
+            CORE + "test_merging:test_nothing_is_merged_while_there_are_not_more_buckets_than_allowed",
+        ),
         here(
             "testGetScheduledMessagesWhenAllOrphaned",
             DEPARTURES + "test_when_everything_was_trimmed_a_pull_is_empty_and_nothing_is_due_next",
@@ -382,8 +421,7 @@ NOBODYS = Section(
             "the time of recovery with 10^8 rows",
             "benchmarks.restart:run",
             note="At 10^7: what is read at a start is the manifests, the heads of buckets and the journal's tail, so "
-            "that the time follows the buckets and the tail, not the rows. 10^8 rows wait for merge, which bounds the "
-            "buckets.",
+            "that the time follows the buckets and the tail, not the rows; merging bounds the buckets.",
         ),
         waits(
             "orphans swept to zero",

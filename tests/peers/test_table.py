@@ -28,13 +28,7 @@ def test_a_test_that_is_not_there_is_missed() -> None:
 def test_each_entry_has_a_test_or_says_what_it_waits_for() -> None:
     for peer in table.peers():
         if peer.standing is Standing.WAITS:
-            assert peer.note in ("merge", "collection"), peer.name
+            assert peer.note == "collection", peer.name
             continue
         assert peer.tests, peer.name
         assert peer.note or peer.standing is Standing.HERE, f"{peer.name} says no reason"
-
-
-def test_only_tests_that_need_a_merge_wait_for_it() -> None:
-    waiting = [peer.name for peer in table.peers() if peer.standing is Standing.WAITS and peer.note == "merge"]
-    assert all("Merge" in name for name in waiting)
-    assert len(waiting) == sum("Merge" in peer.name for peer in table.peers())

@@ -35,7 +35,7 @@ def chosen(
     return [candidate.first_ledger_id for candidate in run]
 
 
-def test_of_five_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged_where_four_are_allowed() -> None:
+def test_of_buckets_with_5_3_2_4_3_rows_the_second_and_third_are_merged() -> None:
     assert chosen(candidates([5, 3, 2, 4, 3]), buckets_max=4) == [1, 2]
 
 
