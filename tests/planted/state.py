@@ -116,7 +116,7 @@ def rows_of_a_committed_seal_are_taken_from_the_checkpoint_too(patch: pytest.Mon
         restore(topic, tip, objects, part, elapsed_ms=elapsed_ms)
         for seal in part.sealing if part else ():
             if tip.applied >= seal.slot:
-                recovery._restore_mutable(topic.index.mutable, topic.index.pages, seal.rows, None, elapsed_ms)
+                recovery._restore_rows(topic, seal.subscription_id, seal.rows, None, elapsed_ms)
 
     patch.setattr(recovery, "restore", restored)
 
