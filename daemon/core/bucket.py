@@ -82,12 +82,13 @@ class Bucket:
         hit = self.present & keys
         if not hit:
             return hit, 0
-        due = hit & self.passed
-        due_rows = len(due)
+        due_rows = 0
+        if self.passed_rows and (due := hit & self.passed):
+            due_rows = len(due)
+            self.passed -= due
+            self.passed_rows -= due_rows
         self.present -= hit
-        self.passed -= due
         self.present_rows -= len(hit)
-        self.passed_rows -= due_rows
         if self.gone is not None:
             self.gone.add(hit)
         for acknowledged in self.acknowledged.values():

@@ -39,6 +39,10 @@ KeyRange = tuple[int, int]
 # The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
 # carries no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
+_COOKIE_WITHOUT_RUNS = 12346
+# Cookie, containers, of the first one its key and its rows less one; behind it its offset.
+_ONE_CONTAINER = struct.Struct("<II2xH")
+_ONE_CONTAINER_BYTES = 16
 _CONTAINERS_WITHOUT_OFFSETS = 4
 _BITSET_BYTES = 8192
 # A table may have so many places for a value, before sorting is cheaper.
@@ -355,7 +359,13 @@ def _portable_length(data: memoryview) -> int:
     """Bytes of the 32-bit Roaring bitmap in portable form that `data` begins with (Roaring format specification)."""
     cookie: int
     containers: int
+    last_row: int
     last_offset: int
+    if len(data) >= _ONE_CONTAINER.size:
+        # Of few entries there is one container without runs: most bitmaps, where there are many.
+        cookie, containers, last_row = _ONE_CONTAINER.unpack_from(data)
+        if cookie == _COOKIE_WITHOUT_RUNS and containers == 1:
+            return _ONE_CONTAINER_BYTES + min(2 * (last_row + 1), _BITSET_BYTES)
     (cookie,) = struct.unpack_from("<I", data)
     if cookie & 0xFFFF == _COOKIE_WITH_RUNS:
         containers = (cookie >> 16) + 1

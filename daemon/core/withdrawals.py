@@ -200,7 +200,8 @@ class Withdrawals:
         for part, mask in found:
             chosen = mask & ~due
             if chosen.any():
-                leaves.append(_Leave(part.index, chosen, bitmap_of(part.keys[chosen])))
+                keys = part.named if chosen.all() else bitmap_of(part.keys[chosen])
+                leaves.append(_Leave(part.index, chosen, keys))
                 self._indexes.leaving |= leaves[-1].keys
         not_found = ~(waiting | due)
         leaving_rows = int(np.count_nonzero(waiting & ~due))
@@ -239,21 +240,21 @@ def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:
 
 def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:
     """Of the positions that are in one index: (those that wait, those that are due)."""
-    waiting, due = BitMap64(), BitMap64()
+    there: list[BitMap64] = []
+    due = BitMap64()
     left = len(part.named)
     for bucket in part.index.that_may_have(part.named):
         if not left:
             break
-        if not bucket.present_rows or not bucket.present.intersect(part.named):
-            continue
         here = bucket.present & part.named
-        left -= len(here)
-        if bucket.passed_rows and bucket.passed.intersect(here):
-            passed = bucket.passed & here
-            due |= passed
-            here -= passed
-        waiting |= here
-    return waiting, due
+        if here:
+            there.append(here)
+            left -= len(here)
+            if bucket.passed_rows:
+                due |= here & bucket.passed
+    if not left and not due:
+        return part.named, due
+    return BitMap64.union(BitMap64(), *there) - due, due
 
 
 def _members(keys: U64, members: BitMap64) -> Mask:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import itertools
+import struct
 from collections.abc import ItemsView, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -23,6 +24,11 @@ from storage_backends.formats.rows import U64
 PAGE_BITS = 32
 _U16_MAX = np.uint64((1 << 16) - 1)
 _LOW_MASK = np.uint64((1 << PAGE_BITS) - 1)
+
+# The portable Roaring form of one container without runs: cookie, containers, its key, its rows less one, its offset.
+_ONE_ARRAY = struct.Struct("<II2xHI")
+_COOKIE_WITHOUT_RUNS = 12346
+_ARRAY_ROWS_MAX = 4096
 
 Place: TypeAlias = tuple[int, int]
 """(ledger_id, page)."""
@@ -51,9 +57,26 @@ class PositionBitmap:
             bitmap = pyroaring.BitMap.deserialize(self.entries)
         except (ValueError, IndexError) as error:
             raise errors.FormatError(what, 0, str(error)) from error
-        if len(bitmap.serialize()) != len(self.entries):
+        if self._array_rows() is None and len(bitmap.serialize()) != len(self.entries):
             raise errors.FormatError(what, 0, f"{len(self.entries)} bytes are not one whole Roaring bitmap")
         return bitmap
+
+    def count(self) -> int:
+        """How many entries it has; of bytes that are no bitmap a number, or FormatError."""
+        rows = self._array_rows()
+        return len(self.bitmap()) if rows is None else rows
+
+    def _array_rows(self) -> int | None:
+        """How many entries it has, told by its length, if it is one container that is an array: what most bitmaps are,
+        where there are many.
+        """
+        if len(self.entries) <= _ONE_ARRAY.size:
+            return None
+        cookie, containers, last_row, offset = _ONE_ARRAY.unpack_from(self.entries)
+        if (cookie, containers, offset) != (_COOKIE_WITHOUT_RUNS, 1, _ONE_ARRAY.size) or last_row >= _ARRAY_ROWS_MAX:
+            return None
+        rows = int(last_row) + 1
+        return rows if len(self.entries) == _ONE_ARRAY.size + 2 * rows else None
 
     def entry_ids(self) -> U64:
         """The entry ids, ascending."""
@@ -122,8 +145,8 @@ def in_order(bitmaps: Sequence[PositionBitmap]) -> bool:
 
 
 def count_of(bitmaps: Iterable[PositionBitmap]) -> int:
-    """How many positions they have. Raises FormatError when one is no bitmap."""
-    return sum(len(bitmap.bitmap()) for bitmap in bitmaps)
+    """How many positions they have; as `PositionBitmap.count`."""
+    return sum(bitmap.count() for bitmap in bitmaps)
 
 
 class PositionSet:

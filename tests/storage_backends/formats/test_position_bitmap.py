@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pyroaring
 import pytest
@@ -55,6 +57,29 @@ def test_the_bytes_are_the_portable_serialization_after_run_optimize() -> None:
 def test_bytes_that_are_no_bitmap_are_refused_with_their_ledger(entries: bytes) -> None:
     with pytest.raises(errors.FormatError, match="bitmap of ledger 9 page 1"):
         PositionBitmap(9, 1, entries).bitmap()
+
+
+@given(
+    st.sets(st.one_of(st.integers(0, 5_000), st.integers(0, (1 << 32) - 1)), min_size=1, max_size=50),
+    st.sampled_from([0, 0, 3_000, 70_000]),
+    st.tuples(st.integers(0, 60), st.binary(max_size=3)),
+)
+def test_what_is_read_as_a_bitmap_has_as_many_entries_as_are_counted(
+    entries: set[int], dense: int, damage: tuple[int, bytes]
+) -> None:
+    bitmap = pyroaring.BitMap(entries | set(range(0, 2 * dense, 2)))
+    sound = PositionBitmap.of(9, 1, bitmap)
+    assert sound.count() == len(sound.bitmap()) == len(bitmap)
+    place, inserted = min(damage[0], len(sound.entries)), damage[1]
+    for data in (
+        sound.entries[:place] + inserted + sound.entries[place:],
+        sound.entries[:place] + inserted + sound.entries[place + len(inserted) :],
+        sound.entries[:place],
+    ):
+        damaged = PositionBitmap(9, 1, data)
+        with contextlib.suppress(errors.FormatError):
+            rows = len(damaged.bitmap())
+            assert damaged.count() == rows
 
 
 def test_a_truncated_bitmap_is_refused() -> None:
