@@ -254,7 +254,7 @@ BUCKETS = Section(
         differs(
             "testSelectMergedBucketsHandlesOneUnloadedSegment",
             MERGES + "test_buckets_all_of_whose_segments_are_in_memory_are_merged_like_others",
-            rule="A merge reads its sources whole, and the head goes on in the merged bucket: which segments are in memory "
+            rule="A merge reads its sources whole, and the head goes on in the merged bucket: what is in memory "
             "makes no difference.",
         ),
         differs(

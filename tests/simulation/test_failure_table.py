@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
-from storage_backends import commit, topic_manifest
+from storage_backends import collection, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.formats.rows import Rows
@@ -24,8 +24,11 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine.calling import cancel, reschedule
+from tests.daemon.engine.test_merging import merge
+from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
+from tests.support.other_merger import OtherMerger
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 JOURNAL = "/journal/"
@@ -46,14 +49,14 @@ TABLE = {
     "seal by a zombie after the claim": "test_seal_by_a_zombie",
     "crash between claim and fence": "test_crash_between_claim_and_fence",
     "two claimants interleave": "test_two_claimants",
-    "ack between a merge's plan and its commit": WAITS + "merge",
+    "cancel, ack or reschedule between a merge's plan and its commit": "test_what_left_between_plan_and_commit",
     "Spark output written, commit never sent": WAITS + "the Spark job",
     "Spark commit landed, job restarted": WAITS + "the Spark job",
-    "merge slower than the floor": WAITS + "merge and collection",
-    "two merges of one run": WAITS + "merge",
+    "merge slower than the floor": "test_merge_slower_than_the_floor",
+    "two merges of one run": "test_two_merges_of_one_run",
     "crash after hand-out, before ack": "test_crash_after_hand_out",
     "topic deleted, then a stale journal tail": "test_topic_deleted_then_a_stale_tail",
-    "topic deleted, then a stale merge": WAITS + "merge",
+    "topic deleted, then a stale merge": "test_topic_deleted_then_a_stale_merge",
     "tombstone deleted, crash before it is dropped": WAITS + "collection",
     "reader holds an old manifest past the grace": WAITS + "collection",
     "store loses or corrupts an object": "test_store_loses_or_corrupts_a_bucket",
@@ -267,6 +270,97 @@ async def test_two_claimants(machines: EngineFixture) -> None:
     assert not lower.engine.health.serving
     assert higher.engine.health.serving
     await everything(higher, 10)
+
+
+async def with_three_buckets(machines: EngineFixture) -> tuple[Daemon, Receiver]:
+    """Of 20 rows each, due in 10, 60 and 110 s."""
+    one = await machines.served_by("one", *SMALL)
+    receiver = await one.receiver("t")
+    for ledger_id in range(3):
+        await one.add("t", ledger_id, range(20), delay_ms=10_000 + 50_000 * ledger_id)
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 3)
+    return one, receiver
+
+
+@pytest.mark.parametrize("learned", [True, False])
+async def test_what_left_between_plan_and_commit(machines: EngineFixture, learned: bool) -> None:
+    one, receiver = await with_three_buckets(machines)
+    merger = OtherMerger(machines.store)
+    planned = merger.plan(merger.runs(3)[0])
+    rows = await receiver.received(20)
+    assert await receiver.acknowledge(rows[:15]) == 0
+    assert (await cancel(one, 1, range(5))).cancelled == 5
+    assert (await reschedule(one, 2, range(5), 300_000)).rescheduled == 5
+    tip = merger.commit(planned)
+    (merged,) = tip.live
+    assert merged.rows == 60
+    # And what leaves before the owner knows.
+    assert (await cancel(one, 1, range(5, 8))).cancelled == 3
+    if learned:
+        await one.until(lambda: merged.object.name in one.topic("t").core.index.sealed)
+        assert (await cancel(one, 1, range(8, 10))).cancelled == 2
+    left = 60 - 15 - 5 - 3 - 2 * learned
+    one.kill()
+    two = await machines.served_by("two", *SMALL)
+    assert (await two.add("t", 2, range(20))).duplicates == 20
+    later = await two.receiver("t")
+    await later.received(left - 5)
+    moved = {(2, entry) for entry in range(5)}
+    assert not later.positions & moved, "a row that was rescheduled comes at its new time alone"
+    await later.received(left)
+    await asyncio.sleep(60)
+    assert len(later.rows) == left
+    assert not later.early
+
+
+async def test_merge_slower_than_the_floor(machines: EngineFixture) -> None:
+    one, _ = await with_three_buckets(machines)
+    merger = OtherMerger(machines.store)
+    planned = merger.plan(merger.runs(3)[0])
+    await one.add("t", 3, range(20))
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 4)
+    merger.change(collection.SetFloor(floor=merger.tip().head.number))
+    with pytest.raises(commit.Refused, match="floor"):
+        merger.commit(planned)
+    assert len(merger.tip().live) == 4
+    one.kill()
+    await everything(await machines.served_by("two", *SMALL), 80)
+
+
+@pytest.mark.parametrize("first", ["the owner", "another"])
+async def test_two_merges_of_one_run(machines: EngineFixture, first: str) -> None:
+    one, receiver = await with_three_buckets(machines)
+    merger = OtherMerger(machines.store)
+    if first == "the owner":
+        planned = merger.plan(merger.runs(3)[0])
+        assert (await merge(one, 1)).merges == 1
+        with pytest.raises(commit.Refused, match="not live"):
+            merger.commit(planned)
+    else:
+        held = one.pause("put", BUCKETS)
+        asked = merge(one, 1)
+        await held.reached()
+        merger.merge(3)
+        held.release()
+        assert (await asked).merges == 0
+    (live,) = merger.tip().live
+    await one.until(lambda: one.topic("t").core.index.sealed.keys() == {live.object.name})
+    await receiver.received(60)
+    assert len(receiver.positions) == len(receiver.rows) == 60
+
+
+async def test_topic_deleted_then_a_stale_merge(machines: EngineFixture) -> None:
+    one, _ = await with_three_buckets(machines)
+    merger = OtherMerger(machines.store)
+    planned = merger.plan(merger.runs(3)[0])
+    await one.call(one.engine.requests.delete_topic("t"))
+    with pytest.raises(commit.Refused, match="deleted"):
+        merger.commit(planned)
+    await one.add("t", 1, range(5))
+    with pytest.raises(commit.Refused, match="incarnation"):
+        merger.commit(planned)
+    one.kill()
+    assert await everything(await machines.served_by("two"), 5) == {(1, entry) for entry in range(5)}
 
 
 async def test_crash_after_hand_out(machines: EngineFixture) -> None:

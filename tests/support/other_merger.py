@@ -81,9 +81,11 @@ class OtherMerger:
 
     def commit(self, planned: Planned) -> TopicManifest:
         """Raises commit.Refused."""
-        tip = commit.commit(
-            self._log, planned.written.operation, writer="other", created_ms=0, warm=None, deadline_s=10.0
-        )
+        return self.change(planned.written.operation)
+
+    def change(self, operation: commit.Operation[TopicManifest]) -> TopicManifest:
+        """Commits any operation that needs no owner. Raises commit.Refused."""
+        tip = commit.commit(self._log, operation, writer="other", created_ms=0, warm=None, deadline_s=10.0)
         return tip.manifest
 
     def merge(self, length: int, place: int = 0) -> TopicManifest:
