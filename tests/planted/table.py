@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from tests.daemon.core import test_planted_bugs as core
 from tests.daemon.core import test_planted_bugs_of_departures as departures
+from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
 from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
+from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
 from tests.models import test_protocol_models as models
 from tests.planted import rules, state
 from tests.planted.bug import Bug
@@ -47,12 +49,19 @@ class Row:
 def of_other_suites() -> tuple[Row, ...]:
     """The planted bugs of the other suites."""
     return (
-        *_rows("state machine of a topic", _names((*core.BY_ANY_ORDER, *departures.BY_ANY_ORDER))),
-        *_rows("stories of a topic", _names(plant for plant, _ in (*core.BY_A_STORY, *departures.BY_A_STORY))),
+        *_rows(
+            "state machine of a topic",
+            _names((*core.BY_ANY_ORDER, *departures.BY_ANY_ORDER, *withdrawals.BY_ANY_ORDER)),
+        ),
+        *_rows(
+            "stories of a topic",
+            _names(plant for plant, _ in (*core.BY_A_STORY, *departures.BY_A_STORY, *withdrawals.BY_A_STORY)),
+        ),
         *_rows("orders of two committers", _names(commits.BUGS)),
         *_rows("orders of an owner and its successor", owners.BUGS),
         *_rows("orders of an owner and a collector", _names(collectors.BUGS)),
         *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
+        *_rows("races of cancellations and reschedules", _names(plant for plant, _ in races.PLANTED)),
         *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
         *_rows("model of commits", models.COMMITS_BUGS),
         *_rows("model of shards", models.SHARD_BUGS),
