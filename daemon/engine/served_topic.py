@@ -161,7 +161,7 @@ class ServedTopic:
             raise self._ended
         state = None if subscription is None else self.subscription(subscription)
         # What is due counts as due from its time on.
-        self._pass_due(self._environment.clock.now_ms())
+        self.pass_due(self._environment.clock.now_ms())
         found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
         await self.shard.commits.confirmed()
         return found
@@ -263,7 +263,7 @@ class ServedTopic:
         """Returns when every row that is due now has been passed."""
         now_ms = self._environment.clock.now_ms()
         while self._ended is None and now_ms >= self._settled_until_ms:
-            if self._pass_due(now_ms):
+            if self.pass_due(now_ms):
                 # Others have their turn.
                 await asyncio.sleep(0)
             elif wanted := self.core.indexes.wanted_segments(now_ms):
@@ -282,7 +282,7 @@ class ServedTopic:
                 await asyncio.wait([behind])
             elif state.reader is not None:
                 self._read_on(state)
-            elif self._pass_due(now_ms):
+            elif self.pass_due(now_ms):
                 await asyncio.sleep(0)
             elif wanted := self.core.indexes.wanted_segments(now_ms):
                 await self._load(wanted)
@@ -408,12 +408,13 @@ class ServedTopic:
     def wake(self, now_ms: int) -> int | None:
         if self._ended is not None:
             return None
-        self._pass_due(now_ms)
+        self.pass_due(now_ms)
         ahead_ms = self._environment.config.delivery.lookahead_ms
         self._loader.start(self.core.indexes.wanted_segments(now_ms, ahead_ms))
         return self._next_wake_ms()
 
-    def _pass_due(self, now_ms: int) -> int:
+    def pass_due(self, now_ms: int) -> int:
+        """Passes rows that are due and in memory, about PASS_ROWS of them; how many."""
         passed = self.core.pass_due(now_ms, PASS_ROWS)
         if passed:
             for state in self.core.subscriptions.values():

@@ -63,8 +63,8 @@ class Viewing:
         """
         limit = _page_rows(page_size)
         names = {number: state.stored.name for number, state in topic.core.subscriptions.items()}
+        as_of_ms = self._as_of(topic)
         asked, indexes = _asked(topic, view)
-        as_of_ms = self._environment.clock.now_ms()
         page = await self._page(topic, asked, indexes, after, limit)
         shown, of_row = np.unique(page.found.index_id, return_inverse=True)
         shared_first = [0, *(number for number in shown.tolist() if number)]
@@ -88,7 +88,7 @@ class Viewing:
         limit = _page_rows(page_size)
         state = topic.subscription(subscription)
         asked, indexes = _asked(topic, View(ledgers=ledgers, subscription=subscription), backlog=True)
-        as_of_ms = self._environment.clock.now_ms()
+        as_of_ms = self._as_of(topic)
         page = await self._page(topic, asked, indexes, after, limit)
         keys = page.found.rows.keys
         return BacklogPage(
@@ -100,7 +100,7 @@ class Viewing:
 
     async def histogram(self, topic: ServedTopic, view: View, width_ms: int) -> Histogram:
         """How many rows come due in each bar. Raises as `scheduled`, and QuotaExceeded when it takes too long."""
-        as_of_ms = self._environment.clock.now_ms()
+        as_of_ms = self._as_of(topic)
         asked, indexes = _asked(topic, View(ledgers=view.ledgers, subscription=view.subscription))
         last_ms = max((index.last_due_ms() or 0 for index in indexes), default=0)
         bars = _bars(view, width_ms, now_ms=as_of_ms, last_ms=last_ms)
@@ -116,6 +116,12 @@ class Viewing:
             segments_read=counts.segments_read,
             as_of_ms=as_of_ms,
         )
+
+    def _as_of(self, topic: ServedTopic) -> int:
+        """Now; what is due and in memory counts as due from its time on."""
+        now_ms = self._environment.clock.now_ms()
+        topic.pass_due(now_ms)
+        return now_ms
 
     # ---- pages
 

@@ -39,7 +39,7 @@ def what_is_due_is_not_passed_first(patch: pytest.MonkeyPatch) -> None:
 
 def segments_that_are_due_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     async def settle_due(self: ServedTopic) -> None:
-        self._pass_due(self._environment.clock.now_ms())
+        self.pass_due(self._environment.clock.now_ms())
 
     patch.setattr(ServedTopic, "settle_due", settle_due)
 
