@@ -82,7 +82,7 @@ def _each(found: Sequence[Range]) -> list[Position]:
 
 @pytest.mark.parametrize("scan_rows_max", [1 << 20, 256])
 @given(
-    buckets=st.lists(positions, min_size=1, max_size=3),
+    buckets=st.lists(st.tuples(positions, st.sampled_from((0, 0, 1, 2))), min_size=1, max_size=4),
     due=positions,
     acknowledged=positions,
     asked=st.lists(ranges, min_size=1, max_size=6),
@@ -90,31 +90,40 @@ def _each(found: Sequence[Range]) -> list[Position]:
 )
 def test_the_answer_is_what_each_position_would_have_been_answered(
     scan_rows_max: int,
-    buckets: list[set[Position]],
+    buckets: list[tuple[set[Position], int]],
     due: set[Position],
     acknowledged: set[Position],
     asked: list[Range],
     ranges_max: int,
 ) -> None:
+    """The rows of a bucket are for one subscription, or 0: for all; some are due, in every second bucket."""
     topic = JournaledTopic(now_ms=NOW_MS)
     one, _ = topic.create_subscription(), topic.create_subscription()
     topic.now_ms += 1
-    rows: set[Position] = set()
-    for number, bucket in enumerate(buckets):
-        if fresh := sorted(bucket - rows):
-            topic.add(fresh, [topic.now_ms if at in due else topic.now_ms + 10 for at in fresh])
-            rows |= bucket
-            if number % 2:
+    # By index, the positions that are due and that wait.
+    held: dict[int, tuple[set[Position], set[Position]]] = {index: (set(), set()) for index in (0, 1, 2)}
+    for number, (bucket, index) in enumerate(buckets):
+        passed, waiting = held[index]
+        if fresh := sorted(bucket - passed - waiting):
+            is_due = [at in due and not number % 2 for at in fresh]
+            topic.add(fresh, [topic.now_ms if each else topic.now_ms + 10 for each in is_due], index)
+            for at, each in zip(fresh, is_due, strict=True):
+                (passed if each else waiting).add(at)
+            if number % 3:
                 topic.seal()
     topic.pass_all()
-    due, acknowledged = due & rows, acknowledged & due & rows
     topic.acknowledge(one, [(at, topic.now_ms) for at in sorted(acknowledged)])
+    # Of the shared index first; that one stays for the other subscription.
+    in_shared = acknowledged & held[0][0]
+    held[1][0].difference_update(acknowledged - in_shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(containment, "SCAN_ROWS_MAX", scan_rows_max)
-        for state, gone in ((None, set()), (one, acknowledged)):
-            pending, passed, calls = asked_until_done(topic, asked, state, ranges_max=ranges_max)
-            check(pending, rows - due, asked, calls=calls)
-            check(passed, due - gone, asked, calls=calls)
+        for state, indexes, gone in ((None, (0, 1, 2), set()), (one, (0, 1), in_shared)):
+            expected_due = set().union(*(held[index][0] - (set() if index else gone) for index in indexes))
+            expected_waiting = set().union(*(held[index][1] for index in indexes)) - expected_due
+            found_pending, found_due, calls = asked_until_done(topic, asked, state, ranges_max=ranges_max)
+            check(found_pending, expected_waiting, asked, calls=calls)
+            check(found_due, expected_due, asked, calls=calls)
 
 
 def test_of_entries_0_to_9_with_1_to_8_delayed_a_cursor_reads_0_and_9() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.core import adding, feeding
+from daemon.core import adding, containment, feeding
 from daemon.core.containment import contained_in
 from daemon.core.index import IndexCut
 from daemon.core.indexes import SHARED, Indexes
@@ -186,6 +186,21 @@ def what_is_contained_is_what_the_shared_index_has(patch: pytest.MonkeyPatch) ->
     patch.setattr(Topic, "contains", contains)
 
 
+def what_waits_in_one_index_waits_though_it_is_due_in_another(patch: pytest.MonkeyPatch) -> None:
+    union = containment._union
+    patch.setattr(containment, "_union", lambda pending, due: union([*pending, *due], []))
+
+
+def an_answer_over_indexes_goes_as_far_as_the_longest(patch: pytest.MonkeyPatch) -> None:
+    together = containment._together
+
+    def longest(answers, request, ranges_max):  # type: ignore[no-untyped-def]
+        furthest = max((end for _, _, end in answers if end is not None), default=None)
+        return together([(*parts, furthest) for *parts, _ in answers], request, ranges_max)
+
+    patch.setattr(containment, "_together", longest)
+
+
 def what_leaves_an_own_index_leaves_the_backlog_of_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Topic, "_served_by", lambda self, index: [*self.subscriptions.values()])
 
@@ -218,6 +233,8 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_backlog_is_read_again_in_the_shared_index_only,
     what_leaves_an_own_index_leaves_the_backlog_of_all,
     what_is_contained_is_what_the_shared_index_has,
+    what_waits_in_one_index_waits_though_it_is_due_in_another,
+    an_answer_over_indexes_goes_as_far_as_the_longest,
     an_own_index_outlives_its_subscription,
     what_was_decided_for_an_own_index_brings_it_back,
 )
