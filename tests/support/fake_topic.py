@@ -124,7 +124,9 @@ class Topic:
         ]
 
     def name_of(self, subscription_id: int) -> str:
-        return next(name for name, each in self.subscriptions.items() if each.subscription_id == subscription_id)
+        """Empty for the shared index."""
+        names = (name for name, each in self.subscriptions.items() if each.subscription_id == subscription_id)
+        return next(names, "")
 
     def take(
         self, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int, now_ms: int
