@@ -90,6 +90,7 @@ async def serve(
         engine = Engine(_environment(settings, store, daemon_metrics, threads, parts, merging))
         daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
+        memory.keep_for_good()
         _announce(settings, metrics_address, ready_file)
         watching = asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused))
         await _run(engine, server, signals, probed)

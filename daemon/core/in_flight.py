@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ Places = npt.NDArray[np.intp]
 
 # Batches that are kept as they were handed out.
 BATCHES_MAX = 32
+BATCHES_SORTED_IN = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,21 +73,25 @@ class InFlight:
         self._living += len(rows)
         self._batches.append(_Batch(rows, dispatcher))
         if len(self._batches) > BATCHES_MAX:
-            self._sort_in(self._batches.pop(0))
+            # Several together, since they may be of one row each.
+            self._sort_in(self._batches[:BATCHES_SORTED_IN])
+            del self._batches[:BATCHES_SORTED_IN]
 
-    def _sort_in(self, batch: _Batch) -> None:
-        rows = batch.rows
+    def _sort_in(self, batches: Sequence[_Batch]) -> None:
+        rows = KeyedRows.concat([batch.rows for batch in batches])
         order = np.argsort(rows.keys)
-        dispatcher = np.full(len(rows), batch.dispatcher, np.uint32)
+        dispatcher = np.repeat(
+            np.array([batch.dispatcher for batch in batches], np.uint32), [len(batch.rows) for batch in batches]
+        )[order]
         run = _Run(rows.take(order), dispatcher, np.ones(len(rows), np.bool_), len(rows))
         while self._runs and 2 * run.living >= self._runs[-1].living:
             run = _merged(self._runs.pop(), run)
         self._runs.append(run)
 
     def _sort_all_in(self) -> None:
-        for batch in self._batches:
-            self._sort_in(batch)
-        self._batches = []
+        if self._batches:
+            self._sort_in(self._batches)
+            self._batches = []
 
     def take(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> Mask:
         """Removes the positions that are in the table with that time; a mask of those removed.

@@ -5,8 +5,8 @@ requests and answers of the calls without a stream.
 Does not own: permits, backlog and what is handed out (engine), the form of columns and errors (`columns`, `status`),
 and callers that wait for a lease (`leasing`).
 
-A stream is one reader (Open, then Flow and Acknowledge) and one writer, which sends what is done before what is due:
-a `Done` waits for at most one `Messages`.
+A stream is one reader (Open, then Flow and Acknowledge) and two writers, of what is done and of what is due, which take
+turns: a `Done` waits for at most one `Messages`.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class _SubscribeStream:
         self._size_bytes_max = settings.limits.message_bytes_max
         self._context = context
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
+        # One message is written at a time: what is done and what is due take turns.
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         stream = await self._open(await self._read_open())
@@ -143,26 +145,31 @@ class _SubscribeStream:
     async def _serve(self, stream: DispatchStream) -> None:
         wake = self._pipeline.wake
         reader: asyncio.Future[None] = asyncio.create_task(self._read(stream))
-        reader.add_done_callback(lambda _: wake.set())
-        due = self._next(stream)
+        sender: asyncio.Future[None] = asyncio.create_task(self._send(stream, reader))
+        for task in (reader, sender):
+            task.add_done_callback(lambda _: wake.set())
         try:
             while self._pipeline.busy or not reader.done():
                 await wake.wait()
                 wake.clear()
-                await self._pipeline.flush()
-                if due.done() and not reader.done():
-                    for messages in columns.subscribe_responses(due.result()):
-                        await self._context.write(messages)
-                        await self._pipeline.flush()
-                    due = self._next(stream)
+                async with self._writing:
+                    await self._pipeline.flush()
+                if sender.done() and not reader.done():
+                    sender.result()
             reader.result()
         finally:
-            await pipeline.end(reader, due)
+            async with self._writing:
+                await pipeline.end(reader, sender)
 
-    def _next(self, stream: DispatchStream) -> asyncio.Future[calls.HandedOut]:
-        due = asyncio.ensure_future(stream.next_messages())
-        due.add_done_callback(lambda _: self._pipeline.wake.set())
-        return due
+    async def _send(self, stream: DispatchStream, reader: asyncio.Future[None]) -> None:
+        """Sends what is due until the caller is done."""
+        while True:
+            handed_out = await stream.next_messages()
+            for messages in columns.subscribe_responses(handed_out):
+                async with self._writing:
+                    if reader.done():
+                        return
+                    await self._context.write(messages)
 
     async def _read(self, stream: DispatchStream) -> None:
         while (data := await self._pipeline.read()) is not None:
