@@ -32,7 +32,7 @@ DAEMONS_PREFIX = "daemons/"
 _DEAD_OBJECTS_PREFIX = "dead_objects/"
 _TOPIC_ID_HASH_BYTES = 20
 _TOPIC_ID = re.compile(r"[a-z2-7]{32}")
-_NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z]+)?")
+_NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z_-]+)?")
 
 
 def topic_id(topic: str) -> str:
