@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 
 from daemon.durability import merging
-from storage_backends import commit, topic_manifest
+from storage_backends import collection, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
@@ -69,6 +69,13 @@ class MergingProcess:
     def merge_all(self, subscription_id: int = 0) -> LiveBucket:
         """All buckets of an index become one."""
         return self.merge(self.live(subscription_id))
+
+    def set_floor(self) -> None:
+        """No object that was started before now may be named from now on."""
+        for _ in range(2):
+            # The floor is at most the tip before it.
+            operation = collection.SetFloor[TopicManifest](floor=self.tip().head.number)
+            commit.commit(self._log, operation, writer="other", created_ms=0, deadline_s=1.0)
 
     def collect(self, sources: Sequence[LiveBucket]) -> None:
         """Deletes their objects, as garbage collection does when their time is over."""

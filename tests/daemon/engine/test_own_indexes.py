@@ -9,13 +9,14 @@ from collections.abc import Sequence, Set
 
 import pytest
 
-from daemon.errors import NotFound
+from daemon.errors import NotFound, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
 from tests.daemon.engine.calling import clear, get
 from tests.daemon.engine.test_crash_points import At
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests.support.fault_store import Call, Fault
+from tests.support.merging_process import MergingProcess
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=40", "journal.checkpoint_slots=5")
 BUCKETS = "/buckets/"
@@ -228,6 +229,24 @@ async def test_a_crash_at_the_manifest_of_a_seal_of_several_indexes_loses_nothin
     await one.until(lambda: one.dead)
     await work
     await client.check(await machines.served_by("one", *SMALL))
+
+
+async def test_a_seal_that_is_slower_than_the_orphan_floor_costs_the_shard_and_no_row(machines: EngineFixture) -> None:
+    one = await with_subscriptions(await machines.served_by("one"), "a", "b")
+    await one.add("t", 1, range(10), 20_000, subscription="a")
+    await one.add("t", 2, range(10), 20_000)
+    epoch = one.shards[0].epoch
+    held = one.pause("put", BUCKETS)
+    sealing = one.call(one.engine.requests.seal("t"))
+    await held.reached()
+    MergingProcess(machines.store).set_floor()
+    held.release()
+    with pytest.raises(Unavailable):
+        await sealing
+    await one.until(lambda: 0 in one.shards and one.shards[0].epoch > epoch)
+    await one.serving()
+    assert (await everything(one, "a")).positions == positions(1, range(10)) | positions(2, range(10))
+    assert (await everything(one, "b")).positions == positions(2, range(10))
 
 
 # ---- deletion
