@@ -144,6 +144,7 @@ class Withdrawals:
     def stage_cancel(self, asked: Asked) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
         """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged."""
         decision = self._decide(asked)
+        self._leave(decision)
         records = tuple(
             GoneRecord(
                 self._topic_id,
@@ -159,10 +160,10 @@ class Withdrawals:
         )
 
     def stage_reschedule(
-        self, asked: Asked, rows: Rows, *, floor_ms: int
+        self, asked: Asked, rows: Rows, *, floor_ms: int, admit: adding.Admit = adding.admit_all
     ) -> tuple[tuple[RescheduleRecord, ...], RescheduleOutcome]:
         """The same, for new rows of the positions, in their order. `floor_ms`: in the shared index all of them are
-        stored later.
+        stored later. `admit` is asked about what changes before anything does.
         """
         decision = self._decide(asked)
         records = []
@@ -175,6 +176,9 @@ class Withdrawals:
             new = raised_rows if number == SHARED else rows
             new = new if leave.chosen.all() else new.take(leave.chosen)
             records.append(RescheduleRecord(self._topic_id, self._incarnation, number, new))
+        if records:
+            admit([record.rows for record in records])
+        self._leave(decision)
         return tuple(records), RescheduleOutcome(
             decision.leaving_rows,
             decision.not_found,
@@ -185,7 +189,7 @@ class Withdrawals:
         )
 
     def _decide(self, asked: Asked) -> _Decision:
-        """What leaves of each index, and is leaving from now on."""
+        """What may leave of each index."""
         waiting, due, held = (np.zeros(asked.rows, np.bool_) for _ in range(3))
         found: list[tuple[_Part, Mask]] = []
         for part in asked.parts:
@@ -202,10 +206,14 @@ class Withdrawals:
             if chosen.any():
                 keys = part.named if chosen.all() else bitmap_of(part.keys[chosen])
                 leaves.append(_Leave(part.index, chosen, keys))
-                self._indexes.leaving |= leaves[-1].keys
         not_found = ~(waiting | due)
         leaving_rows = int(np.count_nonzero(waiting & ~due))
         return _Decision(tuple(leaves), leaving_rows, _rows(not_found), _rows(due & ~held), _rows(held))
+
+    def _leave(self, decision: _Decision) -> None:
+        """It is leaving from now on."""
+        for leave in decision.leaves:
+            self._indexes.leaving |= leave.keys
 
     def _held_among(self, passed: BitMap64) -> BitMap64:
         return BitMap64.union(BitMap64(), *[state.held_among(passed) for state in self._subscriptions.values()])

@@ -73,6 +73,10 @@ class TopicQuotas:
             self._rates.check(caller.client, self._environment.clock.elapsed_s())
         return Admission(self, caller, rows, now_ms)
 
+    def move(self, *, now_ms: int) -> Admission:
+        """For one request that gives other times to rows that are pending: they come due in other seconds."""
+        return Admission(self, None, 0, now_ms, are_pending=True)
+
     def charge(self, caller: Caller, rows: int) -> None:
         """The caller's request of so many rows is accepted."""
         now_s = self._environment.clock.elapsed_s()
@@ -170,8 +174,12 @@ class TopicQuotas:
 class Admission:
     """The way of one request's rows into the topic: first `admit`, which changes nothing, then `staged`."""
 
-    def __init__(self, of: TopicQuotas, caller: Caller | None, rows: int, now_ms: int) -> None:
+    def __init__(
+        self, of: TopicQuotas, caller: Caller | None, rows: int, now_ms: int, *, are_pending: bool = False
+    ) -> None:
+        """`are_pending`: the rows are pending now."""
         self._quotas = of
+        self._are_pending = are_pending
         self._caller = caller
         self._request_rows = rows
         self._now_ms = now_ms
@@ -181,7 +189,7 @@ class Admission:
     def admit(self, accepted: Sequence[Rows]) -> None:
         """Whether the rows, those of each index, may come. Raises QuotaExceeded."""
         limits = self._quotas.limits
-        if limits.pending_rows_max or self._quotas.pending.rows_max:
+        if not self._are_pending and (limits.pending_rows_max or self._quotas.pending.rows_max):
             now_ms = np.uint64(self._now_ms)
             self._pending_rows = sum(int(np.count_nonzero(rows.deliver_at_ms > now_ms)) for rows in accepted)
             self._quotas.check_pending(self._pending_rows)

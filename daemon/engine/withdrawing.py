@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from daemon.core import limits
-from daemon.core.quotas import RowsOfSeconds
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import STALL_ANSWER_S
@@ -53,21 +52,21 @@ class Withdrawing:
 
     async def reschedule(self, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
         """Gives positions other times; what became of each. Raises NotFound, DelayTooLong, QuotaExceeded."""
-        core, quotas = self._topic.core, self._topic.quotas
-        await quotas.counted()
+        topic, core = self._topic, self._topic.core
+        await topic.quotas.counted()
         asked = await self._decidable(lambda: self._asked(subscription, batch.ledger_id, batch.entry_id))
-        self._topic.check_room()
+        topic.check_room()
         now_ms = self._environment.clock.now_ms()
         times = limits.absolute_times(
             batch.deliver_at_ms,
             batch.delay_ms,
             now_ms=now_ms,
-            delay_max_ms=self._topic.settings.request_limits.delay_max_ms,
+            delay_max_ms=topic.settings.request_limits.delay_max_ms,
         )
-        coming = quotas.check_due(times, now_ms=now_ms)
         rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
-        records, outcome = core.withdrawals.stage_reschedule(asked, rows, floor_ms=core.floor_ms)
-        await self._durable(records, coming)
+        admission = topic.quotas.move(now_ms=now_ms)
+        records, outcome = core.withdrawals.stage_reschedule(asked, rows, floor_ms=core.floor_ms, admit=admission.admit)
+        await self._durable(records, admission.staged)
         self._environment.metrics.withdrawn(
             core.name,
             "rescheduled",
@@ -107,13 +106,14 @@ class Withdrawing:
                     return asked
                 await topic.shard.commits.settled()
 
-    async def _durable(self, records: Sequence[Record], coming: RowsOfSeconds | None = None) -> None:
-        """`coming`: the rows that come due at other times now, where these are counted."""
+    async def _durable(
+        self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
+    ) -> None:
+        """`staged` hears of the slot of the records."""
         commits = self._topic.shard.commits
         if records:
             slot = commits.stage(*records)
-            if coming is not None:
-                self._topic.quotas.take(slot, rows=0, coming=coming)
+            staged(slot)
             await asyncio.shield(slot)
         else:
             await commits.confirmed()

@@ -64,9 +64,11 @@ def requests_pass_while_the_topic_is_trimmed(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
-    async def durable(self: Withdrawing, records: Any) -> None:
+    async def durable(self: Withdrawing, records: Any, *staged: Any) -> None:
         if records:
-            _ = self._topic.shard.commits.stage(*records)
+            slot = self._topic.shard.commits.stage(*records)
+            for hears in staged:
+                hears(slot)
 
     patch.setattr(Withdrawing, "_durable", durable)
 
@@ -74,9 +76,9 @@ def the_answer_does_not_wait_for_its_slot(patch: pytest.MonkeyPatch) -> None:
 def that_there_is_nothing_is_said_without_asking_the_store(patch: pytest.MonkeyPatch) -> None:
     durable = Withdrawing._durable
 
-    async def at_once(self: Withdrawing, records: Any) -> None:
+    async def at_once(self: Withdrawing, records: Any, *staged: Any) -> None:
         if records:
-            await durable(self, records)
+            await durable(self, records, *staged)
 
     patch.setattr(Withdrawing, "_durable", at_once)
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from daemon.errors import DelayTooLong, InvalidArgument, NotFound, TarryError
+from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import TopicPolicy
 from tests.daemon.engine.calling import (
     acknowledge,
@@ -197,6 +197,24 @@ async def test_a_refused_request_changes_nothing(machines: EngineFixture) -> Non
     receiver = await one.receiver("t")
     await receiver.received(3)
     assert [row[2] for row in receiver.rows] == [receiver.rows[0][2]] * 3
+
+
+async def test_a_reschedule_plans_no_burst_and_is_no_new_row(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    policy = TopicPolicy(due_rows_per_second_max=5, pending_rows_max=10)
+    await one.call(one.engine.requests.set_topic_policy("t", policy))
+    for number in range(2):
+        await one.add("t", 1, range(5 * number, 5 * number + 5), delay_ms=60_000 + 2_000 * number)
+    with pytest.raises(QuotaExceeded, match="due_rows_per_second_max is 5"):
+        await reschedule(one, 1, [0], 62_000)
+    assert not one.topic("t").core.indexes.leaving
+    assert results(await reschedule(one, 1, [0, 1, 2, 3, 4], 70_000))[0] == 5
+    with pytest.raises(QuotaExceeded, match="due_rows_per_second_max is 5"):
+        await reschedule(one, 1, [5], 70_000)
+    assert results(await reschedule(one, 1, [77], 70_000)) == (0, [0], [], [])
+    receiver = await one.receiver("t")
+    await receiver.received(10)
+    assert [row[1] for row in receiver.rows] == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
 
 
 @withdrawals
