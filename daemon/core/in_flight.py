@@ -4,10 +4,10 @@ Owns: the table from key to the time a position was handed out with, and to the 
 lease, which is a number of its own.
 Does not own: permits, order and what an acknowledgement does (`subscription`, `index`).
 
-A dispatcher mostly acknowledges a batch whole and as it came: the latest batches are kept so and found by comparing
-columns. All others are in a few runs sorted by key, each at least twice as long as the next; a row that leaves is
-marked, and a run without living rows is dropped, so that taking positions costs a few binary searches and no object a
-row.
+A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
+so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a
+row that leaves is marked, and a run without living rows is dropped, so that taking positions costs a few binary
+searches and no object a row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -26,9 +27,10 @@ from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
-# Batches that are kept as they were handed out.
-BATCHES_MAX = 32
-BATCHES_SORTED_IN = 16
+# Batches that are kept as they were handed out. Of more the oldest are sorted in, several together: they may be of one
+# row each.
+BATCHES_MAX = 1024
+BATCHES_SORTED_IN = 512
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +55,8 @@ class InFlight:
     """The IN_FLIGHT positions of one subscription."""
 
     def __init__(self) -> None:
-        self._batches: list[_Batch] = []
+        # In the order in which they were handed out, by their first keys.
+        self._batches: dict[int, _Batch] = {}
         self._runs: list[_Run] = []
         self._living = 0
         self._held: collections.Counter[int] = collections.Counter()
@@ -71,11 +74,10 @@ class InFlight:
             return
         self._held[dispatcher] += len(rows)
         self._living += len(rows)
-        self._batches.append(_Batch(rows, dispatcher))
+        self._batches[int(rows.keys[0])] = _Batch(rows, dispatcher)
         if len(self._batches) > BATCHES_MAX:
-            # Several together, since they may be of one row each.
-            self._sort_in(self._batches[:BATCHES_SORTED_IN])
-            del self._batches[:BATCHES_SORTED_IN]
+            oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
+            self._sort_in([self._batches.pop(first_key) for first_key in oldest])
 
     def _sort_in(self, batches: Sequence[_Batch]) -> None:
         rows = KeyedRows.concat([batch.rows for batch in batches])
@@ -90,44 +92,50 @@ class InFlight:
 
     def _sort_all_in(self) -> None:
         if self._batches:
-            self._sort_in(self._batches)
-            self._batches = []
+            self._sort_in(list(self._batches.values()))
+            self._batches = {}
 
     def take(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> Mask:
         """Removes the positions that are in the table with that time; a mask of those removed.
 
         A key that is named twice is removed once.
         """
-        if self._take_whole(keys, deliver_at_ms):
-            return np.ones(len(keys), np.bool_)
-        self._sort_all_in()
+        taken = self._take_whole(keys, deliver_at_ms)
         found = np.zeros(len(keys), np.bool_)
+        found[:taken] = True
+        if taken == len(keys):
+            return found
+        self._sort_all_in()
         for run in self._runs:
-            hits, places = _found(run, keys, deliver_at_ms)
+            hits, places = _found(run, keys[taken:], deliver_at_ms[taken:])
             if not len(hits):
                 continue
             self._leave(run, places)
-            found[hits] = True
+            found[taken:][hits] = True
             if found.all():
                 break
         self._runs = [run for run in self._runs if run.living]
         return found
 
-    def _take_whole(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> bool:
-        """Removes the batch that was handed out with exactly these columns; whether there is one."""
-        for number, batch in enumerate(self._batches):
-            mine = batch.rows
-            if (
-                len(mine) == len(keys)
-                and mine.keys[0] == keys[0]
-                and np.array_equal(mine.keys, keys)
-                and np.array_equal(mine.rows.deliver_at_ms, deliver_at_ms)
+    def _take_whole(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> int:
+        """Removes the batches that the columns begin with, each as it was handed out; how many rows these are."""
+        taken = 0
+        while taken < len(keys):
+            first_key = int(keys[taken])
+            batch = self._batches.get(first_key)
+            if batch is None:
+                break
+            mine, end = batch.rows, taken + len(batch.rows)
+            if not (
+                np.array_equal(mine.keys, keys[taken:end])
+                and np.array_equal(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])
             ):
-                del self._batches[number]
-                self._living -= len(keys)
-                self._release(batch.dispatcher, len(keys))
-                return True
-        return False
+                break
+            del self._batches[first_key]
+            self._living -= len(mine)
+            self._release(batch.dispatcher, len(mine))
+            taken = end
+        return taken
 
     def move(
         self,
@@ -164,7 +172,7 @@ class InFlight:
 
     def among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are in the table."""
-        found = BitMap64.union(BitMap64(), *[batch.keys & keys for batch in self._batches])
+        found = BitMap64.union(BitMap64(), *[batch.keys & keys for batch in self._batches.values()])
         asked = keys_of(keys)
         for run in self._runs:
             places = np.searchsorted(run.rows.keys, asked)
@@ -175,7 +183,7 @@ class InFlight:
     def keys(self) -> BitMap64:
         """All positions of the table."""
         sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
-        return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches])
+        return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches.values()])
 
     def _take_where(self, condition: Callable[[_Run], Mask]) -> KeyedRows:
         self._sort_all_in()

@@ -45,6 +45,8 @@ class DispatchStream:
         self._topic = topic
         self._changed = asyncio.Event()
         self._ended: Exception | None = None
+        # As many as may be taken at once: before there are more the others have a turn.
+        self._took_many = False
 
     def grant(self, permits: int) -> None:
         """That many more rows may be handed out."""
@@ -78,10 +80,16 @@ class DispatchStream:
             while True:
                 if self._ended is not None:
                     raise self._ended
+                if self._took_many:
+                    self._took_many = False
+                    await self._topic.pace.give_way()
+                    continue
                 if self.permits and line.is_turn_of(self):
-                    rows = self._topic.hand_out(self.state, self.dispatcher, min(self.permits, MESSAGES_ROWS_MAX))
+                    limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
+                    rows = self._topic.hand_out(self.state, self.dispatcher, limit)
                     if len(rows):
                         self.permits -= len(rows)
+                        self._took_many = len(rows) == limit
                         return HandedOut(self.epoch, rows.rows)
                 self._changed.clear()
                 await self._changed.wait()

@@ -14,6 +14,7 @@ import weakref
 from typing import Protocol
 
 from daemon.engine.environment import Clock
+from daemon.engine.pace import Pace
 
 # The wall clock may step while the loop sleeps: it looks again at least this often; a tick is at most that.
 SLEEP_MAX_MS = 500
@@ -40,9 +41,10 @@ class Sleeper(Protocol):
 
 
 class DueLoop:
-    """Wakes sleepers, each at a multiple of its tick."""
+    """Wakes sleepers, each at a multiple of its tick. `pace`: how much a sleeper does when it is woken."""
 
     def __init__(self, clock: Clock) -> None:
+        self.pace = Pace()
         self._clock = clock
         # Who is no more is not kept until its time.
         self._heap: list[tuple[int, int, weakref.ref[Sleeper]]] = []
@@ -90,11 +92,11 @@ class DueLoop:
                 else:
                     self.schedule(sleeper, again_ms)
                 if loop.time() >= turn_ends_s:
-                    await asyncio.sleep(0)
+                    await self.pace.give_way()
                     turn_ends_s = loop.time() + TURN_S
             if due and self._heap and self._heap[0][0] <= now_ms:
                 # More is due: streams and requests have their turn first.
-                await asyncio.sleep(0)
+                await self.pace.give_way()
                 continue
             await self._sleep()
 

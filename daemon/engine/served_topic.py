@@ -34,6 +34,7 @@ from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.leases import Leases
+from daemon.engine.pace import Pace
 from daemon.engine.segment_loading import SegmentLoader
 from daemon.engine.topic_gate import TopicGate
 from daemon.engine.topic_quotas import TopicQuotas
@@ -44,9 +45,9 @@ from storage_backends.formats.manifest import TopicPolicy
 
 log = logging.getLogger(__name__)
 
-# Rows that a topic passes in one turn, and that a backlog is read again by.
-PASS_ROWS = 20_000
-CATCH_UP_ROWS = 20_000
+# Portions that a topic passes in one turn, and that a backlog is read again by: they cost less than handing out.
+PASS_PORTIONS = 2
+CATCH_UP_PORTIONS = 1
 # A subscription that is behind is read on for when READY has fewer rows.
 READY_LOW_ROWS = 20_000
 # Buckets that wait for their seal before adds are refused.
@@ -385,6 +386,11 @@ class ServedTopic:
         """Wake-ups are batched by as much."""
         return self.settings.tick_ms
 
+    @property
+    def pace(self) -> Pace:
+        """How much is done before others have their turn."""
+        return self._due_loop.pace
+
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
         if self._ended is None:
@@ -414,8 +420,8 @@ class ServedTopic:
         return self._next_wake_ms()
 
     def pass_due(self, now_ms: int) -> int:
-        """Passes rows that are due and in memory, about PASS_ROWS of them; how many."""
-        passed = self.core.pass_due(now_ms, PASS_ROWS)
+        """Passes rows that are due and in memory, some portions of them; how many."""
+        passed = self.core.pass_due(now_ms, PASS_PORTIONS * self.pace.rows)
         if passed:
             for state in self.core.subscriptions.values():
                 self.notify(state)
@@ -451,7 +457,7 @@ class ServedTopic:
             or number in self._behind
         ):
             return
-        needed = self.core.catch_up(state, CATCH_UP_ROWS)
+        needed = self.core.catch_up(state, CATCH_UP_PORTIONS * self.pace.rows)
         if needed:
             task = self._behind[number] = asyncio.ensure_future(self._load(needed))
             task.add_done_callback(lambda task: self._read_on_after(state, task))

@@ -19,6 +19,7 @@ actions = st.one_of(
     st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
     st.tuples(st.just("move"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("take whole"), st.integers(0, 9), st.integers(0, 1)),
+    st.tuples(st.just("take together"), st.lists(st.integers(0, 9), min_size=2, max_size=4), st.just(0)),
     st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
     st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
 )
@@ -57,6 +58,16 @@ def check(steps: list[tuple[str, object, int]]) -> None:
                 wanted = [key in expected and expected[key][0] == time for key, time in claims]
                 assert table.take(batch.keys, times).tolist() == wanted
                 expected = {key: each for key, each in expected.items() if (key, each[0]) not in claims}
+        elif action == "take together":
+            if handed_out:
+                batches = [handed_out[number % len(handed_out)] for number in argument]  # type: ignore[attr-defined]
+                batch = KeyedRows.concat(batches)
+                wanted = []
+                for claim in zip(batch.keys.tolist(), batch.rows.deliver_at_ms.tolist(), strict=True):
+                    wanted.append(claim[0] in expected and expected[claim[0]][0] == claim[1])
+                    if wanted[-1]:
+                        del expected[claim[0]]
+                assert table.take(batch.keys, batch.rows.deliver_at_ms).tolist() == wanted
         elif action == "take":
             claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
             wanted = []
