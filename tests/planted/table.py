@@ -14,6 +14,7 @@ from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
 from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
+from tests.daemon.engine import test_planted_bugs_of_buckets as buckets
 from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
 from tests.models import test_protocol_models as models
 from tests.planted import rules, state
@@ -62,6 +63,7 @@ def of_other_suites() -> tuple[Row, ...]:
         *_rows("orders of an owner and a collector", _names(collectors.BUGS)),
         *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
         *_rows("races of cancellations and reschedules", _names(plant for plant, _ in races.PLANTED)),
+        *_rows("own indexes, and merges by others", _names(plant for plant, _ in buckets.PLANTED)),
         *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
         *_rows("model of commits", models.COMMITS_BUGS),
         *_rows("model of shards", models.SHARD_BUGS),
