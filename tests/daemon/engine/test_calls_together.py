@@ -19,7 +19,20 @@ import pytest
 
 from daemon.engine import calls
 from daemon.errors import TarryError
-from tests.daemon.engine.calling import Row, acknowledge, create, delete_topic, extend, get, rows_of, trim, up_to
+from tests.daemon.engine.calling import (
+    Row,
+    acknowledge,
+    cancel,
+    create,
+    delete_topic,
+    extend,
+    get,
+    reschedule,
+    results,
+    rows_of,
+    trim,
+    up_to,
+)
 from tests.support.engine_fixture import EngineFixture, Receiver, no_positions
 from tests.support.fault_store import Fault
 
@@ -51,10 +64,17 @@ class Trim:
 
 
 class Record:
-    """What was asked and answered."""
+    """What was asked and answered.
+
+    `times`: those that a row may have; several while a reschedule is not answered. `leaving`: what was asked to be
+    cancelled and not answered. `withdrawing`: what a request is about that is under way.
+    """
 
     def __init__(self) -> None:
-        self.times: dict[Position, int] = {}
+        self.times: dict[Position, set[int]] = {}
+        self.leaving: set[Position] = set()
+        self.cancelled: set[Position] = set()
+        self.withdrawing: set[Position] = set()
         self.added: set[Position] = set()
         self.trims: list[Trim] = []
         self.acknowledging: dict[str, set[Position]] = {name: set() for name in SUBSCRIPTIONS}
@@ -65,22 +85,39 @@ class Record:
         for row in rows:
             position = row[:2]
             assert row[2] <= now_ms, f"{row} is early"
-            assert self.times[position] == row[2], f"{row} has another time"
+            assert row[2] in self.times[position], f"{row} has another time"
+            assert position not in self.cancelled, f"{row} was cancelled"
             assert position not in self.acknowledged[subscription], f"{row} was acknowledged"
             for each in self.trims:
                 gone = each.ended and subscription in each.scope and position in each.covered
                 assert not gone, f"{row} was trimmed"
         self.in_hand[subscription] += rows
 
+    def times_handed_out(self, position: Position) -> set[int]:
+        return {row[2] for rows in self.in_hand.values() for row in rows if row[:2] == position}
+
+    def answered(
+        self, positions: list[Position], outcome: tuple[int, list[int], list[int], list[int]]
+    ) -> set[Position]:
+        """What became of positions to cancel or to reschedule may be; those that were."""
+        left, not_found, already_due, in_flight = outcome
+        due = {positions[row] for row in already_due + in_flight}
+        missing = {positions[row] for row in not_found}
+        withdrawn = {*positions} - due - missing
+        assert len(withdrawn) == left
+        for name in SUBSCRIPTIONS:
+            assert not missing & self.must_be_left(name), "there, and not found"
+        return withdrawn
+
     def must_be_left(self, subscription: str) -> set[Position]:
-        left = self.added - self.acknowledging[subscription]
+        left = self.added - self.acknowledging[subscription] - self.leaving - self.cancelled
         for each in self.trims:
             if subscription in each.scope:
                 left = {position for position in left if not each.names(position)}
         return left
 
     def may_be_left(self, subscription: str) -> set[Position]:
-        left = set(self.times) - self.acknowledged[subscription]
+        left = set(self.times) - self.acknowledged[subscription] - self.cancelled
         for each in self.trims:
             if each.ended and subscription in each.scope:
                 left -= each.covered
@@ -101,6 +138,8 @@ class Story:
             *[self.acknowledge] * 5,
             *[self.get] * 4,
             *[self.trim] * 2,
+            *[self.cancel] * 2,
+            *[self.reschedule] * 3,
             self.extend,
             self.open,
             self.close,
@@ -113,7 +152,7 @@ class Story:
     async def run(self, actions: int) -> None:
         self.daemon = await self.machines.served_by("one", *SETTINGS)
         for name in SUBSCRIPTIONS:
-            await create(self.daemon, name)
+            self.since_ms = (await create(self.daemon, name)).since_ms
         under_way: set[asyncio.Task[None]] = set()
         for number in range(actions):
             action = self.random.choice(self.actions)
@@ -154,7 +193,7 @@ class Story:
         # The subscriptions were created before: a time that is not after theirs would be raised.
         due_ms = self.machines.now_ms() + 10 + delay_ms
         positions = [(ledger, entry) for entry in range(first, first + count)]
-        self.record.times |= dict.fromkeys(positions, due_ms)
+        self.record.times |= {position: {due_ms} for position in positions}
         columns = np.array(positions, np.uint64)
         batch = calls.AddBatch(
             columns[:, 0].copy(), columns[:, 1].copy(), np.full(count, due_ms, np.uint64), None, None, False
@@ -208,6 +247,55 @@ class Story:
         await trim(self.daemon, up_to(last, ledger), subscription=subscription)
         self.look()
         made.ended = True
+
+    def chosen(self) -> list[Position]:
+        """Some positions of one ledger that were added, and that no other request takes out."""
+        ledger = self.random.randrange(LEDGERS)
+        free = sorted(at for at in self.record.added - self.record.withdrawing if at[0] == ledger)
+        return self.random.sample(free[-20:], min(len(free[-20:]), self.random.randint(1, 8)))
+
+    async def cancel(self) -> None:
+        record, positions = self.record, self.chosen()
+        if not positions:
+            return
+        known = record.leaving & {*positions}
+        record.leaving |= {*positions}
+        record.withdrawing |= {*positions}
+        try:
+            outcome = results(await cancel(self.daemon, positions[0][0], [entry for _, entry in positions]))
+        finally:
+            record.withdrawing -= {*positions}
+        self.look()
+        record.leaving -= {*positions} - known
+        withdrawn = record.answered(positions, outcome)
+        for position in withdrawn:
+            assert not record.times_handed_out(position), f"{position} is cancelled, and was handed out"
+        record.cancelled |= withdrawn
+        # What is due was not cancelled before either.
+        record.leaving -= {positions[row] for row in outcome[2] + outcome[3]}
+
+    async def reschedule(self) -> None:
+        record, positions = self.record, self.chosen()
+        if not positions:
+            return
+        delay_ms = self.random.choice([-500, 0, 300, 2_000, 4_000])
+        due_ms = self.daemon.now_ms() + delay_ms
+        before = {position: set(record.times[position]) for position in positions}
+        record.withdrawing |= {*positions}
+        for position in positions:
+            record.times[position] |= {due_ms, self.since_ms + 1} if due_ms <= self.since_ms else {due_ms}
+        try:
+            answer = await reschedule(self.daemon, positions[0][0], [entry for _, entry in positions], delay_ms)
+        finally:
+            record.withdrawing -= {*positions}
+        self.look()
+        withdrawn = record.answered(positions, results(answer))
+        for position in positions:
+            if position in withdrawn:
+                record.times[position] -= before[position] - {due_ms}
+                assert record.times_handed_out(position) <= record.times[position], f"{position} came with another time"
+            else:
+                record.times[position] = before[position]
 
     async def open(self) -> None:
         subscription = self.random.choice(SUBSCRIPTIONS)
