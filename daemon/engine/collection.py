@@ -117,8 +117,9 @@ class Collection:
 
     async def run(self) -> None:
         """Gives every shard its passes, until it is cancelled."""
+        look_s = min(LOOK_S, self._environment.config.collection.interval_s)
         while True:
-            await self._environment.sleep(LOOK_S)
+            await self._environment.sleep(look_s)
             self._look()
             for known in list(self._known.values()):
                 if known.next_s <= self._environment.clock.elapsed_s() and known.shard.loading.ended.is_set():

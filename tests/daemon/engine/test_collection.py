@@ -298,6 +298,32 @@ async def test_an_owner_seals_on_though_the_floor_was_moved_behind_its_last_mani
     assert one.engine.health.serving
 
 
+async def test_a_seal_that_takes_longer_than_the_floor_is_begun_anew_and_loses_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *ON_REQUEST)
+    receiver = await one.receiver("t")
+    await one.add("t", 1, range(20), delay_ms=FAR_MS)
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
+    held = one.pause("put", BUCKETS)
+    await one.add("t", 2, range(10), delay_ms=1_000)
+    await one.add("t", 2, range(10, 20), delay_ms=FAR_MS)
+    await held.reached()
+    await receiver.received(10)
+    await receiver.acknowledge(receiver.rows[:5])
+    await one.call(one.engine.requests.set_topic_policy("t", calls.TopicPolicy(delay_max_ms=2 * FAR_MS)))
+    machines.store.put(names.bucket_key(0, names.topic_id("t"), 1, "LEFT"), b"rows")
+    pass_hours(machines, 25)
+    assert (await collect(one)).summary.orphans.objects == 1
+    held.release()
+    # The shard is taken over anew: the rows are in the journal still.
+    await one.until(lambda: shard_tip(machines).epoch == 2 and one.engine.health.serving and one.engine.loaded)
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 2)
+    assert one.topic("t").core.indexes.pending_rows == 30
+    again = await one.receiver("t")
+    await again.received(5)
+    await asyncio.sleep(30)
+    assert again.positions == receiver.positions - {row[:2] for row in receiver.rows[:5]}
+
+
 async def test_checkpoints_that_were_replaced_go_after_their_grace(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *ON_REQUEST, "journal.checkpoint_slots=2")
     for number in range(12):
