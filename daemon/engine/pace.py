@@ -5,7 +5,7 @@ Does not own: what is done (`served_topic`, `dispatch`), and whose turn it is am
 
 Nothing can be done about a loop that has too much to do, but who has much to do is asked to do it in smaller portions
 the longer the others' turn takes: they are late by as much. A loop with nothing else to do comes round at once, and the
-portions are large again.
+portions grow.
 """
 
 from __future__ import annotations
@@ -19,22 +19,33 @@ TURN_S = 0.004
 # A turn that takes longer makes portions so much smaller, and another one larger.
 SHRINK = 0.5
 GROW = 1.3
+# What was found out is forgotten after this time: whoever begins then begins with little.
+FORGET_S = 1.0
 
 
 class Pace:
-    """One for each event loop. `rows`: how many to do at once, and to let the others have their turn after."""
+    """One for each event loop."""
 
     def __init__(self) -> None:
-        self.rows = ROWS_MOST
+        self._loop = asyncio.get_running_loop()
+        self._rows = ROWS_LEAST
+        self._noted_s = self._loop.time()
+
+    @property
+    def rows(self) -> int:
+        """How many to do at once; then `give_way`."""
+        if self._loop.time() - self._noted_s > FORGET_S:
+            self._rows = ROWS_LEAST
+        return self._rows
 
     async def give_way(self) -> None:
         """The others have their turn. Call after a portion that was used up."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s = self._loop.time()
         await asyncio.sleep(0)
-        self.noted(loop.time() - began_s)
+        self.noted(self._loop.time() - began_s)
 
     def noted(self, turn_s: float) -> None:
         """The others' turn took so long."""
         factor = GROW if turn_s <= TURN_S else SHRINK
-        self.rows = max(ROWS_LEAST, min(ROWS_MOST, int(self.rows * factor)))
+        self._rows = max(ROWS_LEAST, min(ROWS_MOST, int(self.rows * factor)))
+        self._noted_s = self._loop.time()
