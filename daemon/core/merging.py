@@ -19,7 +19,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.bucket import GoneSet
-from daemon.core.positions import KeyedRows, PageTable, contained
+from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, contained, pages_of, within
 from daemon.core.runs import SortedRun, earliest, in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.errors import InvariantViolated
@@ -100,7 +100,7 @@ def _fewest_rows(ordered: Sequence[Candidate], length: int, rows_max: int) -> in
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class MergedBucket:
-    """A bucket of the manifest that was merged from others, in the keys of its index.
+    """A bucket of the manifest that was merged from others, in the keys of its index; to be taken over once.
 
     `positions`: of all of its rows. `kept`: by source, those that came from it; also of what its sources were merged
     from, so that whoever missed a merge in between finds the buckets that it knows.
@@ -155,44 +155,79 @@ def inherited(
     *,
     boundary_ms: int,
 ) -> SealedBucket:
-    """The merged bucket as the index serves it from now on. O(bitmaps), and O(rows) of what was loaded.
+    """The merged bucket as the index serves it from now on. Its sets are those of `merged` and of the sources, which
+    are of no use any more. As much work as what is gone, passed or acknowledged, and what was loaded; little for the
+    rest.
 
     `sources`: those of its sources that the index serves. `boundary_ms`: no row that has been passed is due later.
     `loaded`: the segments that `segments_needed` names. Raises InvariantViolated when it does not hold what it must.
     """
-    _check_kept(merged, sources)
-    present = BitMap64.union(BitMap64(), *[source.present for source in sources])
-    if len(present) != sum(source.present_rows for source in sources):
-        raise InvariantViolated(f"bucket {merged.name}: two of its sources hold one position")
-    bucket = SealedBucket(
-        merged.live, merged.segments, present=present, gone=GoneSet(merged.positions - present), pages=pages
-    )
-    bucket.passed = BitMap64.union(BitMap64(), *[source.passed for source in sources])
-    bucket.passed_rows = sum(source.passed_rows for source in sources)
-    for source in sources:
-        for number, keys in source.acknowledged.items():
-            if keys:
-                bucket.acknowledged_by(number).update(keys)
-    _place(bucket, loaded, boundary_ms)
-    return bucket
-
-
-def _check_kept(merged: MergedBucket, sources: Iterable[SealedBucket]) -> None:
     if len(merged.positions) != merged.live.rows:
         raise InvariantViolated(
             f"bucket {merged.name} has {merged.live.rows} rows, and {len(merged.positions)} positions"
         )
+    gone = _gone(merged, sources)
+    present = merged.positions
+    present -= gone
+    _check_present(merged, sources)
+    bucket = SealedBucket(merged.live, merged.segments, present=present, gone=GoneSet(gone), pages=pages)
+    bucket.passed = _united([source.passed for source in sources])
+    bucket.passed_rows = sum(source.passed_rows for source in sources)
+    for number in {number for source in sources for number in source.acknowledged}:
+        found = [source.acknowledged[number] for source in sources if number in source.acknowledged]
+        bucket.acknowledged[number] = _united(found)
+    _place(bucket, loaded, boundary_ms)
+    return bucket
+
+
+def _gone(merged: MergedBucket, sources: Sequence[SealedBucket]) -> BitMap64:
+    """What of the merged bucket has left since the merge was planned."""
+    gone = BitMap64()
+    kept_rows = 0
     for source in sources:
-        missing = source.present - (merged.kept.get(source.name, BitMap64()) & merged.positions)
-        if missing:
+        kept = merged.kept[source.name]
+        kept_rows += len(kept)
+        for part in () if source.gone is None else source.gone.freeze():
+            gone |= part & kept
+        # Of a page that no row of the source was on when it was loaded, which may have had another ordinal then.
+        for page in pages_of(kept) - source.pages:
+            gone |= within(kept, [(page << PAGE_BITS, (page + 1 << PAGE_BITS) - 1)])
+    if kept_rows < len(merged.positions):
+        # A source that is not served any more: every row of it is gone.
+        others = merged.positions.copy()
+        for source in sources:
+            others -= merged.kept[source.name]
+        gone |= others
+    return gone
+
+
+def _check_present(merged: MergedBucket, sources: Iterable[SealedBucket]) -> None:
+    """What is gone of a source is in none of its rows that are present: so equal numbers mean the same rows."""
+    rows = 0
+    for source in sources:
+        rows += source.present_rows
+        if not source.present <= merged.positions:
+            missing = source.present - merged.positions
             raise InvariantViolated(
                 f"bucket {merged.name} does not hold {len(missing)} rows of its source {source.name} that are not gone"
             )
+    if len(merged.positions) != rows:
+        raise InvariantViolated(
+            f"bucket {merged.name} has {len(merged.positions)} rows that are not gone, its sources have {rows}"
+        )
+
+
+def _united(sets: Sequence[BitMap64]) -> BitMap64:
+    """The union, in the largest of the sets."""
+    united = max(sets, key=len, default=BitMap64())
+    for each in sets:
+        if each is not united:
+            united |= each
+    return united
 
 
 def _place(bucket: SealedBucket, loaded: Mapping[int, KeyedRows], boundary_ms: int) -> None:
     """Puts the head behind every row that is due by the boundary; those among them that wait are late ones."""
-    waiting = bucket.present - bucket.passed
     table = bucket.table
     late = []
     head_row = 0
@@ -203,7 +238,8 @@ def _place(bucket: SealedBucket, loaded: Mapping[int, KeyedRows], boundary_ms: i
         if segment is not None:
             due_rows = int(np.searchsorted(segment.rows.deliver_at_ms, np.uint64(boundary_ms), side="right"))
             due = segment.take(slice(0, due_rows))
-            late.append(due.take(contained(due.keys, waiting)))
+            waiting = contained(due.keys, bucket.present) & ~contained(due.keys, bucket.passed)
+            late.append(due.take(waiting))
             head_row = first + due_rows
         elif int(table.max_ms[number]) <= boundary_ms:
             head_row = end
