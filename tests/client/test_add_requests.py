@@ -45,6 +45,7 @@ class Story:
         self.dice = random.Random(seed)
         self.requests: add_requests.AddRequests[Answer] = add_requests.AddRequests(
             "topic",
+            None,
             in_flight=IN_FLIGHT,
             rows_max=10,
             bytes_max=2**20,

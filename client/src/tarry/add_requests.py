@@ -37,11 +37,21 @@ class _InFlight(Generic[Answer]):
 class AddRequests(Generic[Answer]):
     """`Answer` is the driver's kind of future, made by it and given back in what is settled."""
 
-    def __init__(self, topic: str, *, in_flight: int, rows_max: int, bytes_max: int, policy: retry.RetryPolicy) -> None:
+    def __init__(
+        self,
+        topic: str,
+        subscription: str | None,
+        *,
+        in_flight: int,
+        rows_max: int,
+        bytes_max: int,
+        policy: retry.RetryPolicy,
+    ) -> None:
         """Raises InvalidArgument."""
         if in_flight < 1:
             raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
         self._topic = wire.utf8("topic", topic)
+        self._subscription = wire.utf8("subscription", subscription or "")
         self._in_flight_max = in_flight
         self._rows_max = rows_max
         self._bytes_max = bytes_max
@@ -81,7 +91,7 @@ class AddRequests(Generic[Answer]):
             ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
         )
         for first, part in rows.requests(self._rows_max, self._bytes_max):
-            yield first, wire.encode_add(self._topic, part, already_due)
+            yield first, wire.encode_add(self._topic, part, already_due, self._subscription)
 
     def begin(self, add: bytes, answer: Answer, deadline: retry.Deadline) -> None:
         """Sends a request. Raises what ended the stream."""

@@ -87,6 +87,13 @@ class Asking:
 
         Raises the failure that a retry does not cure, DeadlineExceeded, Closed.
         """
+        response, _ = yield from self.ask_and_tell(method, request, topic=topic)
+        return response
+
+    def ask_and_tell(
+        self, method: Method[Response], request: bytes | Callable[[], bytes], *, topic: str | None
+    ) -> Plan[tuple[Response, bool]]:
+        """The same; also whether an earlier attempt may have been carried out, and its answer was lost."""
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0
@@ -95,7 +102,7 @@ class Asking:
             encoded = request if isinstance(request, bytes) else request()
             try:
                 response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
-                return response
+                return response, may_have_landed
             except errors.TarryError as failure:
                 error = failure
             error.attempts = attempt

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import math
 
-from tarry import attempts, batch, columns, errors, policies, results, retry, wire
+from tarry import attempts, batch, columns, errors, inspection, policies, results, retry, wire
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 ADD = attempts.Method("/tarry.v1.DelayedDelivery/AddMessages", delayed_delivery_pb2.AddMessagesResponse.FromString)
+CANCEL = attempts.Method(
+    "/tarry.v1.DelayedDelivery/CancelMessages", delayed_delivery_pb2.CancelMessagesResponse.FromString
+)
+RESCHEDULE = attempts.Method(
+    "/tarry.v1.DelayedDelivery/RescheduleMessages", delayed_delivery_pb2.RescheduleMessagesResponse.FromString
+)
 CONTAINS = attempts.Method(
     "/tarry.v1.DelayedDelivery/ContainsMessages", delayed_delivery_pb2.ContainsMessagesResponse.FromString
 )
@@ -38,9 +44,14 @@ LIST_BUCKETS = attempts.Method("/tarry.v1.Inspect/ListBuckets", inspect_pb2.List
 LIST_SUBSCRIPTIONS = attempts.Method(
     "/tarry.v1.Inspect/ListSubscriptions", inspect_pb2.ListSubscriptionsResponse.FromString
 )
+LIST_SCHEDULED = attempts.Method("/tarry.v1.Inspect/ListScheduled", inspect_pb2.ListScheduledResponse.FromString)
+GET_HISTOGRAM = attempts.Method("/tarry.v1.Inspect/GetHistogram", inspect_pb2.GetHistogramResponse.FromString)
+LIST_BACKLOG = attempts.Method("/tarry.v1.Inspect/ListBacklog", inspect_pb2.ListBacklogResponse.FromString)
 SET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/SetTopicPolicy", admin_pb2.SetTopicPolicyResponse.FromString)
 GET_TOPIC_POLICY = attempts.Method("/tarry.v1.Admin/GetTopicPolicy", admin_pb2.GetTopicPolicyResponse.FromString)
 SEAL = attempts.Method("/tarry.v1.Admin/SealBucket", admin_pb2.SealBucketResponse.FromString)
+MERGE = attempts.Method("/tarry.v1.Admin/MergeBuckets", admin_pb2.MergeBucketsResponse.FromString)
+COLLECT_GARBAGE = attempts.Method("/tarry.v1.Admin/CollectGarbage", admin_pb2.CollectGarbageResponse.FromString)
 DELETE_TOPIC = attempts.Method("/tarry.v1.Admin/DeleteTopic", admin_pb2.DeleteTopicResponse.FromString)
 LOOKUP = attempts.Method("/tarry.v1.Cluster/LookupTopic", cluster_pb2.LookupTopicResponse.FromString)
 
@@ -72,18 +83,61 @@ class Calls:
         delay_ms: columns.Column | None,
         key_hash: columns.Column | None,
         already_due: results.AlreadyDue,
+        subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.AddResult]:
         asking = self._asking(timeout_s)
-        name = wire.utf8("topic", topic)
+        name, receiver = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
         rows = columns.add_columns(
             ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
         )
         parts = []
         for first, part in rows.requests(self.rows_max, self.bytes_max):
-            message = yield from asking.ask(ADD, wire.encode_add(name, part, already_due), topic=topic)
+            message = yield from asking.ask(ADD, wire.encode_add(name, part, already_due, receiver), topic=topic)
             parts.append((first, results.AddResult.from_message(message)))
         return results.AddResult.merge(parts)
+
+    def cancel(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        subscription: str | None,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.Cancelled]:
+        asking = self._asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
+        parts, first = [], 0
+        for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
+            message, retried = yield from asking.ask_and_tell(CANCEL, wire.encode_cancel(*names, part), topic=topic)
+            parts.append((first, results.Cancelled.from_message(message, may_have_landed=retried)))
+            first += len(part)
+        return results.Cancelled.merge(parts)
+
+    def reschedule(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None,
+        delay_ms: columns.Column | None,
+        key_hash: columns.Column | None,
+        subscription: str | None,
+        timeout_s: float | None,
+    ) -> attempts.Plan[results.Rescheduled]:
+        asking = self._asking(timeout_s)
+        names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
+        rows = columns.add_columns(
+            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
+        )
+        parts = []
+        for first, part in rows.requests(self.rows_max, self.bytes_max):
+            request = wire.encode_reschedule(*names, part)
+            message, retried = yield from asking.ask_and_tell(RESCHEDULE, request, topic=topic)
+            parts.append((first, results.Rescheduled.from_message(message, may_have_landed=retried)))
+        return results.Rescheduled.merge(parts)
 
     def contains(
         self,
@@ -231,35 +285,105 @@ class Calls:
 
     def topics_page(
         self, page_token: str, *, page_size: int, timeout_s: float | None
-    ) -> attempts.Plan[results.TopicPage]:
+    ) -> attempts.Plan[inspection.TopicPage]:
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListTopicsRequest(page_token=page_token, page_size=page_size)
         message = yield from self._asking(timeout_s).ask(LIST_TOPICS, request.SerializeToString(), topic=None)
-        return results.TopicPage.from_message(message)
+        return inspection.TopicPage.from_message(message)
 
-    def stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicStats]:
+    def stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[inspection.TopicStats]:
         _check_names(topic)
         request = inspect_pb2.GetTopicStatsRequest(topic=topic)
         message = yield from self._asking(timeout_s).ask(STATS, request.SerializeToString(), topic=topic)
-        return results.TopicStats.from_message(message)
+        return inspection.TopicStats.from_message(message)
 
     def buckets_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
-    ) -> attempts.Plan[results.BucketPage]:
+    ) -> attempts.Plan[inspection.BucketPage]:
         _check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListBucketsRequest(topic=topic, page_token=page_token, page_size=page_size)
         message = yield from self._asking(timeout_s).ask(LIST_BUCKETS, request.SerializeToString(), topic=topic)
-        return results.BucketPage.from_message(message)
+        return inspection.BucketPage.from_message(message)
 
     def subscriptions_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
-    ) -> attempts.Plan[results.SubscriptionPage]:
+    ) -> attempts.Plan[inspection.SubscriptionPage]:
         _check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListSubscriptionsRequest(topic=topic, page_token=page_token, page_size=page_size)
         message = yield from self._asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
-        return results.SubscriptionPage.from_message(message)
+        return inspection.SubscriptionPage.from_message(message)
+
+    def scheduled_page(
+        self,
+        topic: str,
+        page_token: str,
+        *,
+        from_ms: int | None,
+        until_ms: int | None,
+        ledgers: tuple[int, int] | None,
+        subscription: str | None,
+        page_size: int,
+        timeout_s: float | None,
+    ) -> attempts.Plan[inspection.ScheduledPage]:
+        _check_names(topic, subscription or "")
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListScheduledRequest(
+            topic=topic,
+            **_range("from_ms", from_ms, "until_ms", until_ms),
+            ledgers=_ledgers(ledgers),
+            subscription=subscription or "",
+            page_size=page_size,
+            page_token=page_token,
+        )
+        message = yield from self._asking(timeout_s).ask(LIST_SCHEDULED, request.SerializeToString(), topic=topic)
+        return inspection.ScheduledPage.from_message(message)
+
+    def histogram(
+        self,
+        topic: str,
+        *,
+        from_ms: int | None,
+        until_ms: int | None,
+        width_ms: int | None,
+        ledgers: tuple[int, int] | None,
+        subscription: str | None,
+        timeout_s: float | None,
+    ) -> attempts.Plan[inspection.Histogram]:
+        _check_names(topic, subscription or "")
+        columns.check_unsigned("width_ms", width_ms or 0, bits=64)
+        request = inspect_pb2.GetHistogramRequest(
+            topic=topic,
+            **_range("from_ms", from_ms, "until_ms", until_ms),
+            width_ms=width_ms or 0,
+            ledgers=_ledgers(ledgers),
+            subscription=subscription or "",
+        )
+        message = yield from self._asking(timeout_s).ask(GET_HISTOGRAM, request.SerializeToString(), topic=topic)
+        return inspection.Histogram.from_message(message)
+
+    def backlog_page(
+        self,
+        topic: str,
+        subscription: str,
+        page_token: str,
+        *,
+        ledgers: tuple[int, int] | None,
+        page_size: int,
+        timeout_s: float | None,
+    ) -> attempts.Plan[inspection.BacklogPage]:
+        _check_names(topic, subscription)
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListBacklogRequest(
+            topic=topic,
+            subscription=subscription,
+            ledgers=_ledgers(ledgers),
+            page_size=page_size,
+            page_token=page_token,
+        )
+        message = yield from self._asking(timeout_s).ask(LIST_BACKLOG, request.SerializeToString(), topic=topic)
+        return inspection.BacklogPage.from_message(message)
 
     def lookup(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicLocation]:
         _check_names(topic)
@@ -289,6 +413,21 @@ class Calls:
         message = yield from self._asking(timeout_s).ask(SEAL, request.SerializeToString(), topic=topic)
         return results.Sealed.from_message(message)
 
+    def merge(self, topic: str, buckets_max: int | None, *, timeout_s: float | None) -> attempts.Plan[results.Merged]:
+        _check_names(topic)
+        columns.check_unsigned("buckets_max", buckets_max or 0, bits=32)
+        request = admin_pb2.MergeBucketsRequest(topic=topic, buckets_max=buckets_max or 0)
+        message = yield from self._asking(timeout_s).ask(MERGE, request.SerializeToString(), topic=topic)
+        return results.Merged.from_message(message)
+
+    def collect_garbage(
+        self, *, dry_run: bool, force: bool, retry_dead_objects: bool, timeout_s: float | None
+    ) -> attempts.Send:
+        """Not a plan: many answers, and no second attempt."""
+        request = admin_pb2.CollectGarbageRequest(dry_run=dry_run, force=force, retry_dead_objects=retry_dead_objects)
+        remaining_s = self.deadline(timeout_s).remaining_s()
+        return attempts.Send(COLLECT_GARBAGE, request.SerializeToString(), self.owners.target, remaining_s)
+
     def delete_topic(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicDeleted]:
         _check_names(topic)
         request = admin_pb2.DeleteTopicRequest(topic=topic)
@@ -308,6 +447,23 @@ class Calls:
 def _check_names(topic: str, subscription: str = "") -> None:
     wire.utf8("topic", topic)
     wire.utf8("subscription", subscription)
+
+
+def _range(first_name: str, first: int | None, last_name: str, last: int | None) -> dict[str, int]:
+    """Both ends of a range of times; 0 where one is open. Raises InvalidArgument."""
+    for name, value in ((first_name, first), (last_name, last)):
+        columns.check_unsigned(name, value or 0, bits=64)
+    return {first_name: first or 0, last_name: last or 0}
+
+
+def _ledgers(ledgers: tuple[int, int] | None) -> inspect_pb2.LedgerRange | None:
+    """Raises InvalidArgument."""
+    if ledgers is None:
+        return None
+    first, last = ledgers
+    columns.check_unsigned("first_ledger_id", first, bits=64)
+    columns.check_unsigned("last_ledger_id", last, bits=64)
+    return inspect_pb2.LedgerRange(first_ledger_id=first, last_ledger_id=last)
 
 
 def _rest(

@@ -8,20 +8,16 @@ Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TypeVar
 
-from tarry import add_stream, batch, calls, columns, connections, policies, results, retry
+from tarry import add_stream, batch, calls, columns, connections, inspecting, operating, policies, results, retry
 from tarry.subscription import Subscription
-
-T = TypeVar("T")
 
 DEFAULT_TARGET = "127.0.0.1:7461"
 DEFAULT_TIMEOUT_S = 30.0
 
 
-class Client:
+class Client(inspecting.Inspecting, operating.Operating):
     """Thread-safe; a context manager. Nothing is sent before the first call.
 
     `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed.
@@ -69,12 +65,14 @@ class Client:
         delay_ms: columns.Column | None = None,
         key_hash: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.AddResult:
         """Adds positions and returns when every accepted row is durable.
 
         Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
         `deliver_at_ms` (Unix time in ms) and `delay_ms` is given. `key_hash` comes from `tarry.key_hash`.
+        `subscription`: the rows are for that one alone. Raises NotFound: no such subscription.
         A batch over the limits is sent as several requests: when one fails, those before it are durable.
 
         Example: `client.add("flights", 1, np.arange(1_000), delay_ms=5_000, key_hash=tarry.key_hash("N14228"))`
@@ -88,18 +86,77 @@ class Client:
                 delay_ms=delay_ms,
                 key_hash=key_hash,
                 already_due=already_due,
+                subscription=subscription,
                 timeout_s=timeout_s,
             )
         )
 
-    def add_stream(self, topic: str, *, in_flight: int = 16, timeout_s: float | None = None) -> add_stream.AddStream:
+    def add_stream(
+        self, topic: str, *, in_flight: int = 16, subscription: str | None = None, timeout_s: float | None = None
+    ) -> add_stream.AddStream:
         """A stream of batches with up to `in_flight` requests unanswered: the fast way to add much.
+
+        `subscription`: the rows are for that one alone.
 
         Example: `with client.add_stream("flights") as stream: stream.add(1, np.arange(1_000), delay_ms=5_000)`
         """
-        stream = add_stream.AddStream(self._connections, self._calls, topic, in_flight=in_flight, timeout_s=timeout_s)
+        stream = add_stream.AddStream(
+            self._connections, self._calls, topic, subscription, in_flight=in_flight, timeout_s=timeout_s
+        )
         self._streams.add(stream)
         return stream
+
+    def cancel(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Cancelled:
+        """Takes positions out of the index before they are due; what is counted as cancelled is never handed out.
+
+        In every index of the topic or in none; with `subscription` only in that one's own index. The result lists the
+        positions that are as they were, and why. No position may be named twice. Raises NotFound.
+
+        Example: `client.cancel("flights", 1, [17, 18]).in_flight_index`
+        """
+        return self._connections.run(
+            self._calls.cancel(topic, ledger_id, entry_id, subscription=subscription, timeout_s=timeout_s)
+        )
+
+    def reschedule(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None = None,
+        delay_ms: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Rescheduled:
+        """Gives positions that are not due yet another time, earlier or later, in one step; results as `cancel`.
+
+        Exactly one of `deliver_at_ms` and `delay_ms` is given. `key_hash`: give it again, the row is a new one.
+        Raises NotFound, OutOfRange: a delay over the limit.
+
+        Example: `client.reschedule("flights", 1, 17, delay_ms=60_000).rescheduled`
+        """
+        return self._connections.run(
+            self._calls.reschedule(
+                topic,
+                ledger_id,
+                entry_id,
+                deliver_at_ms=deliver_at_ms,
+                delay_ms=delay_ms,
+                key_hash=key_hash,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
 
     def contains(
         self,
@@ -286,112 +343,6 @@ class Client:
         """
         self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
-    # Inspection.
-
-    def topics(self, *, timeout_s: float | None = None) -> Iterator[results.TopicSummary]:
-        """The topics of the daemon, in the order of their names, fetched page by page.
-
-        Example: `[topic.topic for topic in client.topics() if topic.pending]`
-        """
-        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
-
-    def topics_page(
-        self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.TopicPage:
-        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
-
-        Example: `client.topics_page().topics_loading`
-        """
-        return self._connections.run(self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s))
-
-    def stats(self, topic: str, *, timeout_s: float | None = None) -> results.TopicStats:
-        """Counts of one topic. Raises NotFound.
-
-        Example: `client.stats("flights").pending`
-        """
-        return self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
-
-    def buckets(self, topic: str, *, timeout_s: float | None = None) -> Iterator[results.BucketSummary]:
-        """The sealed buckets of a topic, in the order of (first ledger, last ledger), page by page. Raises NotFound.
-
-        Example: `sum(bucket.size_bytes for bucket in client.buckets("flights"))`
-        """
-        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
-
-    def buckets_page(
-        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.BucketPage:
-        """One page of buckets, as `topics_page`. Raises NotFound.
-
-        Example: `client.buckets_page("flights").mutable_rows`
-        """
-        return self._connections.run(
-            self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
-        )
-
-    def subscriptions(self, topic: str, *, timeout_s: float | None = None) -> Iterator[results.SubscriptionStats]:
-        """The subscriptions of a topic, in the order of their names, page by page. Raises NotFound.
-
-        Example: `max(each.backlog for each in client.subscriptions("flights"))`
-        """
-        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
-
-    def subscriptions_page(
-        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.SubscriptionPage:
-        """One page of subscriptions, as `topics_page`. Raises NotFound.
-
-        Example: `client.subscriptions_page("flights", page_size=10).items`
-        """
-        return self._connections.run(
-            self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
-        )
-
-    def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
-        """The shard of a topic and its owner, whether the topic exists or not; any daemon answers.
-
-        Example: `client.lookup("flights").owner_address`
-        """
-        return self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
-
-    # Operators.
-
-    def policy(self, topic: str, *, timeout_s: float | None = None) -> results.TopicPolicies:
-        """The policy of a topic: as it was set, and what is in force. Raises NotFound.
-
-        Example: `client.policy("flights").effective.bucket_rows_max`
-        """
-        return self._connections.run(self._calls.policy_of(topic, timeout_s=timeout_s))
-
-    def set_policy(
-        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None = None
-    ) -> policies.TopicPolicy:
-        """Replaces a topic's policy as a whole, and creates the topic if it is new; it counts from the answer on.
-
-        Returns what is in force now. Raises InvalidArgument: a value outside its limits, by its name.
-
-        Example: `client.set_policy("flights", tarry.TopicPolicy(bucket_form=tarry.BucketForm.COMPATIBLE))`
-        """
-        return self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
-
-    def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
-        """Seals the mutable bucket now; the bucket is committed on return.
-
-        After a lost answer it is sent again and tells what was left to seal: nothing, most often. Raises NotFound.
-
-        Example: `client.seal("flights").bucket`
-        """
-        return self._connections.run(self._calls.seal(topic, timeout_s=timeout_s))
-
-    def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
-        """Deletes a topic with its rows, subscriptions and policy; its streams end with NotFound. Raises NotFound.
-
-        A topic of that name that is added to later is a new one.
-
-        Example: `client.delete_topic("flights").rows`
-        """
-        return self._connections.run(self._calls.delete_topic(topic, timeout_s=timeout_s))
-
     def close(self) -> None:
         """Closes every stream and connection; idempotent."""
         for stream in list(self._streams):
@@ -405,13 +356,3 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _items(page_from: Callable[[str], results.Page[T]]) -> Iterator[T]:
-    token = ""
-    while True:
-        page = page_from(token)
-        yield from page.items
-        token = page.next_page_token
-        if not token:
-            return

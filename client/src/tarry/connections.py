@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
@@ -90,6 +91,18 @@ class Connections:
         except StopIteration as finished:
             result: T = finished.value
             return result
+
+    def receive(self, step: attempts.Send, result_of: Callable[[Any], T]) -> Iterator[T]:
+        """Sends a request that has many answers, once; each of them as a result. Raises TarryError."""
+        try:
+            method: grpc.UnaryStreamMultiCallable[bytes, Any] = self.channel(step.address).unary_stream(
+                step.method.path, request_serializer=None, response_deserializer=step.method.read
+            )
+            for response in method(step.request, timeout=step.timeout_s, metadata=self.metadata):
+                yield result_of(response)
+        except grpc.RpcError as failure:
+            self.check_open()
+            raise errors.from_rpc(failure) from None
 
     def close(self) -> None:
         """Ends every call; idempotent."""

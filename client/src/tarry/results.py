@@ -1,7 +1,8 @@
 """What the client answers with: frozen values, free of wire types.
 
 Owns: the result classes and how each is read from its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`.
+Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; what is seen of topics
+(`tarry.inspection`).
 """
 
 from __future__ import annotations
@@ -9,15 +10,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tarry import policies, wire
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-
-T = TypeVar("T")
 
 
 class AlreadyDue(enum.IntEnum):
@@ -69,6 +68,83 @@ class AddResult:
             raised_index=np.concatenate([part.raised_index + first for first, part in parts]),
             raised_deliver_at_ms=np.concatenate([part.raised_deliver_at_ms for _, part in parts]),
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Withdrawn:
+    """Positions of a batch that are as they were, by why; indexes are those of the rows in the batch."""
+
+    not_found_index: NDArray[np.int64]
+    """There is no row: never added, acknowledged, cancelled before, or lost with a damaged bucket."""
+    already_due_index: NDArray[np.int64]
+    """Due, and at no dispatcher."""
+    in_flight_index: NDArray[np.int64]
+    """Handed out to a dispatcher."""
+    may_have_landed: bool
+    """Whether the answer of an earlier try was lost. If so, that try may have done it to positions that are not found
+    now."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cancelled(Withdrawn):
+    """What became of positions to cancel. Every other position than those listed was cancelled, durably."""
+
+    cancelled: int
+
+    @staticmethod
+    def from_message(message: delayed_delivery_pb2.CancelMessagesResponse, *, may_have_landed: bool) -> Cancelled:
+        return Cancelled(**_withdrawn(message), may_have_landed=may_have_landed, cancelled=message.cancelled)
+
+    @staticmethod
+    def merge(parts: Sequence[tuple[int, Cancelled]]) -> Cancelled:
+        """The result of a batch from those of its requests, each with the index of its first row."""
+        return Cancelled(**_merged(parts), cancelled=sum(part.cancelled for _, part in parts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rescheduled(Withdrawn):
+    """What became of positions to reschedule. Every other position than those listed has its new time, durably."""
+
+    rescheduled: int
+    raised_index: NDArray[np.int64]
+    """Rows that were stored with a later time than the one asked for, and below, that time."""
+    raised_deliver_at_ms: NDArray[np.uint64]
+
+    @staticmethod
+    def from_message(message: delayed_delivery_pb2.RescheduleMessagesResponse, *, may_have_landed: bool) -> Rescheduled:
+        return Rescheduled(
+            **_withdrawn(message),
+            may_have_landed=may_have_landed,
+            rescheduled=message.rescheduled,
+            raised_index=wire.decode_indexes(message.raised_index),
+            raised_deliver_at_ms=wire.decode_u64(message.raised_deliver_at_ms),
+        )
+
+    @staticmethod
+    def merge(parts: Sequence[tuple[int, Rescheduled]]) -> Rescheduled:
+        """As `Cancelled.merge`."""
+        return Rescheduled(
+            **_merged(parts),
+            rescheduled=sum(part.rescheduled for _, part in parts),
+            raised_index=np.concatenate([part.raised_index + first for first, part in parts]),
+            raised_deliver_at_ms=np.concatenate([part.raised_deliver_at_ms for _, part in parts]),
+        )
+
+
+_LEFT_AS_THEY_WERE = ("not_found_index", "already_due_index", "in_flight_index")
+
+
+def _withdrawn(
+    message: delayed_delivery_pb2.CancelMessagesResponse | delayed_delivery_pb2.RescheduleMessagesResponse,
+) -> dict[str, Any]:
+    return {name: wire.decode_indexes(getattr(message, name)) for name in _LEFT_AS_THEY_WERE}
+
+
+def _merged(parts: Sequence[tuple[int, Withdrawn]]) -> dict[str, Any]:
+    indexes = {
+        name: np.concatenate([getattr(part, name) + first for first, part in parts]) for name in _LEFT_AS_THEY_WERE
+    }
+    return indexes | {"may_have_landed": any(part.may_have_landed for _, part in parts)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -189,196 +265,6 @@ class SubscriptionCreated:
 
 
 @dataclasses.dataclass(frozen=True)
-class TopicSummary:
-    """One topic of a daemon. `next_due_ms` is None when nothing is pending."""
-
-    topic: str
-    shard: int
-    pending: int
-    buckets: int
-    subscriptions: int
-    next_due_ms: int | None
-
-    @staticmethod
-    def from_message(message: inspect_pb2.TopicSummary) -> TopicSummary:
-        return TopicSummary(
-            topic=message.topic,
-            shard=message.shard,
-            pending=message.pending,
-            buckets=message.buckets,
-            subscriptions=message.subscriptions,
-            next_due_ms=message.next_due_ms or None,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class SubscriptionStats:
-    """Counts of one subscription: `backlog` is due and not acknowledged, `dispatchers` are its open streams.
-
-    Of `in_flight`, `leased` positions are leased.
-    """
-
-    subscription: str
-    subscription_id: int
-    since_ms: int
-    backlog: int
-    in_flight: int
-    dispatchers: int
-    permits: int
-    leased: int = 0
-    policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
-
-    @staticmethod
-    def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
-        return SubscriptionStats(
-            subscription=message.subscription,
-            subscription_id=message.subscription_id,
-            since_ms=message.since_ms,
-            backlog=message.backlog,
-            in_flight=message.in_flight,
-            dispatchers=message.dispatchers,
-            permits=message.permits,
-            leased=message.leased,
-            policy=policies.SubscriptionPolicy.from_message(message.policy),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TopicStats:
-    """Counts of one topic as of `as_of_ms`. `next_due_ms` and `oldest_due_ms` are None when there is no such row."""
-
-    topic: str
-    topic_id: str
-    shard: int
-    epoch: int
-    incarnation: int
-    pending: int
-    mutable_rows: int
-    buckets: int
-    bucket_bytes: int
-    loaded_rows: int
-    next_due_ms: int | None
-    oldest_due_ms: int | None
-    applied_slot: int
-    subscriptions: tuple[SubscriptionStats, ...]
-    as_of_ms: int
-    rebuild_needed: tuple[RebuildNeeded, ...] = ()
-
-    @staticmethod
-    def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
-        return TopicStats(
-            topic=message.topic,
-            topic_id=message.topic_id,
-            shard=message.shard,
-            epoch=message.epoch,
-            incarnation=message.incarnation,
-            pending=message.pending,
-            mutable_rows=message.mutable_rows,
-            buckets=message.buckets,
-            bucket_bytes=message.bucket_bytes,
-            loaded_rows=message.loaded_rows,
-            next_due_ms=message.next_due_ms or None,
-            oldest_due_ms=message.oldest_due_ms or None,
-            applied_slot=message.applied_slot,
-            subscriptions=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
-            as_of_ms=message.as_of_ms,
-            rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketSummary:
-    """One sealed bucket. `pending` rows are not due yet, `due` ones are due and not gone."""
-
-    bucket: str
-    """The object's name."""
-    size_bytes: int
-    rows: int
-    """Rows that were stored."""
-    pending: int
-    due: int
-    first_ledger_id: int
-    last_ledger_id: int
-    min_deliver_at_ms: int
-    max_deliver_at_ms: int
-    segments: int
-    segments_loaded: int
-    """Segments that are in memory."""
-    level: int
-    """0 = sealed from a mutable bucket."""
-    compatible_form: bool
-    quarantined: bool
-    """Damaged: neither read nor deleted."""
-    damage: str
-    """What was found, when it is quarantined."""
-
-    @staticmethod
-    def from_message(message: inspect_pb2.BucketSummary) -> BucketSummary:
-        return BucketSummary(
-            **{field.name: getattr(message, field.name) for field in dataclasses.fields(BucketSummary)}
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Page(Generic[T]):
-    """A part of a list, as of `as_of_ms`. `next_page_token` is empty on the last page."""
-
-    items: tuple[T, ...]
-    next_page_token: str
-    as_of_ms: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TopicPage(Page[TopicSummary]):
-    """Topics in the order of their names."""
-
-    topics_loading: int
-    """Topics that the daemon owns and has not loaded yet: they are not listed."""
-    topics_damaged: int
-    """Topics that cannot be served because they are damaged: the daemon's log names them."""
-
-    @staticmethod
-    def from_message(message: inspect_pb2.ListTopicsResponse) -> TopicPage:
-        return TopicPage(
-            items=tuple(TopicSummary.from_message(each) for each in message.topics),
-            next_page_token=message.next_page_token,
-            as_of_ms=message.as_of_ms,
-            topics_loading=message.topics_loading,
-            topics_damaged=message.topics_damaged,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketPage(Page[BucketSummary]):
-    """Sealed buckets of a topic in the order of (first ledger, last ledger)."""
-
-    mutable_rows: int
-    """Rows that are in no sealed bucket."""
-
-    @staticmethod
-    def from_message(message: inspect_pb2.ListBucketsResponse) -> BucketPage:
-        return BucketPage(
-            items=tuple(BucketSummary.from_message(each) for each in message.buckets),
-            next_page_token=message.next_page_token,
-            as_of_ms=message.as_of_ms,
-            mutable_rows=message.mutable_rows,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class SubscriptionPage(Page[SubscriptionStats]):
-    """Subscriptions of a topic in the order of their names."""
-
-    @staticmethod
-    def from_message(message: inspect_pb2.ListSubscriptionsResponse) -> SubscriptionPage:
-        return SubscriptionPage(
-            items=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
-            next_page_token=message.next_page_token,
-            as_of_ms=message.as_of_ms,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
 class TopicPolicies:
     """The policy of a topic."""
 
@@ -407,6 +293,69 @@ class Sealed:
     @staticmethod
     def from_message(message: admin_pb2.SealBucketResponse) -> Sealed:
         return Sealed(rows=message.rows, bucket=message.bucket)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """Merges that were made on request."""
+
+    merges: int
+    merged_buckets: int
+    """Buckets that they replaced."""
+    buckets: int
+    """Sealed buckets of the topic now."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.MergeBucketsResponse) -> Merged:
+        return Merged(merges=message.merges, merged_buckets=message.merged_buckets, buckets=message.buckets)
+
+
+@dataclasses.dataclass(frozen=True)
+class GarbageCount:
+    """Objects and their bytes."""
+
+    objects: int
+    size_bytes: int
+
+    @staticmethod
+    def from_message(message: admin_pb2.GarbageCount) -> GarbageCount:
+        return GarbageCount(objects=message.objects, size_bytes=message.size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Garbage:
+    """What a collection has done so far, or in a dry run would have done. Fields as in `tarry.v1.GarbageSummary`."""
+
+    shards_done: int
+    shards: int
+    topics_done: int
+    topics: int
+    """Of the shards that were listed so far."""
+    done: bool
+    """Whether it is over: nothing follows."""
+    tombstones: GarbageCount
+    orphans: GarbageCount
+    manifests: GarbageCount
+    journal_slots: GarbageCount
+    waiting: GarbageCount
+    failed: GarbageCount
+    given_up: GarbageCount
+    refused: GarbageCount
+
+    @staticmethod
+    def from_message(message: admin_pb2.CollectGarbageResponse) -> Garbage:
+        counts = {
+            field.name: GarbageCount.from_message(getattr(message.summary, field.name))
+            for field in message.summary.DESCRIPTOR.fields
+        }
+        return Garbage(
+            shards_done=message.shards_done,
+            shards=message.shards,
+            topics_done=message.topics_done,
+            topics=message.topics,
+            done=message.done,
+            **counts,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

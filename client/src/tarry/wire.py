@@ -43,8 +43,8 @@ def utf8(name: str, text: str) -> bytes:
         raise errors.InvalidArgument(f"{name} is {text!r}; it must be UTF-8 text") from None
 
 
-def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int) -> bytes:
-    """The bytes of an `AddMessagesRequest`. `topic` is UTF-8; `already_due` is the enum's number."""
+def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int, subscription: bytes = b"") -> bytes:
+    """The bytes of an `AddMessagesRequest`. Both names are UTF-8; `already_due` is the enum's number."""
     pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
     if rows.deliver_at_ms is not None:
         pieces += _column(4, rows.deliver_at_ms)
@@ -54,6 +54,25 @@ def encode_add(topic: bytes, rows: columns.AddColumns, already_due: int) -> byte
         pieces += _column(6, rows.key_hash)
     if already_due:
         pieces.append(_number(7, already_due))
+    if subscription:
+        pieces += _field(8, subscription)
+    return b"".join(pieces)
+
+
+def encode_cancel(topic: bytes, subscription: bytes, rows: columns.EntryColumns) -> bytes:
+    """The bytes of a `CancelMessagesRequest`; both names are UTF-8, `subscription` empty for every index."""
+    pieces = [*_field(1, topic), *_column(2, rows.ledger_id), *_column(3, rows.entry_id)]
+    if subscription:
+        pieces += _field(4, subscription)
+    return b"".join(pieces)
+
+
+def encode_reschedule(topic: bytes, subscription: bytes, rows: columns.AddColumns) -> bytes:
+    """The bytes of a `RescheduleMessagesRequest`; names as in `encode_cancel`."""
+    # Columns have the numbers that they have where rows are added.
+    pieces: list[_Piece] = [encode_add(topic, rows, 0)]
+    if subscription:
+        pieces += _field(7, subscription)
     return b"".join(pieces)
 
 

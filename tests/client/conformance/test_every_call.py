@@ -123,7 +123,7 @@ CALLS = [
         inspect_pb2.ListBucketsRequest(topic="t"),
         inspect_pb2.ListBucketsResponse(buckets=[BUCKET], as_of_ms=8, mutable_rows=6),
         tarry.BucketPage(
-            (tarry.BucketSummary("b", 9, 8, 7, 1, 0, 5, 0, 0, 2, 0, 0, False, False, ""),),
+            (tarry.BucketSummary("b", 9, 8, 7, 1, 0, 5, 0, 0, 2, 0, 0, False, False, "", ""),),
             "",
             8,
             6,

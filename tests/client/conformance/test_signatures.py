@@ -20,7 +20,8 @@ PAIRS = [
 def public(kind: type) -> dict[str, object]:
     """What a program may use: not what the session calls."""
     hidden = vars(session.Handler)
-    return {name: member for name, member in vars(kind).items() if not name.startswith("_") and name not in hidden}
+    named = {name: member for base in reversed(kind.__mro__[:-1]) for name, member in vars(base).items()}
+    return {name: member for name, member in named.items() if not name.startswith("_") and name not in hidden}
 
 
 def parameters(member: object) -> list[tuple[str, object, object]]:

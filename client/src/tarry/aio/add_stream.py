@@ -26,6 +26,7 @@ class AddStream:
         shared: connections.Connections,
         known: calls.Calls,
         topic: str,
+        subscription: str | None,
         *,
         in_flight: int,
         timeout_s: float | None,
@@ -33,7 +34,12 @@ class AddStream:
         self._timeout_s = known.timeout_s if timeout_s is None else timeout_s
         self._changes = changes.Changes()
         self._requests: add_requests.AddRequests[asyncio.Future[results.AddResult]] = add_requests.AddRequests(
-            topic, in_flight=in_flight, rows_max=known.rows_max, bytes_max=known.bytes_max, policy=known.policy
+            topic,
+            subscription,
+            in_flight=in_flight,
+            rows_max=known.rows_max,
+            bytes_max=known.bytes_max,
+            policy=known.policy,
         )
         lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
         self._session = session.Session(shared, lifetime, add_requests.METHOD, self)

@@ -8,18 +8,14 @@ Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.a
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import TypeVar
 
 from tarry import batch, calls, client, columns, policies, results, retry
-from tarry.aio import add_stream, connections
+from tarry.aio import add_stream, connections, inspecting, operating
 from tarry.aio.subscription import Opening, Subscription
 
-T = TypeVar("T")
 
-
-class Client:
+class Client(inspecting.Inspecting, operating.Operating):
     """As `tarry.Client`: the same arguments; an asynchronous context manager. Nothing is sent before the first call.
 
     Example: `async with tarry.aio.Client() as client: await client.add("flights", 1, range(1_000), delay_ms=5_000)`
@@ -57,6 +53,7 @@ class Client:
         delay_ms: columns.Column | None = None,
         key_hash: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
+        subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.AddResult:
         """As `tarry.Client.add`."""
@@ -69,18 +66,63 @@ class Client:
                 delay_ms=delay_ms,
                 key_hash=key_hash,
                 already_due=already_due,
+                subscription=subscription,
                 timeout_s=timeout_s,
             )
         )
 
-    def add_stream(self, topic: str, *, in_flight: int = 16, timeout_s: float | None = None) -> add_stream.AddStream:
+    def add_stream(
+        self, topic: str, *, in_flight: int = 16, subscription: str | None = None, timeout_s: float | None = None
+    ) -> add_stream.AddStream:
         """As `tarry.Client.add_stream`.
 
         Example: `async with client.add_stream("flights") as stream: await stream.add(1, range(1_000), delay_ms=5_000)`
         """
-        stream = add_stream.AddStream(self._connections, self._calls, topic, in_flight=in_flight, timeout_s=timeout_s)
+        stream = add_stream.AddStream(
+            self._connections, self._calls, topic, subscription, in_flight=in_flight, timeout_s=timeout_s
+        )
         self._streams.add(stream)
         return stream
+
+    async def cancel(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Cancelled:
+        """As `tarry.Client.cancel`."""
+        return await self._connections.run(
+            self._calls.cancel(topic, ledger_id, entry_id, subscription=subscription, timeout_s=timeout_s)
+        )
+
+    async def reschedule(
+        self,
+        topic: str,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        *,
+        deliver_at_ms: columns.Column | None = None,
+        delay_ms: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Rescheduled:
+        """As `tarry.Client.reschedule`."""
+        return await self._connections.run(
+            self._calls.reschedule(
+                topic,
+                ledger_id,
+                entry_id,
+                deliver_at_ms=deliver_at_ms,
+                delay_ms=delay_ms,
+                key_hash=key_hash,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
 
     async def contains(
         self,
@@ -209,81 +251,6 @@ class Client:
         """As `tarry.Client.delete_subscription`."""
         await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
-    # Inspection.
-
-    def topics(self, *, timeout_s: float | None = None) -> AsyncIterator[results.TopicSummary]:
-        """As `tarry.Client.topics`."""
-        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
-
-    async def topics_page(
-        self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.TopicPage:
-        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
-
-        Example: `client.topics_page().topics_loading`
-        """
-        return await self._connections.run(
-            self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s)
-        )
-
-    async def stats(self, topic: str, *, timeout_s: float | None = None) -> results.TopicStats:
-        """As `tarry.Client.stats`."""
-        return await self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
-
-    def buckets(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[results.BucketSummary]:
-        """As `tarry.Client.buckets`."""
-        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
-
-    async def buckets_page(
-        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.BucketPage:
-        """One page of buckets, as `topics_page`. Raises NotFound.
-
-        Example: `client.buckets_page("flights").mutable_rows`
-        """
-        return await self._connections.run(
-            self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
-        )
-
-    def subscriptions(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[results.SubscriptionStats]:
-        """As `tarry.Client.subscriptions`."""
-        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
-
-    async def subscriptions_page(
-        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
-    ) -> results.SubscriptionPage:
-        """One page of subscriptions, as `topics_page`. Raises NotFound.
-
-        Example: `client.subscriptions_page("flights", page_size=10).items`
-        """
-        return await self._connections.run(
-            self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
-        )
-
-    async def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
-        """As `tarry.Client.lookup`."""
-        return await self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
-
-    # Operators.
-
-    async def policy(self, topic: str, *, timeout_s: float | None = None) -> results.TopicPolicies:
-        """As `tarry.Client.policy`."""
-        return await self._connections.run(self._calls.policy_of(topic, timeout_s=timeout_s))
-
-    async def set_policy(
-        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None = None
-    ) -> policies.TopicPolicy:
-        """As `tarry.Client.set_policy`."""
-        return await self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
-
-    async def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
-        """As `tarry.Client.seal`."""
-        return await self._connections.run(self._calls.seal(topic, timeout_s=timeout_s))
-
-    async def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
-        """As `tarry.Client.delete_topic`."""
-        return await self._connections.run(self._calls.delete_topic(topic, timeout_s=timeout_s))
-
     async def close(self) -> None:
         """As `tarry.Client.close`."""
         for stream in list(self._streams):
@@ -312,14 +279,3 @@ class Client:
             await opened.close()
             raise
         return opened
-
-
-async def _items(page_from: Callable[[str], Awaitable[results.Page[T]]]) -> AsyncIterator[T]:
-    token = ""
-    while True:
-        page = await page_from(token)
-        for item in page.items:
-            yield item
-        token = page.next_page_token
-        if not token:
-            return

@@ -7,6 +7,7 @@ Does not own: whom a call asks and how often (`tarry.attempts`), streams (`tarry
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -64,6 +65,23 @@ class Connections:
         except StopIteration as finished:
             result: T = finished.value
             return result
+
+    async def receive(self, step: attempts.Send, result_of: Callable[[Any], T]) -> AsyncIterator[T]:
+        """Sends a request that has many answers, once; each of them as a result. Raises TarryError."""
+        method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self.channel(step.address).unary_stream(
+            step.method.path, request_serializer=None, response_deserializer=step.method.read
+        )
+        try:
+            async for response in method(step.request, timeout=step.timeout_s, metadata=self.metadata):
+                yield result_of(response)
+        except grpc.RpcError as failure:
+            self.check_open()
+            raise errors.from_rpc(failure) from None
+        except asyncio.CancelledError:
+            # As of a unary call.
+            if not is_being_cancelled():
+                self.check_open()
+            raise
 
     async def close(self) -> None:
         """Ends every call; idempotent."""

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
-from tarry import client, results
+from tarry import client, inspection
 from tarry.cli import connection, output
 
-P = TypeVar("P", bound=results.Page[Any])
+P = TypeVar("P", bound=inspection.Page[Any])
 
 
 @click.command()
@@ -105,7 +105,7 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
 
 
 def _subscription_table(
-    topic: str, subscriptions: Sequence[results.SubscriptionStats], *, with_policies: bool = False
+    topic: str, subscriptions: Sequence[inspection.SubscriptionStats], *, with_policies: bool = False
 ) -> None:
     names = ["subscription", "backlog", "in flight", "leased", "dispatchers", "permits"]
     listed = []

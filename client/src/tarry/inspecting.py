@@ -1,0 +1,232 @@
+"""Looking at topics.
+
+Owns: the calls of a client that change nothing: counts, lists, what is pending.
+Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.connections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from tarry import calls, connections, inspection, results
+
+T = TypeVar("T")
+P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage)
+
+
+class Inspecting:
+    """A part of `tarry.Client`."""
+
+    _connections: connections.Connections
+    _calls: calls.Calls
+
+    def topics(self, *, timeout_s: float | None = None) -> Iterator[inspection.TopicSummary]:
+        """The topics of the daemon, in the order of their names, fetched page by page.
+
+        Example: `[topic.topic for topic in client.topics() if topic.pending]`
+        """
+        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
+
+    def topics_page(
+        self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> inspection.TopicPage:
+        """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
+
+        Example: `client.topics_page().topics_loading`
+        """
+        return self._connections.run(self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s))
+
+    def stats(self, topic: str, *, timeout_s: float | None = None) -> inspection.TopicStats:
+        """Counts of one topic. Raises NotFound.
+
+        Example: `client.stats("flights").pending`
+        """
+        return self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
+
+    def buckets(self, topic: str, *, timeout_s: float | None = None) -> Iterator[inspection.BucketSummary]:
+        """The sealed buckets of a topic, in the order of (first ledger, last ledger), page by page. Raises NotFound.
+
+        Example: `sum(bucket.size_bytes for bucket in client.buckets("flights"))`
+        """
+        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
+
+    def buckets_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> inspection.BucketPage:
+        """One page of buckets, as `topics_page`. Raises NotFound.
+
+        Example: `client.buckets_page("flights").mutable_rows`
+        """
+        return self._connections.run(
+            self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    def subscriptions(self, topic: str, *, timeout_s: float | None = None) -> Iterator[inspection.SubscriptionStats]:
+        """The subscriptions of a topic, in the order of their names, page by page. Raises NotFound.
+
+        Example: `max(each.backlog for each in client.subscriptions("flights"))`
+        """
+        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
+
+    def subscriptions_page(
+        self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
+    ) -> inspection.SubscriptionPage:
+        """One page of subscriptions, as `topics_page`. Raises NotFound.
+
+        Example: `client.subscriptions_page("flights", page_size=10).items`
+        """
+        return self._connections.run(
+            self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    def scheduled(
+        self,
+        topic: str,
+        *,
+        from_ms: int | None = None,
+        until_ms: int | None = None,
+        ledgers: tuple[int, int] | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[inspection.ScheduledPage]:
+        """Rows that are not due yet, in the order in which they come due: pages, until there are no more.
+
+        `from_ms`, `until_ms`: Unix time in ms, the end not included; None = open. `ledgers`: (first, last), both
+        included. `subscription`: only what it is owed. Raises NotFound.
+
+        Example: `for page in client.scheduled("flights", until_ms=noon_ms): print(page.entry_id)`
+        """
+        return _pages(
+            lambda token: self.scheduled_page(
+                topic,
+                token,
+                from_ms=from_ms,
+                until_ms=until_ms,
+                ledgers=ledgers,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def scheduled_page(
+        self,
+        topic: str,
+        page_token: str = "",
+        *,
+        from_ms: int | None = None,
+        until_ms: int | None = None,
+        ledgers: tuple[int, int] | None = None,
+        subscription: str | None = None,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> inspection.ScheduledPage:
+        """One page of rows that are not due yet, from the token of the page before on; `page_size` 0 = 1,000, at most
+        10,000. The rest as `scheduled`.
+
+        Example: `client.scheduled_page("flights", page_size=10).deliver_at_ms`
+        """
+        return self._connections.run(
+            self._calls.scheduled_page(
+                topic,
+                page_token,
+                from_ms=from_ms,
+                until_ms=until_ms,
+                ledgers=ledgers,
+                subscription=subscription,
+                page_size=page_size,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def histogram(
+        self,
+        topic: str,
+        *,
+        from_ms: int | None = None,
+        until_ms: int | None = None,
+        width_ms: int | None = None,
+        ledgers: tuple[int, int] | None = None,
+        subscription: str | None = None,
+        timeout_s: float | None = None,
+    ) -> inspection.Histogram:
+        """How many rows come due in each of many bars of one width: exact.
+
+        `from_ms` None = now; `until_ms` None = behind the last row; `width_ms` None = about 60 bars of a round width.
+        The rest as `scheduled`. Raises NotFound.
+
+        Example: `client.histogram("flights", width_ms=60_000).rows.max()`
+        """
+        return self._connections.run(
+            self._calls.histogram(
+                topic,
+                from_ms=from_ms,
+                until_ms=until_ms,
+                width_ms=width_ms,
+                ledgers=ledgers,
+                subscription=subscription,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def backlog(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        ledgers: tuple[int, int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[inspection.BacklogPage]:
+        """What a subscription is owed that is due and not acknowledged, in due order, in pages as `scheduled`.
+
+        Example: `sum(map(len, client.backlog("flights", "departures")))`
+        """
+        return _pages(lambda token: self.backlog_page(topic, subscription, token, ledgers=ledgers, timeout_s=timeout_s))
+
+    def backlog_page(
+        self,
+        topic: str,
+        subscription: str,
+        page_token: str = "",
+        *,
+        ledgers: tuple[int, int] | None = None,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> inspection.BacklogPage:
+        """One page of a backlog, as `scheduled_page`. Raises NotFound.
+
+        Example: `client.backlog_page("flights", "departures").state`
+        """
+        return self._connections.run(
+            self._calls.backlog_page(
+                topic, subscription, page_token, ledgers=ledgers, page_size=page_size, timeout_s=timeout_s
+            )
+        )
+
+    def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
+        """The shard of a topic and its owner, whether the topic exists or not; any daemon answers.
+
+        Example: `client.lookup("flights").owner_address`
+        """
+        return self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
+
+
+def _items(page_from: Callable[[str], inspection.Page[T]]) -> Iterator[T]:
+    token = ""
+    while True:
+        page = page_from(token)
+        yield from page.items
+        token = page.next_page_token
+        if not token:
+            return
+
+
+def _pages(page_from: Callable[[str], P]) -> Iterator[P]:
+    token = ""
+    while True:
+        page = page_from(token)
+        if len(page):
+            yield page
+        token = page.next_page_token
+        if not token:
+            return

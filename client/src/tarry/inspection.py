@@ -1,0 +1,325 @@
+"""What inspection answers with: frozen values, free of wire types.
+
+Owns: the classes of what is seen of topics, and how each is read from its message.
+Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; other answers (`tarry.results`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import policies, wire
+from tarry.results import RebuildNeeded
+from tarry.v1 import inspect_pb2
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicSummary:
+    """One topic of a daemon. `next_due_ms` is None when nothing is pending."""
+
+    topic: str
+    shard: int
+    pending: int
+    buckets: int
+    subscriptions: int
+    next_due_ms: int | None
+
+    @staticmethod
+    def from_message(message: inspect_pb2.TopicSummary) -> TopicSummary:
+        return TopicSummary(
+            topic=message.topic,
+            shard=message.shard,
+            pending=message.pending,
+            buckets=message.buckets,
+            subscriptions=message.subscriptions,
+            next_due_ms=message.next_due_ms or None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SubscriptionStats:
+    """Counts of one subscription: `backlog` is due and not acknowledged, `dispatchers` are its open streams.
+
+    Of `in_flight`, `leased` positions are leased.
+    """
+
+    subscription: str
+    subscription_id: int
+    since_ms: int
+    backlog: int
+    in_flight: int
+    dispatchers: int
+    permits: int
+    leased: int = 0
+    policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
+    own_pending: int = 0
+    """Of the topic's `pending`, rows of this subscription's own index."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
+        return SubscriptionStats(
+            subscription=message.subscription,
+            subscription_id=message.subscription_id,
+            since_ms=message.since_ms,
+            backlog=message.backlog,
+            in_flight=message.in_flight,
+            dispatchers=message.dispatchers,
+            permits=message.permits,
+            leased=message.leased,
+            policy=policies.SubscriptionPolicy.from_message(message.policy),
+            own_pending=message.own_pending,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicStats:
+    """Counts of one topic as of `as_of_ms`. The times of rows are None when there is no such row."""
+
+    topic: str
+    topic_id: str
+    shard: int
+    epoch: int
+    incarnation: int
+    pending: int
+    mutable_rows: int
+    buckets: int
+    bucket_bytes: int
+    loaded_rows: int
+    next_due_ms: int | None
+    oldest_due_ms: int | None
+    applied_slot: int
+    subscriptions: tuple[SubscriptionStats, ...]
+    as_of_ms: int
+    rebuild_needed: tuple[RebuildNeeded, ...] = ()
+    last_due_ms: int | None = None
+    """No row that is not due yet is due later. Exact until a row is cancelled or rescheduled."""
+    merges: int = 0
+    """Merges that are under way."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.GetTopicStatsResponse) -> TopicStats:
+        return TopicStats(
+            topic=message.topic,
+            topic_id=message.topic_id,
+            shard=message.shard,
+            epoch=message.epoch,
+            incarnation=message.incarnation,
+            pending=message.pending,
+            mutable_rows=message.mutable_rows,
+            buckets=message.buckets,
+            bucket_bytes=message.bucket_bytes,
+            loaded_rows=message.loaded_rows,
+            next_due_ms=message.next_due_ms or None,
+            oldest_due_ms=message.oldest_due_ms or None,
+            applied_slot=message.applied_slot,
+            subscriptions=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
+            as_of_ms=message.as_of_ms,
+            rebuild_needed=tuple(RebuildNeeded.from_message(each) for each in message.rebuild_needed),
+            last_due_ms=message.last_due_ms or None,
+            merges=message.merges,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketSummary:
+    """One sealed bucket. `pending` rows are not due yet, `due` ones are due and not gone."""
+
+    bucket: str
+    """The object's name."""
+    size_bytes: int
+    rows: int
+    """Rows that were stored."""
+    pending: int
+    due: int
+    first_ledger_id: int
+    last_ledger_id: int
+    min_deliver_at_ms: int
+    max_deliver_at_ms: int
+    segments: int
+    segments_loaded: int
+    """Segments that are in memory."""
+    level: int
+    """0 = sealed from a mutable bucket."""
+    compatible_form: bool
+    quarantined: bool
+    """Damaged: neither read nor deleted."""
+    damage: str
+    """What was found, when it is quarantined."""
+    subscription: str
+    """The subscription whose own index it is of; empty: the shared index."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.BucketSummary) -> BucketSummary:
+        return BucketSummary(
+            **{field.name: getattr(message, field.name) for field in dataclasses.fields(BucketSummary)}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Page(Generic[T]):
+    """A part of a list, as of `as_of_ms`. `next_page_token` is empty on the last page."""
+
+    items: tuple[T, ...]
+    next_page_token: str
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TopicPage(Page[TopicSummary]):
+    """Topics in the order of their names."""
+
+    topics_loading: int
+    """Topics that the daemon owns and has not loaded yet: they are not listed."""
+    topics_damaged: int
+    """Topics that cannot be served because they are damaged: the daemon's log names them."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListTopicsResponse) -> TopicPage:
+        return TopicPage(
+            items=tuple(TopicSummary.from_message(each) for each in message.topics),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+            topics_loading=message.topics_loading,
+            topics_damaged=message.topics_damaged,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPage(Page[BucketSummary]):
+    """Sealed buckets of a topic in the order of (first ledger, last ledger)."""
+
+    mutable_rows: int
+    """Rows that are in no sealed bucket."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListBucketsResponse) -> BucketPage:
+        return BucketPage(
+            items=tuple(BucketSummary.from_message(each) for each in message.buckets),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+            mutable_rows=message.mutable_rows,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SubscriptionPage(Page[SubscriptionStats]):
+    """Subscriptions of a topic in the order of their names."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListSubscriptionsResponse) -> SubscriptionPage:
+        return SubscriptionPage(
+            items=tuple(SubscriptionStats.from_message(each) for each in message.subscriptions),
+            next_page_token=message.next_page_token,
+            as_of_ms=message.as_of_ms,
+        )
+
+
+class BacklogState(enum.IntEnum):
+    """Where a row is that is due and not acknowledged."""
+
+    READY = inspect_pb2.BACKLOG_STATE_READY
+    """At no dispatcher."""
+    IN_FLIGHT = inspect_pb2.BACKLOG_STATE_IN_FLIGHT
+    """Handed out, on a stream or under a lease."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsPage:
+    """A part of the rows that were asked for, in due order, as columns of one length, as of `as_of_ms`.
+
+    `next_page_token` is empty on the last page. A page may have fewer rows than were asked for, and none, before that.
+    """
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    deliver_at_ms: NDArray[np.uint64]
+    key_hash: NDArray[np.uint32]
+    """0 where a row has none."""
+    next_page_token: str
+    as_of_ms: int
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.entry_id)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScheduledPage(RowsPage):
+    """Rows that are not due yet."""
+
+    subscription_index: NDArray[np.int64]
+    """Of each row, which of `subscriptions` it is of."""
+    subscriptions: tuple[str, ...]
+    """Subscriptions whose own index a row is in; the empty name is the shared index."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListScheduledResponse) -> ScheduledPage:
+        rows = len(message.entry_id)
+        own = wire.decode_indexes(message.subscription_index)
+        return ScheduledPage(
+            **_rows_of(message),
+            subscription_index=own if len(own) else np.zeros(rows, np.int64),
+            subscriptions=tuple(message.subscriptions) or ("",),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BacklogPage(RowsPage):
+    """Rows that are due and not acknowledged."""
+
+    state: NDArray[np.int64]
+    """Of each row its `BacklogState`."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListBacklogResponse) -> BacklogPage:
+        return BacklogPage(**_rows_of(message), state=wire.decode_indexes(message.state))
+
+
+def _rows_of(message: inspect_pb2.ListScheduledResponse | inspect_pb2.ListBacklogResponse) -> dict[str, Any]:
+    return {
+        "ledger_id": wire.decode_u64(message.ledger_id),
+        "entry_id": wire.decode_u64(message.entry_id),
+        "deliver_at_ms": wire.decode_u64(message.deliver_at_ms),
+        "key_hash": wire.decode_u32(message.key_hash),
+        "next_page_token": message.next_page_token,
+        "as_of_ms": message.as_of_ms,
+    }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Histogram:
+    """How many rows come due when: bar i counts those from `from_ms` + i * `width_ms` on, none beyond `until_ms`."""
+
+    from_ms: int
+    until_ms: int
+    width_ms: int
+    rows: NDArray[np.uint64]
+    rows_before: int
+    """Rows that are not due yet and lie before the first bar."""
+    rows_after: int
+    """Those behind the last bar."""
+    segments_counted: int
+    """Segments of buckets whose metadata was enough."""
+    segments_read: int
+    as_of_ms: int
+
+    @staticmethod
+    def from_message(message: inspect_pb2.GetHistogramResponse) -> Histogram:
+        return Histogram(
+            from_ms=message.from_ms,
+            until_ms=message.until_ms,
+            width_ms=message.width_ms,
+            rows=wire.decode_u64(message.rows),
+            rows_before=message.rows_before,
+            rows_after=message.rows_after,
+            segments_counted=message.segments_counted,
+            segments_read=message.segments_read,
+            as_of_ms=message.as_of_ms,
+        )

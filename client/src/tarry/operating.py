@@ -1,0 +1,85 @@
+"""What an operator does.
+
+Owns: the calls of a client on a topic as a whole, and on the garbage of a root.
+Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.connections`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tarry import calls, connections, policies, results
+
+
+class Operating:
+    """A part of `tarry.Client`."""
+
+    _connections: connections.Connections
+    _calls: calls.Calls
+
+    def policy(self, topic: str, *, timeout_s: float | None = None) -> results.TopicPolicies:
+        """The policy of a topic: as it was set, and what is in force. Raises NotFound.
+
+        Example: `client.policy("flights").effective.bucket_rows_max`
+        """
+        return self._connections.run(self._calls.policy_of(topic, timeout_s=timeout_s))
+
+    def set_policy(
+        self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None = None
+    ) -> policies.TopicPolicy:
+        """Replaces a topic's policy as a whole, and creates the topic if it is new; it counts from the answer on.
+
+        Returns what is in force now. Raises InvalidArgument: a value outside its limits, by its name.
+
+        Example: `client.set_policy("flights", tarry.TopicPolicy(bucket_form=tarry.BucketForm.COMPATIBLE))`
+        """
+        return self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
+
+    def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
+        """Seals the mutable bucket now; the bucket is committed on return.
+
+        After a lost answer it is sent again and tells what was left to seal: nothing, most often. Raises NotFound.
+
+        Example: `client.seal("flights").bucket`
+        """
+        return self._connections.run(self._calls.seal(topic, timeout_s=timeout_s))
+
+    def merge(self, topic: str, buckets_max: int | None = None, *, timeout_s: float | None = None) -> results.Merged:
+        """Merges sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged.
+
+        None: the policy's `max_num_buckets`. Hand-out goes on. What takes longer than `timeout_s` goes on as well: ask
+        again. Raises NotFound.
+
+        Example: `client.merge("flights", 10, timeout_s=300).buckets`
+        """
+        return self._connections.run(self._calls.merge(topic, buckets_max, timeout_s=timeout_s))
+
+    def collect_garbage(
+        self,
+        *,
+        dry_run: bool = False,
+        force: bool = False,
+        retry_dead_objects: bool = False,
+        timeout_s: float | None = None,
+    ) -> Iterator[results.Garbage]:
+        """Deletes what no manifest needs any more, in the shards of the daemon that answers; each step tells how far.
+
+        `dry_run`: nothing is deleted, and the counts say what would be. `force`: also orphans that are more than a
+        fifth of a shard. `retry_dead_objects`: what was given up is tried again. The last value has `done`. Nothing is
+        tried again: a failure is raised, and starting again is safe.
+
+        Example: `for step in client.collect_garbage(dry_run=True): print(step.orphans.size_bytes)`
+        """
+        step = self._calls.collect_garbage(
+            dry_run=dry_run, force=force, retry_dead_objects=retry_dead_objects, timeout_s=timeout_s
+        )
+        return self._connections.receive(step, results.Garbage.from_message)
+
+    def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
+        """Deletes a topic with its rows, subscriptions and policy; its streams end with NotFound. Raises NotFound.
+
+        A topic of that name that is added to later is a new one.
+
+        Example: `client.delete_topic("flights").rows`
+        """
+        return self._connections.run(self._calls.delete_topic(topic, timeout_s=timeout_s))
