@@ -35,7 +35,7 @@ from daemon.engine.manifests import TopicCommits
 from daemon.engine.merging import BucketMerging
 from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import InvariantViolated, Unavailable
-from storage_backends import topic_manifest
+from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.object_store import StoreError
 
@@ -298,6 +298,9 @@ class BucketLife:
     async def _learn(self) -> None:
         """The newest manifest that is known: its merged buckets take the place of their sources."""
         newest = self._commits.manifest
+        if newest.owner_epoch != self._commits.epoch:
+            # A merge is committed whoever owns the topic.
+            raise commit.Refused(f"owner epoch is {newest.owner_epoch}, not {self._commits.epoch}", self._commits.tip)
         if self._names_unknown(newest):
             await self._adopt(newest)
             self._changed()

@@ -106,7 +106,9 @@ class Merged:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sealed:
-    """A bucket that is committed; `bucket` is empty when there was nothing to seal."""
+    """Buckets that are committed, one of each index that had rows. `rows`: of all of them; `bucket`: the first, that of
+    the shared index if there is one; empty when there was nothing to seal.
+    """
 
     rows: int
     bucket: str

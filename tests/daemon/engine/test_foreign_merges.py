@@ -17,6 +17,7 @@ from daemon.engine.calls import Sealed
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
+from storage_backends.topic_manifest import Claim
 from tests.daemon.engine.calling import acknowledge, trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture, Held, Receiver
 from tests.support.fault_store import Call, Fault
@@ -483,3 +484,18 @@ async def test_rows_that_a_subscription_acknowledged_in_its_own_merged_bucket_do
     one.kill()
     two = await machines.served_by("one", *ALONE)
     assert (await everything(two)).positions == {row[:2] for row in rows[30:]}
+
+
+async def test_a_merge_behind_the_claim_of_another_owner_tells_the_former_one_that_its_epoch_is_over(
+    machines: EngineFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await with_two_buckets(machines)
+    commits, epoch = one.shards[0].topic_commits["t"], one.shards[0].epoch
+    claim = Claim(epoch=epoch + 1)
+    commit.commit(commits._manifests, claim, writer="other", created_ms=0, deadline_s=1.0)
+    other = MergingProcess(machines.store)
+    written = other.write(other.live())
+    await one.call(commits.commit(lambda tip: written.operation))
+    await one.until(lambda: 0 in one.shards and one.shards[0].epoch > epoch)
+    assert any("owner epoch is 2, not 1" in each.getMessage() for each in caplog.records)
+    assert (await everything(one)).positions == BOTH
