@@ -28,13 +28,14 @@ from benchmarks import (
     report,
     restart,
     seal_pause,
+    see,
     stored,
     workbench,
 )
 from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
-    module.NAME: module.run for module in (add, drain, burst, lateness, fair, memory, stored, restart, seal_pause)
+    module.NAME: module.run for module in (add, drain, burst, lateness, fair, memory, stored, restart, seal_pause, see)
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}

@@ -127,6 +127,11 @@ class Rounds:
         said = ", ".join(f"{figure} {value:,.6g}" for figure, value in figures.items())
         self._bench.say(f"{self._measurement}: {name}: {said}")
 
+    @property
+    def names(self) -> list[str]:
+        """Of the samples."""
+        return list(self._samples)
+
     def check(self, who: str, problem: str | None) -> None:
         """Notes what is not accounted for; None is all right."""
         if problem is not None:

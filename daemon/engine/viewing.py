@@ -41,7 +41,7 @@ READ_ROWS = 20_000
 # Buckets that are taken up before others have their turn.
 BUCKETS_A_TURN = 50
 # After so long a page ends early, and a count is refused.
-LOOK_S = 20.0
+LOOK_S = 30.0
 LOOK_RETRY_MS = 5_000
 
 
