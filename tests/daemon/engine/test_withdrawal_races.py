@@ -12,6 +12,7 @@ import pytest
 
 from daemon.errors import NotFound, Unavailable
 from tests.daemon.engine.calling import cancel, create, delete_topic, get, reschedule, results, rows_of, trim, up_to
+from tests.daemon.engine.test_partial_recovery import fenced, hold
 from tests.daemon.engine.test_withdrawals import (
     BUCKETS,
     HOUR_MS,
@@ -86,6 +87,34 @@ async def test_the_answer_waits_for_segments_that_are_due(machines: EngineFixtur
     assert not cancelling.done()
     held.release()
     assert results(await cancelling) == (0, [], [0, 1], [])
+
+
+@withdrawals
+async def test_while_a_topic_is_being_loaded_the_answer_waits_until_what_is_due_has_been_passed(
+    machines: EngineFixture, withdraw: Withdraw
+) -> None:
+    one = await machines.served_by("one", *UNREAD)
+    await create(one)
+    await one.add("t", 1, range(30), delay_ms=4_000)
+    await sealed_rows(one, range(30, 60), 4_000)
+    await one.add("t", 1, range(60, 70), delay_ms=HOUR_MS)
+    one.kill()
+    await asyncio.sleep(5)
+    two = machines.daemon("one", *UNREAD)
+    loading = hold(two, "t")
+    await fenced(two)
+    await loading.reached()
+    asked = asyncio.ensure_future(withdraw(two, 1, [5, 35, 65, 75]))
+    await asyncio.sleep(1)
+    for _ in ("the end of the bucket", "its metadata"):
+        two.script.plan("get_range", Fault.NONE, key_part=BUCKETS)
+    reading = two.pause("get_range", BUCKETS)
+    loading.release()
+    await reading.reached()
+    await asyncio.sleep(1)
+    assert not asked.done()
+    reading.release()
+    assert results(await asked) == (1, [3], [0, 1], [])  # type: ignore[arg-type]
 
 
 @withdrawals
