@@ -20,6 +20,8 @@ from daemon.engine.pace import Pace
 SLEEP_MAX_MS = 500
 # Sleepers are woken for so long before streams and requests have their turn.
 TURN_S = 0.002
+# Who is woken and has more to do goes on after so many times the time that it took.
+MORE_AFTER = 2.0
 # Stale entries that the heap may hold beside as many as there are sleepers.
 HEAP_SLACK = 1_000
 
@@ -83,21 +85,20 @@ class DueLoop:
         while True:
             now_ms = self._clock.now_ms()
             due = self._pop_due(now_ms)
-            turn_ends_s = loop.time() + TURN_S
+            began_s = turn_began_s = loop.time()
             for sleeper in due:
                 again_ms = sleeper.wake(now_ms)
+                ended_s = loop.time()
                 if again_ms is not None and again_ms <= now_ms:
-                    # More is due: it has waited for its tick already.
-                    self._push(sleeper, again_ms)
+                    # It has waited for its tick already.
+                    wait_ms = max(1, round(MORE_AFTER * 1000 * (ended_s - began_s)))
+                    self._push(sleeper, self._clock.now_ms() + wait_ms)
                 else:
                     self.schedule(sleeper, again_ms)
-                if loop.time() >= turn_ends_s:
+                began_s = ended_s
+                if ended_s - turn_began_s >= TURN_S:
                     await self.pace.give_way()
-                    turn_ends_s = loop.time() + TURN_S
-            if due and self._heap and self._heap[0][0] <= now_ms:
-                # More is due: streams and requests have their turn first.
-                await self.pace.give_way()
-                continue
+                    began_s = turn_began_s = loop.time()
             await self._sleep()
 
     def _pop_due(self, now_ms: int) -> list[Sleeper]:
