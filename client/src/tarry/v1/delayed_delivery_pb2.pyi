@@ -265,7 +265,7 @@ class CancelMessagesResponse(_message.Message):
 
     @_builtins.property
     def in_flight_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Handed out, and not acknowledged by everyone who is owed it."""
+        """At a dispatcher of some subscription, or being acknowledged by it."""
 
     def __init__(
         self,
