@@ -77,8 +77,8 @@ def test_events_are_counted() -> None:
     assert sample("tarry_handed_out_rows_total", {"topic": "t"}) == 3
     for result, rows in (("cancelled", 5), ("not_found", 1), ("already_due", 2), ("in_flight", 3)):
         assert sample("tarry_cancel_rows_total", {"topic": "t", "result": result}) == rows
-    for result, rows in (("rescheduled", 4), ("not_found", None), ("already_due", 1), ("in_flight", None)):
-        assert sample("tarry_reschedule_rows_total", {"topic": "t", "result": result}) == rows
+    for result, count in (("rescheduled", 4), ("not_found", None), ("already_due", 1), ("in_flight", None)):
+        assert sample("tarry_reschedule_rows_total", {"topic": "t", "result": result}) == count
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
