@@ -356,9 +356,7 @@ class PageScan:
         rows = KeyedRows.concat([each.rows for each in parts])
         index_id = np.concatenate([each.index_id for each in parts])
         if len(parts) > 1:
-            columns = rows.rows
-            order = np.lexsort((index_id, columns.entry_id, columns.ledger_id, columns.deliver_at_ms))
-            order = order[: self._limit + 1]
+            order = _in_order(rows.rows, index_id)[: self._limit + 1]
             rows, index_id = rows.take(order), index_id[order]
         self._found = Found(rows, index_id)
 
@@ -387,6 +385,13 @@ class PageScan:
             return Page(found, None)
         found = found.take(slice(0, self._limit))
         return Page(found, found.place(-1))
+
+
+def _in_order(rows: Rows, index_id: U64) -> npt.NDArray[np.int64]:
+    """The index that sorts rows by their places."""
+    if (index_id == index_id[0]).all():
+        return rows.due_order()
+    return np.lexsort((index_id, rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
 
 
 def _behind(rows: Rows, index_id: int, after: Place) -> npt.NDArray[np.bool_]:

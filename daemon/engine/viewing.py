@@ -35,7 +35,7 @@ ROWS_MAX = 10_000
 # Parts of buckets that are looked at at a time, by all who look.
 READS_MAX = 8
 # Segments that a page looks at before it is decided which are next.
-SEGMENTS_A_ROUND = 16
+SEGMENTS_A_ROUND = 32
 # Rows that are read with one request, if the segment has no more.
 READ_ROWS = 20_000
 # Buckets that are taken up before others have their turn.
