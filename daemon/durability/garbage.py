@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Final, Generic, TypeVar
 
 from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import NOTHING_DONE, Count, Limits, Listed, Summary
+from daemon.durability.garbage_rules import NOTHING, NOTHING_DONE, Count, Limits, Listed, Summary
 from storage_backends import collection, commit, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
@@ -95,6 +95,7 @@ class Orphans(Generic[M]):
 
     tip: commit.Tip[M] | None
     found: Sequence[tuple[str, int]] = ()
+    count: Count = NOTHING
 
 
 class Collector(Generic[M]):
@@ -199,7 +200,8 @@ class Collector(Generic[M]):
         # Named is what a manifest names that was read after the floor: who brings in an object from here on is refused.
         floor = max(floor, tip.manifest.head.orphan_floor) if dry_run else tip.manifest.head.orphan_floor
         named = self._kind.named(tip.manifest) | given_up
-        return Orphans(tip, garbage_rules.orphans(listed, named, floor))
+        found = garbage_rules.orphans(listed, named, floor)
+        return Orphans(tip, found, _count(found))
 
     def _move_floor(self, floor: int, tip: commit.Tip[M]) -> commit.Tip[M]:
         try:
