@@ -21,7 +21,7 @@ from daemon.durability import slot_put
 from daemon.durability.garbage_rules import NOTHING, Count
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
-from storage_backends.formats import journal, manifest, names
+from storage_backends.formats import errors, journal, manifest, names
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +115,13 @@ class JournalTruncation:
 
     def _listed(self) -> collections.deque[_Slot]:
         if self._left_behind is None:
-            listed = self._store.list(names.journal_prefix(self._shard))
-            slots = sorted(_Slot(names.number_of(entry.key), entry.size_bytes) for entry in listed)
-            self._left_behind = collections.deque(slot for slot in slots if slot.number < self._fence_slot)
+            slots = []
+            for entry in self._store.list(names.journal_prefix(self._shard)):
+                try:
+                    slots.append(_Slot(names.number_of(entry.key), entry.size_bytes))
+                except errors.FormatError as error:
+                    log.warning("shard %d: what is no slot is left alone: %s", self._shard, error)
+            self._left_behind = collections.deque(slot for slot in sorted(slots) if slot.number < self._fence_slot)
         return self._left_behind
 
     def _is_data(self, slot: int) -> bool:

@@ -59,8 +59,8 @@ class Checkpointing:
         self._tail_slots = len(claim.slots)
         self._last_data_slot = _last_data_slot(claim)
         self._written_at_s = environment.clock.elapsed_s()
-        # The newest manifest that this process has committed; a probe may not have seen it yet.
-        self._committed: commit.Tip[manifest.ShardManifest] | None = None
+        # The newest manifest that this process has committed or seen; a probe may not have seen it yet.
+        self._known = claim.tip
         self._work: asyncio.Task[None] | None = None
         # One checkpoint, and one deletion of slots, at a time.
         self._turn = asyncio.Lock()
@@ -101,13 +101,14 @@ class Checkpointing:
     @property
     def newest(self) -> commit.Tip[manifest.ShardManifest]:
         """The newest manifest of this epoch that is known. While slots are written, nothing probes for it."""
-        probed, committed = self._shard.confirmation.tip, self._committed
-        return probed if committed is None or committed.number < probed.number else committed
+        probed = self._shard.confirmation.tip
+        later = probed.number > self._known.number and probed.manifest.epoch == self._shard.epoch
+        return probed if later else self._known
 
     def saw(self, tip: commit.Tip[manifest.ShardManifest]) -> None:
         """Something else in this process has read or committed it. What is begun from here on is based on it."""
         if tip.number > self.newest.number and tip.manifest.epoch == self._shard.epoch:
-            self._committed = tip
+            self._known = tip
 
     @property
     def covered_twice(self) -> bool:
@@ -238,7 +239,7 @@ class Checkpointing:
         committed = await environment.run(write)
         # It may be committed, and have a successor's claim behind it.
         epoch_confirmation.check_owner(committed, epoch=shard.epoch)
-        self._committed = committed
+        self._known = committed
         self._bytes_since -= size_bytes
         self._slots_since -= slots
 

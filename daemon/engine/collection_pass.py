@@ -24,7 +24,7 @@ from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import TarryError
 from storage_backends import commit
-from storage_backends.formats import names
+from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import Damaged, ListedObject, StoreError
 
@@ -265,12 +265,15 @@ class Pass:
             yield
 
     def _is_live(self, name: str) -> bool:
-        """Whether the newest manifest of its sequence names the object. In a thread."""
+        """Whether the newest manifest of its sequence names the object, or no manifest could. In a thread."""
         number = self._shard.number
         if name.startswith(names.checkpoint_prefix(number)):
             shard_tip = manifests.shard_log(self._environment, number).read_tip()
             return shard_tip is None or name in garbage.SHARD.named(shard_tip.manifest)
-        topic_id = names.topic_id_of(name)
+        try:
+            topic_id = names.topic_id_of(name)
+        except errors.FormatError:
+            return True
         if not name.startswith((names.buckets_prefix(number, topic_id), names.progress_prefix(number, topic_id))):
             return True
         tip = manifests.topic_log(self._environment, number, topic_id).read_tip()

@@ -11,10 +11,12 @@ from daemon.engine import calls
 from daemon.errors import NotOwner, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (
+    DeadObject,
     ShardManifest,
     TopicManifest,
     decode_shard_manifest,
     decode_topic_manifest,
+    encode_dead_object,
 )
 from tests.daemon.engine.calling import delete_topic
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -381,6 +383,21 @@ async def test_what_cannot_be_deleted_is_given_up_and_tried_again_on_request(mac
     assert done.summary.tombstones.objects == 1
     assert not machines.keys(BUCKETS)
     assert not machines.keys("dead_objects/")
+
+
+async def test_a_record_of_what_no_collector_gives_up_deletes_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *ON_REQUEST)
+    await one.add("t", 1, range(20), delay_ms=FAR_MS)
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
+    manifest_key = machines.keys(names.topic_manifest_prefix(0, names.topic_id("t")))[-1]
+    (live,) = machines.keys(BUCKETS)
+    for name in (manifest_key, live, "shards/00/note", machines.keys(JOURNAL)[0]):
+        record = DeadObject(object=name, size_bytes=1, attempts=10, error="denied", given_up_ms=1)
+        machines.store.put(names.dead_object_key(name), encode_dead_object(record))
+    machines.store.put("shards/00/journal/note", b"not a slot")
+    before = machines.keys("")
+    assert (await collect(one, retry_dead=True)).summary.failed.objects == 4
+    assert machines.keys("") == before
 
 
 async def test_what_was_given_up_is_not_tried_again_by_a_daemon_that_does_not_serve_every_shard(
