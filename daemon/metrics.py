@@ -85,6 +85,8 @@ class Metrics:
         self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
 
+        self._refused = counter("tarry_quota_refused_requests", "Requests that a quota refused.", "topic", "quota")
+
         self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
         self._slot_seconds = histogram("tarry_journal_slot_seconds", "Time until a slot is durable.", SLOT_BOUNDS_S)
         self._commits = counter("tarry_commits", "Manifest commits.", "operation", "outcome")
@@ -141,6 +143,10 @@ class Metrics:
                 self._add_rows(label, result).inc(rows)
         if late_on_arrival:
             self._late.labels(label).inc(late_on_arrival)
+
+    def quota_refused(self, topic: str, quota: Literal["pending", "due", "client"]) -> None:
+        """A request was refused: too many pending rows, too many due in one second, too much of one client."""
+        self._refused.labels(self._labels.label(topic), quota).inc()
 
     def acknowledged(self, topic: str, *, acknowledged: int, ignored: int) -> None:
         label = self._labels.label(topic)

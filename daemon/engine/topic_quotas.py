@@ -70,7 +70,11 @@ class TopicQuotas:
     def admission(self, caller: Caller | None, *, rows: int, now_ms: int) -> Admission:
         """For one request of so many rows. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
         if caller is not None:
-            self._rates.check(caller.client, self._environment.clock.elapsed_s())
+            try:
+                self._rates.check(caller.client, self._environment.clock.elapsed_s())
+            except QuotaExceeded:
+                self._environment.metrics.quota_refused(self._topic.name, "client")
+                raise
         return Admission(self, caller, rows, now_ms)
 
     def move(self, *, now_ms: int) -> Admission:
@@ -89,14 +93,18 @@ class TopicQuotas:
 
     def check_pending(self, rows: int) -> None:
         """Raises QuotaExceeded."""
-        quotas.check_pending(
-            f"topic {self._topic.name}",
-            "pending_rows_max",
-            pending_rows=self.pending_rows if self.limits.pending_rows_max else 0,
-            rows=rows,
-            rows_max=self.limits.pending_rows_max,
-        )
-        self.pending.check(rows)
+        try:
+            quotas.check_pending(
+                f"topic {self._topic.name}",
+                "pending_rows_max",
+                pending_rows=self.pending_rows if self.limits.pending_rows_max else 0,
+                rows=rows,
+                rows_max=self.limits.pending_rows_max,
+            )
+            self.pending.check(rows)
+        except QuotaExceeded:
+            self._environment.metrics.quota_refused(self._topic.name, "pending")
+            raise
 
     def check_due(self, deliver_at_ms: U64, *, now_ms: int) -> RowsOfSeconds | None:
         """Whether rows may come due at these times: what to hand to `take`. Raises QuotaExceeded."""
@@ -106,6 +114,7 @@ class TopicQuotas:
         try:
             self.due.check(self._topic.name, coming, self.limits.due_rows_per_second_max)
         except QuotaExceeded:
+            self._environment.metrics.quota_refused(self._topic.name, "due")
             self._consider_count()
             raise
         return coming

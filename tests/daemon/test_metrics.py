@@ -59,6 +59,7 @@ def used() -> metrics.Metrics:
     everything.set_serving(True)
     everything.event_loop_paused(0.004)
     everything.clock_stepped("back")
+    everything.quota_refused("t", "pending")
     everything.set_store_clock_skew(-0.5)
     everything.recovered(seconds=0.2, rows_replayed=100)
     everything.collected("orphan", objects=2, size_bytes=700)
@@ -83,6 +84,7 @@ def test_events_are_counted() -> None:
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
     assert sample("tarry_damage_found_total", {"kind": "bucket"}) == 1
+    assert sample("tarry_quota_refused_requests_total", {"topic": "t", "quota": "pending"}) == 1
     assert sample("tarry_clock_step_total", {"direction": "back"}) == 1
     assert sample("tarry_store_clock_skew_seconds") == -0.5
     assert sample("tarry_topics", {"state": "loading"}) == 2

@@ -63,6 +63,8 @@ async def test_no_more_rows_are_pending_than_the_policy_says(machines: EngineFix
     await add(one, range(7))
     assert await refused(add(one, range(7, 11)), "topic t: pending_rows_max is 10; 7 rows are pending") == 1000
     assert (await stats(one)).pending == 7
+    refusals = {"topic": "t", "quota": "pending"}
+    assert one.metrics.registry.get_sample_value("tarry_quota_refused_requests_total", refusals) == 1
     assert (await add(one, range(7, 10))).accepted == 3
     assert (await add(one, range(10))).duplicates == 10, "what is there already needs no room"
     await add(one, range(100), topic="u")

@@ -1,0 +1,190 @@
+"""Fairness of the event loop: how much is done at a time, and whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from daemon.engine import pace
+from daemon.engine.calls import HeldPositions
+from daemon.engine.due_loop import TURN_S, DueLoop
+from daemon.engine.pace import Pace
+from tests.daemon.engine.calling import create
+from tests.support.engine_fixture import EngineFixture, Receiver
+from tests.support.virtual_loop import VirtualLoop
+
+
+class WallClock:
+    """The loop's time as a wall clock."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def now_ms(self) -> int:
+        return int(self.loop.time() * 1000 + 1e-3)
+
+    def elapsed_s(self) -> float:
+        return self.loop.time()
+
+
+def passes(seconds: float) -> None:
+    """Work that keeps the loop for so long."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.pass_time(seconds)
+
+
+# ---- portions
+
+
+async def test_portions_grow_while_nobody_else_wants_a_turn_and_shrink_while_others_need_long() -> None:
+    found = Pace()
+    assert found.rows == pace.ROWS_LEAST
+    for _ in range(20):
+        await found.give_way()
+    assert found.rows == pace.ROWS_MOST
+    found.noted(2 * pace.TURN_S)
+    assert found.rows == pace.ROWS_MOST // 2
+    for _ in range(20):
+        found.noted(2 * pace.TURN_S)
+    assert found.rows == pace.ROWS_LEAST
+
+
+async def test_the_others_turn_is_what_runs_between_two_portions() -> None:
+    found = Pace()
+    asyncio.get_running_loop().call_soon(passes, 10 * pace.TURN_S)
+    for _ in range(2):
+        found.noted(0.0)
+    before = found.rows
+    await found.give_way()
+    assert found.rows < before
+
+
+async def test_after_a_pause_it_begins_with_little_again() -> None:
+    found = Pace()
+    for _ in range(20):
+        found.noted(0.0)
+    await asyncio.sleep(pace.FORGET_S + 0.1)
+    assert found.rows == pace.ROWS_LEAST
+
+
+# ---- the due loop
+
+
+class Busy:
+    """Has always more to do, and takes `takes_s` each time."""
+
+    tick_ms = 1
+
+    def __init__(self, takes_s: float) -> None:
+        self.wake_at_ms: int | None = None
+        self.takes_s = takes_s
+        self.woken = 0
+
+    def wake(self, now_ms: int) -> int | None:
+        self.woken += 1
+        passes(self.takes_s)
+        return now_ms
+
+
+class Modest:
+    """Has something to do every 10 ms, and notes how late it is woken."""
+
+    tick_ms = 1
+
+    def __init__(self) -> None:
+        self.wake_at_ms: int | None = None
+        self.late_ms: list[int] = []
+
+    def wake(self, now_ms: int) -> int | None:
+        assert self.next_ms <= now_ms
+        self.late_ms.append(now_ms - self.next_ms)
+        self.next_ms += 10
+        return self.next_ms
+
+    next_ms = 0
+
+
+async def run_for(due_loop: DueLoop, seconds: float) -> None:
+    running = asyncio.ensure_future(due_loop.run())
+    await asyncio.sleep(seconds)
+    running.cancel()
+
+
+async def test_who_always_has_more_to_do_leaves_the_others_two_thirds_of_the_time() -> None:
+    clock = WallClock()
+    due_loop = DueLoop(clock)
+    busy, modest = Busy(takes_s=0.005), [Modest() for _ in range(20)]
+    now_ms = clock.now_ms()
+    due_loop.schedule(busy, now_ms)
+    for number, each in enumerate(modest):
+        each.next_ms = now_ms + number % 10
+        due_loop.schedule(each, each.next_ms)
+    await run_for(due_loop, 3.0)
+    assert 150 <= busy.woken <= 201
+    late_ms = [late for each in modest for late in each.late_ms]
+    assert len(late_ms) >= 20 * 290
+    assert max(late_ms) <= 6
+
+
+async def test_the_loop_of_the_daemon_has_a_turn_between_many_sleepers() -> None:
+    clock = WallClock()
+    due_loop = DueLoop(clock)
+    sleepers = [Busy(takes_s=1.1 * TURN_S) for _ in range(50)]
+    for sleeper in sleepers:
+        due_loop.schedule(sleeper, clock.now_ms())
+    late_s: list[float] = []
+
+    async def others() -> None:
+        while True:
+            wanted_s = clock.elapsed_s() + 0.001
+            await asyncio.sleep(0.001)
+            late_s.append(clock.elapsed_s() - wanted_s)
+
+    watching = asyncio.ensure_future(others())
+    await run_for(due_loop, 0.5)
+    watching.cancel()
+    assert len(late_s) > 50
+    # A timer and who waits for it take a turn each; all sleepers together take 50.
+    assert max(late_s) <= 4 * TURN_S
+
+
+# ---- streams
+
+
+async def test_a_stream_with_much_to_take_does_not_keep_the_loop(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", "delivery.ready_rows_max=20000")
+    await create(one, "large")
+    for first in range(0, 60_000, 20_000):
+        await one.add("t", 1, range(first, first + 20_000), delay_ms=0)
+    nothing = np.empty(0, np.uint64)
+    stream = await one.call(one.engine.requests.open_dispatch("t", "large", HeldPositions(nothing, nothing, nothing)))
+    stream.grant(1_000_000)
+    taken: list[int] = []
+    while sum(taken) < 60_000:
+        others_had_a_turn = asyncio.Event()
+        asyncio.get_running_loop().call_soon(others_had_a_turn.set)
+        full = stream._took_many
+        taken.append(len((await stream.next_messages()).rows))
+        assert others_had_a_turn.is_set() or not full
+    assert taken[0] == pace.ROWS_LEAST
+    assert len(taken) > 3
+    assert pace.ROWS_LEAST < max(taken) <= pace.ROWS_MOST
+    stream.close()
+
+
+async def test_subscriptions_and_topics_beside_a_large_backlog_get_their_rows_in_time(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await create(one, "large")
+    for first in range(0, 200_000, 50_000):
+        await one.add("t", 1, range(first, first + 50_000), delay_ms=0)
+    small: list[Receiver] = [await one.receiver("t", "small"), await one.receiver("u", "other")]
+    large = await one.receiver("t", "large")
+    for topic in ("t", "u"):
+        await one.add(topic, 2, range(100), delay_ms=0)
+    for receiver in small:
+        await receiver.received(100)
+    await large.received(200_100)
+    assert [len(receiver.rows) for receiver in small] == [100, 100]
+    assert [row[:2] for row in large.rows[:3]] == [(1, 0), (1, 1), (1, 2)]
