@@ -64,6 +64,12 @@ class InFlight:
     def __len__(self) -> int:
         return self._living
 
+    def first_due_ms(self) -> int | None:
+        """The earliest time of its rows; None when there is none."""
+        times = [batch.rows.rows.deliver_at_ms for batch in self._batches.values()]
+        times += [run.rows.rows.deliver_at_ms[run.alive] for run in self._runs if run.living]
+        return min((int(each.min()) for each in times), default=None)
+
     def held_rows(self, dispatcher: int) -> int:
         """How many positions a dispatcher holds."""
         return self._held[dispatcher]

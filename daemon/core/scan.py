@@ -261,8 +261,10 @@ class PageScan:
 
     # ---- which rows to look at
 
-    def add(self, bucket: Bucket, pages: PageTable) -> None:
-        """A bucket of one of the indexes that are looked at; `pages`: the index's."""
+    def add(self, bucket: Bucket, pages: PageTable, first_ms: int = 0) -> None:
+        """A bucket of one of the indexes that are looked at; `pages`: the index's. `first_ms`: no earlier row of it is
+        asked for, as is known otherwise.
+        """
         number = len(self._buckets)
         if not isinstance(bucket, SealedBucket):
             self._buckets.append((bucket, pages))
@@ -271,7 +273,7 @@ class PageScan:
             self._buckets.append((bucket, pages))
             if not self.asked.backlog and len(bucket.late):
                 heapq.heappush(self._next, (0, number, _IN_MEMORY))
-            first = int(bucket.table.max_ms.searchsorted(np.uint64(self._first_ms(bucket))))
+            first = int(bucket.table.max_ms.searchsorted(np.uint64(max(first_ms, self._first_ms(bucket)))))
             first = first if self.asked.backlog else max(first, bucket.head.place[0])
             self._go_on(number, first)
 

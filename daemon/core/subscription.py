@@ -186,6 +186,11 @@ class SubscriptionState:
         sets = [bitmap_of(rows.keys) for rows in (self._returned, *self._ready) if len(rows)]
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
 
+    def first_in_hand_ms(self) -> int | None:
+        """The earliest time of what is READY or IN_FLIGHT; None when nothing is."""
+        ready = (int(rows.rows.deliver_at_ms.min()) for rows in (self._returned, *self._ready) if len(rows))
+        return earliest(self.in_flight.first_due_ms(), *ready)
+
     def held_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)

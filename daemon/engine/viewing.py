@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from typing import Any, TypeVar
 
 import numpy as np
+from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket
 from daemon.core.histogram import BARS_MAX, Bars, Counts, PartCount, round_width_ms
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
 from daemon.core.scan import LAST_MS, Asked, Found, Page, PageScan, Part, Place, Read, SealedPart, part_of
+from daemon.core.subscription import SubscriptionState
 from daemon.durability import bucket_objects
 from daemon.engine.calls import BacklogPage, Histogram, ScheduledPage, View
 from daemon.engine.environment import Environment
@@ -89,7 +91,7 @@ class Viewing:
         state = topic.subscription(subscription)
         asked, indexes = _asked(topic, View(ledgers=ledgers, subscription=subscription), backlog=True)
         as_of_ms = self._as_of(topic)
-        page = await self._page(topic, asked, indexes, after, limit)
+        page = await self._page(topic, asked, indexes, after, limit, state)
         keys = page.found.rows.keys
         return BacklogPage(
             rows=page.found.rows.rows,
@@ -104,7 +106,9 @@ class Viewing:
         asked, indexes = _asked(topic, View(ledgers=view.ledgers, subscription=view.subscription))
         last_ms = max((index.last_due_ms() or 0 for index in indexes), default=0)
         bars = _bars(view, width_ms, now_ms=as_of_ms, last_ms=last_ms)
-        counts = await self._looked_at(topic, lambda deadline_s: self._counts(topic, asked, indexes, bars, deadline_s))
+        counts = await self._looked_at(
+            topic, None, lambda deadline_s: self._counts(topic, asked, indexes, bars, deadline_s)
+        )
         return Histogram(
             from_ms=bars.from_ms,
             until_ms=bars.until_ms,
@@ -126,27 +130,44 @@ class Viewing:
     # ---- pages
 
     async def _page(
-        self, topic: ServedTopic, asked: Asked, indexes: Sequence[Index], after: Place | None, limit: int
+        self,
+        topic: ServedTopic,
+        asked: Asked,
+        indexes: Sequence[Index],
+        after: Place | None,
+        limit: int,
+        state: SubscriptionState | None = None,
     ) -> Page:
+        """`state`: whose backlog it is."""
         return await self._looked_at(
-            topic, lambda deadline_s: self._scanned(topic, PageScan(asked, after, limit), indexes, deadline_s)
+            topic,
+            state,
+            lambda deadline_s: self._scanned(topic, PageScan(asked, after, limit), indexes, state, deadline_s),
         )
 
-    async def _scanned(self, topic: ServedTopic, scan: PageScan, indexes: Sequence[Index], deadline_s: float) -> Page:
+    async def _scanned(
+        self,
+        topic: ServedTopic,
+        scan: PageScan,
+        indexes: Sequence[Index],
+        state: SubscriptionState | None,
+        deadline_s: float,
+    ) -> Page:
+        first_ms_of = _no_bound if state is None else _Backlog(state).first_ms_of
         for number, (bucket, pages) in enumerate(_buckets(indexes), 1):
-            scan.add(bucket, pages)
+            scan.add(bucket, pages, first_ms_of(bucket))
             if not number % BUCKETS_A_TURN:
                 await asyncio.sleep(0)
         while reads := scan.next_reads(SEGMENTS_A_ROUND):
-            found = await _all_of([self._found(topic, scan, read) for read in reads])
+            found = await _all_of([self._found(topic, scan, read, state) for read in reads])
             await self._run(lambda found=found: scan.take(found))  # type: ignore[misc]
             if self._environment.clock.elapsed_s() > deadline_s and scan.can_end:
                 break
         return scan.page()
 
-    async def _found(self, topic: ServedTopic, scan: PageScan, read: Read) -> Found:
+    async def _found(self, topic: ServedTopic, scan: PageScan, read: Read, state: SubscriptionState | None) -> Found:
         async with self._reads:
-            part = part_of(read.bucket, read.pages, scan.asked, topic.core.indexes.leaving)
+            part = part_of(read.bucket, read.pages, scan.asked, _leaving(topic, state))
             if part is None:
                 return Found.empty()
             cached = topic.core.indexes.cache.of_bucket(read.bucket.name)
@@ -181,7 +202,7 @@ class Viewing:
                     "limit; ask for fewer ledgers or a shorter range",
                     retry_after_ms=LOOK_RETRY_MS,
                 )
-            part = part_of(bucket, pages, asked, topic.core.indexes.leaving)
+            part = part_of(bucket, pages, asked, _leaving(topic, None))
             if part is None:
                 return Counts.nothing(bars)
             cached = topic.core.indexes.cache.of_bucket(bucket.name)
@@ -197,7 +218,9 @@ class Viewing:
 
     # ---- reading
 
-    async def _looked_at(self, topic: ServedTopic, look: Callable[[float], Awaitable[T]]) -> T:
+    async def _looked_at(
+        self, topic: ServedTopic, state: SubscriptionState | None, look: Callable[[float], Awaitable[T]]
+    ) -> T:
         """Looks again where a bucket has left before it was read."""
         deadline_s = self._environment.clock.elapsed_s() + LOOK_S
         while True:
@@ -208,7 +231,7 @@ class Viewing:
                     raise Unavailable(f"topic {topic.core.name}: {error}; try again") from error
                 await asyncio.sleep(0)
                 continue
-            if topic.core.indexes.leaving:
+            if _leaving(topic, state):
                 # What is on its way out is not shown any more: so it must be out when this is answered.
                 await topic.shard.commits.confirmed()
             return looked
@@ -266,6 +289,36 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(each, BaseException):
             raise each
     return [each for each in results if not isinstance(each, BaseException)]
+
+
+class _Backlog:
+    """From when on the rows of a backlog are in each bucket: most of what was passed is acknowledged, and not read.
+
+    What is READY or IN_FLIGHT is in memory with its time; only where there is more nothing is known.
+    """
+
+    def __init__(self, state: SubscriptionState) -> None:
+        self._subscription_id = state.subscription_id
+        self._in_hand = state.in_hand()
+        self._first_ms = state.first_in_hand_ms()
+
+    def first_ms_of(self, bucket: Bucket) -> int:
+        if self._first_ms is None:
+            return 0
+        rest = bucket.passed - self._in_hand
+        if rest and self._subscription_id in bucket.acknowledged:
+            rest -= bucket.acknowledged[self._subscription_id]
+        return 0 if rest else self._first_ms
+
+
+def _no_bound(bucket: Bucket) -> int:
+    return 0
+
+
+def _leaving(topic: ServedTopic, state: SubscriptionState | None) -> BitMap64:
+    """What a decision that is on its way takes out: of the index, or of a subscription's backlog."""
+    leaving = topic.core.indexes.leaving
+    return leaving if state is None or not state.acknowledging else leaving | state.acknowledging
 
 
 def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:

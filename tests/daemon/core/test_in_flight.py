@@ -101,3 +101,4 @@ def check(steps: list[tuple[str, object, int]]) -> None:
         assert keys_of(table.keys()).tolist() == sorted(expected)
         for asked in (range(31), range(0, 31, 2), ()):
             assert set(table.among(BitMap64(asked))) == expected.keys() & set(asked)
+        assert table.first_due_ms() == min((time for time, _ in expected.values()), default=None)

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from daemon import config
+from daemon.durability import bucket_objects
 from daemon.engine import calls, viewing
 from daemon.engine.engine import Engine
 from daemon.errors import Corruption, InvalidArgument, NotFound, QuotaExceeded, Unavailable
+from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.rows import Rows
+from storage_backends.object_store import ObjectStore
 from tests.daemon.engine.calling import acknowledge, cancel, create, get, rows_of, stats
 from tests.daemon.engine.test_damage import alter_part, topic_tip
 from tests.support import real_engine
@@ -206,6 +209,53 @@ async def test_a_backlog_is_shown_with_what_is_handed_out(machines: EngineFixtur
     assert shown(rest.rows) == due[24:]
     assert shown((await backlog(one, ledgers=(3, 3))).rows) == [row for row in due[4:] if row[1] == 3]
     assert shown((await scheduled(one)).rows) == added[41:]
+
+
+async def test_of_a_backlog_that_is_in_hand_no_segment_is_read_that_was_acknowledged(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, added = await with_buckets(machines, 3, *NOTHING_AHEAD)
+    # To it everything is still owed: nothing of the buckets is gone.
+    await create(one, "other")
+    receiver = await one.receiver("t")
+    await asyncio.sleep((added[50][0] - machines.now_ms()) / 1000)
+    await receiver.received(51)
+    await receiver.acknowledge(receiver.rows[:45])
+    read: list[int] = []
+    read_segments = bucket_objects.read_segments
+
+    def counted(store: ObjectStore, key: str, segments: Sequence[SegmentInfo]) -> list[Rows]:
+        read.append(len(segments))
+        return read_segments(store, key, segments)
+
+    monkeypatch.setattr(bucket_objects, "read_segments", counted)
+    cache = one.topic("t").core.indexes.cache
+    for bucket in one.topic("t").core.indexes.sealed:
+        cache.discard_bucket(bucket)
+    page = await backlog(one)
+    assert shown(page.rows) == added[45:51]
+    assert page.in_flight.all()
+    assert sum(read) <= 7, "the last one of each, and what the head takes up"
+    read.clear()
+    assert shown((await backlog(one, subscription="other")).rows) == added[:51]
+    assert sum(read) >= 10, "of what nobody holds everything is read"
+    receiver.stream.close()
+    assert shown((await backlog(one)).rows) == added[45:51]
+
+
+async def test_an_acknowledgement_that_is_not_durable_holds_a_backlog_up(machines: EngineFixture) -> None:
+    one, added = await with_buckets(machines, 1)
+    await asyncio.sleep((added[9][0] - machines.now_ms()) / 1000)
+    leased = rows_of(await get(one, 5))
+    held = one.pause("put_if_absent", "/journal/")
+    acknowledging = acknowledge(one, leased[:2])
+    await held.reached()
+    looking = backlog(one)
+    await asyncio.sleep(0.5)
+    assert not looking.done()
+    held.release()
+    assert shown((await looking).rows) == added[2:10]
+    assert await acknowledging == 0
 
 
 async def test_each_subscription_has_a_backlog_of_its_own(machines: EngineFixture) -> None:
