@@ -33,19 +33,37 @@ class MergingMachine(TopicMachine):
 
     @precondition(lambda self: self.oracle.subscribers)
     @rule(
-        batch=batches, pick=picks, acknowledged=st.lists(picks, max_size=6), length=st.sampled_from((2, 3)), late=picks
+        batch=batches,
+        pick=picks,
+        acknowledged=st.lists(picks, max_size=6),
+        length=st.sampled_from((2, 3)),
+        stored=st.sampled_from((None, "checkpoint", "progress")),
+        crash=st.booleans(),
     )
     def rows_come_and_go_between_plan_and_commit(
-        self, batch: list[tuple[Position, int, int]], pick: int, acknowledged: list[int], length: int, late: int
+        self,
+        batch: list[tuple[Position, int, int]],
+        pick: int,
+        acknowledged: list[int],
+        length: int,
+        stored: str | None,
+        crash: bool,
     ) -> None:
+        """What left is stored under the names of the sources before the owner knows of the merge."""
         self.a_bucket_is_filled_and_sealed(batch, 0, 0)
         self.plan_a_merge(pick, length)
-        if late % 2:
-            self.rows_come_and_go(batch, 0, pick, acknowledged)
+        self.rows_come_and_go(batch, 0, pick, acknowledged)
+        if stored == "checkpoint":
+            self.checkpoint()
+        elif stored == "progress":
+            self.a_bucket_is_filled_and_sealed(batch, 0, 0)
         if self.planned:
-            self.commit_a_merge(late, None, False)
-        self.rows_come_and_go(batch, 0, late, acknowledged)
-        self.the_owner_learns(0, bool(pick % 2))
+            self.commit_a_merge(pick, None, False)
+        if crash:
+            self.crash()
+        else:
+            self.rows_come_and_go(batch, 0, pick, acknowledged)
+            self.the_owner_learns(0, bool(pick % 2))
 
     # ---- step by step
 

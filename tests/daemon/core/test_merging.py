@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from daemon.core.merging import SOON_WEIGHT, STORED_ROWS_FACTOR, Candidate, chosen_run
+from tests.daemon.core import merges
+from tests.daemon.core.journaled_topic import JournaledTopic
+from tests.daemon.core.test_topic import NOW_MS, handed, opened, with_subscriptions
 
 NO_LIMIT = 1 << 60
 
@@ -118,3 +122,75 @@ def test_500_buckets_of_one_row_each_end_at_the_limit(buckets_max: int, merge_bu
     assert sum(candidate.live_rows for candidate in found) == 500
     # Each row is copied a few times, not as often as there are merges.
     assert copied_rows <= 500 * 10
+
+
+# ---- what is inherited
+
+
+def present(topic: JournaledTopic) -> set[tuple[int, int]]:
+    found = set()
+    for bucket in topic.core.index.buckets:
+        ledger_id, entry_id = topic.core.index.pages.positions(np.array(list(bucket.present), np.uint64))
+        found.update(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+    return found
+
+
+def sealed(topic: JournaledTopic, ledger: int, entries: int, deliver_at_ms: int) -> None:
+    assert topic.add([(ledger, entry) for entry in range(entries)], deliver_at_ms).accepted
+    topic.seal()
+
+
+def test_a_position_that_came_back_is_not_what_left_the_bucket_it_was_merged_with() -> None:
+    topic = with_subscriptions(1)
+    state = opened(topic, 1)
+    sealed(topic, 1, 2, NOW_MS + 10)
+    topic.now_ms = NOW_MS + 20
+    handed(topic, state)
+    topic.acknowledge(state, [((1, 0), NOW_MS + 10)])
+    # A seal stores that it is gone, and another one its new row.
+    sealed(topic, 2, 1, NOW_MS + 9_000)
+    assert topic.add([(1, 0)], NOW_MS + 9_000).accepted == 1
+    topic.seal()
+    assert merges.commit(topic, merges.plan(topic, merges.runs(topic, 3)[0])) is None
+    topic.crash_and_recover()
+    assert present(topic) == {(1, 0), (1, 1), (2, 0)}
+
+
+def test_what_is_stored_under_a_name_that_is_two_merges_old_counts_after_a_crash() -> None:
+    topic = with_subscriptions(1)
+    state = opened(topic, 1)
+    for ledger in range(3):
+        sealed(topic, ledger, 3, NOW_MS + 10)
+    topic.now_ms = NOW_MS + 20
+    handed(topic, state)
+    first = merges.plan(topic, merges.runs(topic, 2)[0])
+    topic.acknowledge(state, [((0, 1), NOW_MS + 10)])
+    topic.take_checkpoint()
+    assert merges.commit(topic, first) is None
+    assert merges.commit(topic, merges.plan(topic, merges.runs(topic, 2)[0])) is None
+    assert len(topic.tip.live) == 1
+    topic.crash_and_recover()
+    assert (0, 1) not in present(topic)
+    assert len(present(topic)) == 8
+
+
+def test_keys_of_pages_that_were_forgotten_in_between_are_gone_from_the_merged_bucket() -> None:
+    """A ledger all of whose rows are gone has another ordinal after each time it comes back."""
+    topic = with_subscriptions(1)
+    state = opened(topic, 1)
+    topic.add([(1, 0), (1, 1), (2, 0), (2, 1)], NOW_MS + 10)
+    topic.seal()
+    sealed(topic, 3, 2, NOW_MS + 9_000)
+    planned = merges.plan(topic, merges.runs(topic, 2)[0])
+    topic.now_ms = NOW_MS + 20
+    handed(topic, state)
+    topic.acknowledge(state, [((1, 0), NOW_MS + 10), ((1, 1), NOW_MS + 10)])
+    topic.take_checkpoint()
+    topic.crash_and_recover()
+    assert merges.commit(topic, planned) is None
+    assert merges.adopt(topic) == 1
+    assert present(topic) == {(2, 0), (2, 1), (3, 0), (3, 1)}
+    topic.seal()
+    topic.take_checkpoint()
+    topic.crash_and_recover()
+    assert present(topic) == {(2, 0), (2, 1), (3, 0), (3, 1)}
