@@ -209,6 +209,35 @@ async def test_every_refusal_is_its_own_failure(client: tarry.aio.Client, topic:
             await stream.flush()
 
 
+async def test_a_client_waits_for_its_rate_as_long_as_the_daemon_says(
+    shared_daemon: processes.DaemonProcess, connect: Connect, topic: str
+) -> None:
+    hasty = connect(shared_daemon.address, timeout_s=PATIENCE_S, client_id="hasty")
+    other = connect(shared_daemon.address, timeout_s=PATIENCE_S, client_id="other")
+    effective = await hasty.set_policy(topic, tarry.TopicPolicy(client_rows_per_second_max=1_000))
+    assert effective.client_rows_per_second_max == 1_000
+    began_s = time.monotonic()
+    async with hasty.add_stream(topic, in_flight=1) as stream:
+        for first in range(0, 1_500, 500):
+            assert (await (await stream.add(1, range(first, first + 500), delay_ms=FAR_MS))).accepted == 500
+    assert (await hasty.add(topic, 1, range(1_500, 2_000), delay_ms=FAR_MS)).accepted == 500
+    # The first request takes from what was saved up, and each one may run into debt.
+    assert time.monotonic() - began_s >= 0.5
+    assert (await other.add(topic, 2, range(1_000), delay_ms=FAR_MS)).accepted == 1_000
+    assert (await hasty.stats(topic)).pending == 3_000
+
+
+async def test_a_request_beyond_a_quota_is_refused_whole_and_once(client: tarry.aio.Client, topic: str) -> None:
+    await client.set_policy(topic, tarry.TopicPolicy(pending_rows_max=10, due_rows_per_second_max=8))
+    with pytest.raises(tarry.ResourceExhausted, match="pending_rows_max is 10") as raised:
+        await client.add(topic, 1, range(11), deliver_at_ms=[now_ms() + FAR_MS + 1_000 * row for row in range(11)])
+    assert (raised.value.attempts, raised.value.retry_after_ms) == (1, None)
+    with pytest.raises(tarry.ResourceExhausted, match="due_rows_per_second_max is 8"):
+        await client.add(topic, 1, range(9), delay_ms=FAR_MS)
+    assert (await client.stats(topic)).pending == 0
+    assert (await client.add(topic, 1, range(8), delay_ms=FAR_MS)).accepted == 8
+
+
 async def test_what_is_due_comes_once_and_is_gone_when_acknowledged(client: tarry.aio.Client, topic: str) -> None:
     rows = 20_000
     seen: list[int] = []
