@@ -25,6 +25,7 @@ from storage_backends.memory import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
 from tests.daemon.engine.calling import cancel, reschedule
+from tests.daemon.engine.test_collection import collect, pass_hours, topic_tip
 from tests.daemon.engine.test_merging import merge
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
@@ -57,8 +58,8 @@ TABLE = {
     "crash after hand-out, before ack": "test_crash_after_hand_out",
     "topic deleted, then a stale journal tail": "test_topic_deleted_then_a_stale_tail",
     "topic deleted, then a stale merge": "test_topic_deleted_then_a_stale_merge",
-    "tombstone deleted, crash before it is dropped": WAITS + "collection",
-    "reader holds an old manifest past the grace": WAITS + "collection",
+    "tombstone deleted, crash before it is dropped": "test_tombstone_deleted_and_not_dropped",
+    "reader holds an old manifest past the grace": "test_reader_holds_an_old_manifest",
     "store loses or corrupts an object": "test_store_loses_or_corrupts_a_bucket",
     "store ignores conditions": "test_store_ignores_conditions",
     "daemon reaches clients but not the store": "test_store_out_of_reach",
@@ -497,3 +498,39 @@ async def test_sigkill_on_a_local_directory(tmp_path: Path) -> None:
         fixture = EngineFixture(store)
         await test_sigkill(fixture)
         await fixture.close()
+
+
+async def test_tombstone_deleted_and_not_dropped(machines: EngineFixture) -> None:
+    one, receiver = await with_three_buckets(machines)
+    await receiver.acknowledge((await receiver.received(40))[:40])
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
+    assert len(topic_tip(machines).tombstones) == 2
+    pass_hours(machines, 2)
+    held = one.pause("put_if_absent", f"{names.topic_id('t')}/manifest")
+    collecting = one.call(collect(one))
+    await held.reached()
+    one.kill()
+    await asyncio.wait([collecting])
+    assert (len(machines.keys(BUCKETS)), len(topic_tip(machines).tombstones)) == (1, 2)
+    two = await machines.served_by("one", *SMALL)
+    assert (await collect(two)).summary.tombstones.objects == 2
+    assert not topic_tip(machines).tombstones
+    await everything(two, 20)
+
+
+async def test_reader_holds_an_old_manifest(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SMALL)
+    receiver = await one.receiver("t")
+    for ledger_id in range(3):
+        await one.add("t", ledger_id, range(20), delay_ms=35_000 + 2_000 * ledger_id)
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 3)
+    sources = machines.keys(BUCKETS)
+    OtherMerger(machines.store).merge(3)
+    assert (await collect(one)).summary.tombstones.objects == 3
+    assert not set(sources) & set(machines.keys(BUCKETS))
+    # Its segments are loaded now, from buckets that it still serves.
+    rows = await receiver.received(60)
+    assert len(receiver.positions) == len(rows) == 60
+    assert not any(live.quarantined for live in topic_tip(machines).live)
+    assert machines.loop.time() < 1_000 + 60, "before it would have looked by itself"
+    assert not one.topic("t").core.rebuild_needed()
