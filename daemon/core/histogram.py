@@ -112,7 +112,7 @@ class PartCount:
         if isinstance(part, MemoryPart):
             self._add(part.rows())
             return
-        self._add(part.of_late())
+        self._add(part.wanted_among(part.late))
         if part.wanted is None:
             self._count_whole(part)
         elif part.wanted:
@@ -163,7 +163,7 @@ class PartCount:
         """A segment that is needed."""
         if isinstance(self._part, SealedPart):
             self._segments_read += 1
-            self._add(self._part.of_segment(number, rows))
+            self._add(self._part.wanted_among(self._part.from_start(number, rows)))
 
     def _add(self, rows: KeyedRows) -> None:
         times = rows.rows.deliver_at_ms

@@ -104,16 +104,16 @@ class SealedPart:
     start: tuple[int, int]
     late: KeyedRows
 
-    def of_segment(self, number: int, rows: KeyedRows) -> KeyedRows:
-        """The wanted ones among the rows of a segment, in due order."""
+    def from_start(self, number: int, rows: KeyedRows) -> KeyedRows:
+        """The rows of a segment without those before the start."""
         first, offset = self.start
-        if number <= first:
-            rows = rows.take(slice(offset if number == first else len(rows), None))
-        return rows if self.wanted is None else rows.take(contained(rows.keys, self.wanted))
+        if number > first:
+            return rows
+        return rows.take(slice(offset if number == first else len(rows), None))
 
-    def of_late(self) -> KeyedRows:
-        """The wanted ones among the late rows, in due order."""
-        return self.late if self.wanted is None else self.late.take(contained(self.late.keys, self.wanted))
+    def wanted_among(self, rows: KeyedRows) -> KeyedRows:
+        """The wanted ones among late rows, or rows of segments from the start on."""
+        return rows if self.wanted is None else rows.take(contained(rows.keys, self.wanted))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -329,7 +329,7 @@ class PageScan:
         elif read.segments:
             found = KeyedRows.concat(list(self._of_segments(part, rows)))
         else:
-            found = self._of_page(part, part.of_late())
+            found = part.wanted_among(self._of_page(part, part.late))
         found = found.take(slice(0, self._limit + 1))
         return Found(found, np.full(len(found), part.index_id, np.uint64))
 
@@ -338,14 +338,15 @@ class PageScan:
         for number, each in rows:
             if count > self._limit:
                 return
-            chosen = self._of_page(part, part.of_segment(number, each))
+            # First those of the page, which are few: telling which of them are wanted is more work.
+            chosen = part.wanted_among(self._of_page(part, part.from_start(number, each)))
             count += len(chosen)
             yield chosen
 
     def _of_page(self, part: Part, rows: KeyedRows) -> KeyedRows:
         columns = rows.rows
         times = columns.deliver_at_ms
-        chosen = (times >= np.uint64(part.first_ms)) & (times <= np.uint64(self.asked.last_ms))
+        chosen = (times >= np.uint64(part.first_ms)) & (times <= np.uint64(self._bound_ms))
         if self.after is not None:
             chosen &= _behind(columns, part.index_id, self.after)
         return rows if chosen.all() else rows.take(chosen)

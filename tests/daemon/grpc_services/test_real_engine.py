@@ -39,6 +39,8 @@ async def test_every_call_does_what_it_says(edge: Edge) -> None:
     calls = Calls(edge)
     await of_positions(calls)
     await of_policies(calls)
+    await of_withdrawals(calls)
+    await of_views(calls)
     await of_leases(calls)
     await of_streams(calls)
     await of_topics(calls)
@@ -83,6 +85,26 @@ async def of_policies(calls: Calls) -> None:
     assert found.policy == policy_pb2.TopicPolicy(bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
     assert found.effective == set_policy.effective
     assert len(found.effective.ListFields()) == len(found.effective.DESCRIPTOR.fields)
+
+
+async def of_withdrawals(calls: Calls) -> None:
+    log = delayed_delivery_pb2
+    chosen = {"ledger_id": [6], "entry_id": [2, 99]}
+    times = {"deliver_at_ms": [FAR_MS + 5]}
+    moved = await calls.call("DelayedDelivery/RescheduleMessages", log.RescheduleMessagesRequest, **chosen, **times)
+    assert (moved.rescheduled, list(moved.not_found_index)) == (1, [1])
+    unknown = {"ledger_id": [6], "entry_id": [3, 99]}
+    cancelled = await calls.call("DelayedDelivery/CancelMessages", log.CancelMessagesRequest, **unknown)
+    assert (cancelled.cancelled, list(cancelled.already_due_index), list(cancelled.not_found_index)) == (0, [0], [1])
+
+
+async def of_views(calls: Calls) -> None:
+    scheduled = await calls.call("Inspect/ListScheduled", inspect_pb2.ListScheduledRequest)
+    assert (list(scheduled.entry_id), list(scheduled.deliver_at_ms)) == ([1, 2], [FAR_MS, FAR_MS + 5])
+    counted = await calls.call("Inspect/GetHistogram", inspect_pb2.GetHistogramRequest)
+    assert (sum(counted.rows), counted.rows_before, counted.rows_after) == (2, 0, 0)
+    due = await calls.call("Inspect/ListBacklog", inspect_pb2.ListBacklogRequest, subscription="s")
+    assert (list(due.entry_id), list(due.state)) == ([3], [inspect_pb2.BACKLOG_STATE_READY])
 
 
 async def of_leases(calls: Calls) -> None:
@@ -135,6 +157,8 @@ async def of_topics(calls: Calls) -> None:
     assert (bucket.compatible_form, bucket.quarantined, listed.mutable_rows) == (True, False, 0)
     stats = await calls.call("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest)
     assert (stats.pending, stats.buckets, stats.incarnation) == (2, 1, 1)
+    merged = await calls.call("Admin/MergeBuckets", admin_pb2.MergeBucketsRequest, buckets_max=1)
+    assert (merged.merges, merged.buckets) == (0, 1)
     calls.made.add("Inspect/ListTopics")
     topics = await calls.edge.caller.unary("Inspect/ListTopics", inspect_pb2.ListTopicsRequest())
     assert [topic.topic for topic in topics.topics] == ["t"]
