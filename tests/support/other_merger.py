@@ -17,6 +17,8 @@ from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import ObjectStore
 
+Operation = commit.Operation[TopicManifest]
+
 LIMITS = SegmentLimits(time_step_ms=300_000, rows_max=5_000, rows_min=1_000)
 
 
@@ -79,15 +81,18 @@ class OtherMerger:
         written = merging.write(self._store, plan, sources, made, delete_after_ms=0)
         return Planned(tuple(live.object.name for live in run), written)
 
+    def change(self, operation: Operation) -> TopicManifest:
+        """Commits any operation that needs no owner. Raises commit.Refused."""
+        return _committed(self._log, operation)
+
     def commit(self, planned: Planned) -> TopicManifest:
         """Raises commit.Refused."""
         return self.change(planned.written.operation)
 
-    def change(self, operation: commit.Operation[TopicManifest]) -> TopicManifest:
-        """Commits any operation that needs no owner. Raises commit.Refused."""
-        tip = commit.commit(self._log, operation, writer="other", created_ms=0, warm=None, deadline_s=10.0)
-        return tip.manifest
-
     def merge(self, length: int, place: int = 0) -> TopicManifest:
         """Merges one run, from plan to commit."""
         return self.commit(self.plan(self.runs(length)[place]))
+
+
+def _committed(log: commit.ManifestLog[TopicManifest], operation: Operation) -> TopicManifest:
+    return commit.commit(log, operation, writer="other", created_ms=0, warm=None, deadline_s=10.0).manifest

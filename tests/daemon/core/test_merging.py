@@ -128,7 +128,7 @@ def test_500_buckets_of_one_row_each_end_at_the_limit(buckets_max: int, merge_bu
 
 
 def present(topic: JournaledTopic) -> set[tuple[int, int]]:
-    found = set()
+    found: set[tuple[int, int]] = set()
     for bucket in topic.core.index.buckets:
         ledger_id, entry_id = topic.core.index.pages.positions(np.array(list(bucket.present), np.uint64))
         found.update(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))

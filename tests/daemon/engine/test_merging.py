@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import merging
+from daemon.engine.calls import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
@@ -42,7 +42,7 @@ async def fill(daemon: Daemon, count: int, *, delay_ms: int = FAR_MS, first: int
         await daemon.until(lambda: not daemon.topic("t").core.indexes.sealing)
 
 
-def merge(daemon: Daemon, buckets_max: int = 0, topic: str = "t") -> asyncio.Task[merging.Merged]:
+def merge(daemon: Daemon, buckets_max: int = 0, topic: str = "t") -> asyncio.Task[Merged]:
     return daemon.call(daemon.engine.requests.merge(topic, buckets_max))
 
 
@@ -57,7 +57,7 @@ async def test_above_the_limit_neighbours_are_merged_by_themselves(machines: Eng
     assert len(tip.live) == 4
     assert sum(live.rows for live in tip.live) == 120
     assert max(live.level for live in tip.live) >= 1
-    assert one.metrics.registry.get_sample_value("tarry_merges_total", {"outcome": "merged"}) >= 1
+    assert one.metrics.registry.get_sample_value("tarry_merges_total", {"outcome": "merged"})
 
 
 @pytest.mark.parametrize("buckets_max", [1, 2, 3])
