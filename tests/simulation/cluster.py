@@ -132,7 +132,8 @@ class Cluster:
 
     def _damage(self) -> None:
         """One live bucket that can be read is so no longer."""
-        names = sorted(name for topic in self.oracle.topics.values() for name in topic.buckets)
+        there = {each.key for each in self.machines.store.list("shards/")}
+        names = sorted(there & {name for topic in self.oracle.topics.values() for name in topic.buckets})
         if names:
             name = self._random.choice(names)
             size_bytes = self.machines.store.head(name).size_bytes

@@ -38,6 +38,7 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("put", "/buckets/", 6),
     ("put", "/checkpoint/", 6),
     ("delete", "/journal/", 30),
+    ("delete", "/topics/", 20),
     ("get_with_metadata", "/journal/", 20),
     ("get_with_metadata", "/topics/", 10),
     ("get_with_metadata", "00/manifest/", 30),
@@ -47,6 +48,7 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("crash_point", "seal", 6),
     ("crash_point", "checkpoint", 6),
     ("crash_point", "journal", 60),
+    ("crash_point", "merge", 6),
 )
 # In some runs objects of buckets are damaged or lost; how often.
 DAMAGES = (0, 0, 0, 1, 3)

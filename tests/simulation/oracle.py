@@ -5,7 +5,7 @@ the clients are not. It is naive: one record after the other, one position at a 
 
 Owns: the truth, and the rules that hold for what lands: one row for each position, epochs that only grow, no gap in
 the journal, nothing removed that nobody asked to remove.
-Does not own: answers (`promises`), and what a daemon has in memory (`quiet`).
+Does not own: objects (`objects`), answers (`promises`), and what a daemon has in memory (`quiet`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-from storage_backends.formats import bucket, journal, manifest, names, position_bitmap
+from storage_backends.formats import journal, manifest, names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.history import History
-
-Position = tuple[int, int]
+from tests.simulation.objects import Objects, Position, positions_of
 
 # That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
 UNKNOWN_SLOTS = 100
@@ -52,6 +51,7 @@ class TopicTruth:
     added: dict[Position, int] = dataclasses.field(default_factory=dict)
     removed: dict[Position, int] = dataclasses.field(default_factory=dict)
     removed_at_s: dict[Position, float] = dataclasses.field(default_factory=dict)
+    newest: manifest.TopicManifest | None = None
     asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
     missing: dict[Position, Row] = dataclasses.field(default_factory=dict)
     buckets: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -95,7 +95,7 @@ class Oracle:
         self._journal: dict[int, tuple[int, int]] = {}
         self._slots: dict[str, bytes] = {}
         self._by_name: dict[str, TopicTruth] = {}
-        self.bucket_rows: dict[str, list[tuple[Position, int]]] = {}
+        self.objects = Objects(history)
 
     def topic(self, name: str) -> TopicTruth:
         topic = self._by_name.get(name)
@@ -108,6 +108,8 @@ class Oracle:
     def landed(self, key: str, body: bytes) -> None:
         """An object that did not exist was created."""
         parts = key.split("/")
+        if parts[0] == "dead_objects":
+            self.objects.given_up(key)
         if parts[0] != "shards":
             return
         if parts[2] == "journal":
@@ -115,6 +117,7 @@ class Oracle:
                 # One of several tries of a slot that was truncated since arrives late. It says nothing new.
                 return
             header, records = journal.decode_slot(body)
+            self.objects.slot_landed(key, header.kind)
             again = key in self._slots and header.kind is journal.SlotKind.FENCE
             self._slots[key] = body
             if again and header.epoch < self.epochs[header.shard]:
@@ -124,16 +127,19 @@ class Oracle:
         elif parts[2] == "manifest":
             self._shard_manifest(manifest.decode_shard_manifest(body))
         elif parts[2] == "topics" and parts[4] == "manifest":
-            self._topic_manifest(manifest.decode_topic_manifest(body))
+            self._topic_manifest(int(parts[1]), manifest.decode_topic_manifest(body))
 
     def _shard_manifest(self, landed: manifest.ShardManifest) -> None:
         before = self.epochs.get(landed.shard, 0)
         if landed.epoch < before:
             self._history.breach(f"shard {landed.shard}: a manifest of epoch {landed.epoch} follows epoch {before}")
         self.epochs[landed.shard] = landed.epoch
+        self.objects.shard_landed(landed)
 
-    def _topic_manifest(self, landed: manifest.TopicManifest) -> None:
+    def _topic_manifest(self, shard: int, landed: manifest.TopicManifest) -> None:
         topic = self.topics.setdefault(landed.topic_id, TopicTruth())
+        self.objects.topic_landed(shard, topic.newest, landed)
+        topic.newest = landed
         topic.name = landed.topic
         if landed.owner_epoch < topic.epoch:
             self._history.breach(
@@ -159,29 +165,24 @@ class Oracle:
 
     def _live_buckets(self, topic: TopicTruth, landed: manifest.TopicManifest) -> None:
         """What a quarantined bucket held is missing from now on."""
+        names_live = {live.object.name for live in landed.live}
+        left = {name: slot for name, slot in topic.buckets.items() if name not in names_live}
         for live in landed.live:
             name = live.object.name
             if not live.quarantined:
-                topic.buckets.setdefault(name, landed.applied)
+                # A merged bucket holds what its sources held.
+                sealed_slot = max(left.values(), default=0) if live.level else landed.applied
+                topic.buckets.setdefault(name, sealed_slot)
                 continue
             sealed_slot = topic.buckets.pop(name, landed.applied)
             if name in topic.quarantined:
                 continue
             topic.quarantined.add(name)
-            for position, deliver_at_ms in self.bucket_rows[name]:
+            for position, deliver_at_ms in self.objects.buckets[name].rows:
                 row = topic.rows.get(position)
                 if row is not None and row.deliver_at_ms == deliver_at_ms and row.slot <= sealed_slot:
                     topic.missing[position] = topic.rows.pop(position)
-        names_live = {live.object.name for live in landed.live}
         topic.buckets = {name: slot for name, slot in topic.buckets.items() if name in names_live}
-
-    def bucket_written(self, key: str, body: bytes) -> None:
-        """What a bucket object holds."""
-        rows = bucket.decode_bucket(body)[1]
-        columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-        self.bucket_rows[key] = [
-            ((ledger_id, entry_id), time) for ledger_id, entry_id, time in zip(*columns, strict=True)
-        ]
 
     def _slot(self, header: journal.SlotHeader, records: Iterable[journal.Record]) -> None:
         slot, epoch = self._journal.get(header.shard, (0, 0))
@@ -243,7 +244,7 @@ class Oracle:
             self._remove(topic, slot, position)
 
     def _gone(self, topic: TopicTruth, slot: int, record: journal.GoneRecord) -> None:
-        for position in _positions(record.positions):
+        for position in positions_of(record.positions):
             row = topic.rows.get(position)
             if row is None:
                 if position in topic.missing:
@@ -273,7 +274,7 @@ class Oracle:
             for each in self.removals.values()
             if each.topic == topic.name and each.subscription == stored.name and each.positions is not None
         ]
-        for position in _positions(record.positions):
+        for position in positions_of(record.positions):
             row = topic.rows.get(position)
             if row is None:
                 continue
@@ -290,11 +291,6 @@ class Oracle:
         topic.removed_at_s[position] = self._now_s()
 
 
-def _positions(stored: Iterable[position_bitmap.PositionBitmap]) -> Iterator[Position]:
-    ledger_id, entry_id = position_bitmap.positions_of(stored)
-    return zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
-
-
 class WatchedStore(MemoryStore):
     """The store in which everything lands, and the oracle that sees it."""
 
@@ -307,7 +303,7 @@ class WatchedStore(MemoryStore):
         if "/journal/" in key or "/manifest/" in key:
             self._oracle.landed(key, body)
         elif "/buckets/" in key:
-            self._oracle.bucket_written(key, body)
+            self._oracle.objects.bucket_written(key, body)
 
     def damage(self, key: str, place: int | None) -> None:
         """The store loses an object (None), or one of its bytes is another one from now on."""
@@ -321,3 +317,7 @@ class WatchedStore(MemoryStore):
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)
         self._oracle.landed(key, body)
+
+    def delete(self, key: str) -> None:
+        self._oracle.objects.deleting(key)
+        super().delete(key)

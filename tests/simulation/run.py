@@ -109,6 +109,25 @@ def settings_of(draw: random.Random) -> tuple[str, ...]:
         f"ownership.heartbeat_interval_s={draw.choice((0.5, 1.0, 3.0))}",
         f"delivery.ready_rows_max={draw.choice((1, 6, 200_000))}",
         f"delivery.lookahead_ms={draw.choice((0, 5_000))}",
+        f"bucket.max_num_buckets={draw.choice((1, 2, 3, 50))}",
+        f"bucket.merge_buckets_max={draw.choice((2, 3, 10))}",
+        f"collection.interval_s={draw.choice((0.5, 3.0, 600.0))}",
+        f"collection.orphan_interval_s={draw.choice((0.5, 6.0))}",
+        f"collection.grace_s={draw.choice((0.0, 1.0, 10.0))}",
+        f"collection.orphan_age_s={draw.choice((0.0, 0.5, 20.0))}",
+        f"collection.manifests_kept={draw.choice((1, 10))}",
+        f"collection.attempts_max={draw.choice((1, 10))}",
+    )
+
+
+def collection_of(draw: random.Random) -> tuple[str, ...]:
+    """Half of the runs collect all the time, and as early as the rules let them."""
+    interval_s = draw.choice((0.5, 600.0))
+    return (
+        f"collection.interval_s={interval_s}",
+        f"collection.orphan_interval_s={interval_s}",
+        f"collection.grace_s={draw.choice((0, 0, 5))}",
+        f"collection.orphan_age_s={draw.choice((0, 0, 20))}",
     )
 
 
@@ -120,7 +139,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
     oracle = Oracle(history, loop.time)
-    settings = (*settings_of(draw), *directed.settings)
+    settings = (*settings_of(draw), *collection_of(random.Random(f"collection {seed}")), *directed.settings)
     pace = Pace(seed, slow_kind=directed.slow_kind)
     store = WatchedStore(oracle)
     machines = Machines(store, seed, settings, pace, history)
