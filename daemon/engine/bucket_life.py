@@ -106,7 +106,14 @@ class BucketLife:
         self._work: asyncio.Task[None] | None = None
         self._halted = False
         self.merging = BucketMerging(
-            topic, commits, environment, settings=settings, learn=self.learn, damaged=self.quarantine, lost=lost
+            topic,
+            commits,
+            environment,
+            settings=settings,
+            learn=self.learn,
+            is_live=self.is_live,
+            damaged=self.quarantine,
+            lost=lost,
         )
 
     # ---- deciding

@@ -21,7 +21,7 @@ from daemon.core import merging as core_merging
 from daemon.core.index import Index
 from daemon.core.merging import Candidate
 from daemon.core.topic import Topic
-from daemon.durability import backoff, merging
+from daemon.durability import backoff, bucket_objects, merging
 from daemon.durability.merging import MergePlan, WrittenMerge
 from daemon.engine import manifests
 from daemon.engine.calls import Merged
@@ -59,8 +59,8 @@ class BucketMerging:
     """The merges of one topic.
 
     `settings`: what is in force for it now. `learn` returns when what the manifest has in place of merged buckets is
-    served; `damaged` hears of a bucket whose object is damaged, and what was found; `lost` of an error that ends the
-    shard.
+    served; `is_live` tells whether the newest manifest names a bucket that is missing; `damaged` hears of a bucket
+    whose object is damaged, and what was found; `lost` of an error that ends the shard.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class BucketMerging:
         *,
         settings: Callable[[], TopicSettings],
         learn: Callable[[TopicManifest], Awaitable[None]],
+        is_live: Callable[[str], Awaitable[bool]],
         damaged: Callable[[str, str], None],
         lost: Callable[[BaseException], None],
     ) -> None:
@@ -79,6 +80,7 @@ class BucketMerging:
         self._commits = commits
         self._environment = environment
         self._learn = learn
+        self._is_live = is_live
         self._damaged = damaged
         self._lost = lost
         self._asked: list[_Asked] = []
@@ -294,6 +296,11 @@ class BucketMerging:
             read = functools.partial(merging.read_source, environment.store, live)
             try:
                 sources.append(await environment.run_merging(read))
+            except bucket_objects.BucketMissing as error:
+                if not await self._is_live(live.object.name):
+                    return "refused"
+                self._damaged(live.object.name, str(error))
+                return "damaged"
             except Corruption as error:
                 self._damaged(live.object.name, str(error))
                 return "damaged"

@@ -199,6 +199,48 @@ async def test_a_merge_of_which_every_row_is_gone_leaves_no_bucket(machines: Eng
     assert not tip_of(machines).live
 
 
+async def test_each_index_of_a_topic_is_merged_by_itself(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", limit(-1))
+    shared = await one.receiver("t", "a")
+    own = await one.receiver("t", "b")
+    for ledger in range(4):
+        await one.add("t", ledger, range(5), delay_ms=20_000)
+        await one.add("t", ledger, range(5, 10), delay_ms=20_000, subscription="b")
+        await one.call(one.engine.requests.seal("t"))
+    assert buckets(one) == 8
+    asked = await merge(one, 1)
+    assert (asked.merges, asked.merged_buckets, asked.buckets) == (2, 8, 2)
+    assert sorted(live.subscription_id for live in tip_of(machines).live) == [0, 2]
+    await own.received(40)
+    await shared.received(20)
+    await asyncio.sleep(10)
+    assert (len(shared.rows), len(own.rows)) == (20, 40)
+    await own.acknowledge(own.rows[:7])
+    one.kill()
+    two = await machines.served_by("two")
+    again = await two.receiver("t", "b")
+    await again.received(33)
+    await asyncio.sleep(10)
+    assert len(again.rows) == 33
+
+
+async def test_the_own_index_of_a_subscription_leaves_while_it_is_merged(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", limit(-1))
+    await one.receiver("t", "a")
+    await one.receiver("t", "b")
+    for ledger in range(4):
+        await one.add("t", ledger, range(5), delay_ms=FAR_MS, subscription="b")
+        await one.call(one.engine.requests.seal("t"))
+    held = one.pause("put", BUCKETS)
+    asked = merge(one, 1)
+    await held.reached()
+    await one.call(one.engine.requests.delete_subscription("t", "b"))
+    held.release()
+    assert (await asked).buckets == 0
+    assert not tip_of(machines).live
+    assert (await one.add("t", 1, range(3), delay_ms=1_000)).accepted == 3
+
+
 # ---- what goes wrong
 
 
