@@ -120,17 +120,6 @@ def settings_of(draw: random.Random) -> tuple[str, ...]:
     )
 
 
-def collection_of(draw: random.Random) -> tuple[str, ...]:
-    """Half of the runs collect all the time, and as early as the rules let them."""
-    interval_s = draw.choice((0.5, 600.0))
-    return (
-        f"collection.interval_s={interval_s}",
-        f"collection.orphan_interval_s={interval_s}",
-        f"collection.grace_s={draw.choice((0, 0, 5))}",
-        f"collection.orphan_age_s={draw.choice((0, 0, 20))}",
-    )
-
-
 async def _run(seed: int, everything: bool, directed: Directed) -> History:
     loop = asyncio.get_running_loop()
     history = History(loop.time, everything=everything)
@@ -139,7 +128,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
     oracle = Oracle(history, loop.time)
-    settings = (*settings_of(draw), *collection_of(random.Random(f"collection {seed}")), *directed.settings)
+    settings = (*settings_of(draw), *directed.settings)
     pace = Pace(seed, slow_kind=directed.slow_kind)
     store = WatchedStore(oracle)
     machines = Machines(store, seed, settings, pace, history)
