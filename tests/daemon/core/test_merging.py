@@ -9,7 +9,7 @@ import pytest
 
 from daemon.core.merging import SOON_WEIGHT, STORED_ROWS_FACTOR, Candidate, chosen_run
 from tests.daemon.core import merges
-from tests.daemon.core.journaled_topic import JournaledTopic
+from tests.daemon.core.journaled_topic import JournaledTopic, listed
 from tests.daemon.core.test_topic import NOW_MS, handed, opened, with_subscriptions
 
 NO_LIMIT = 1 << 60
@@ -172,6 +172,25 @@ def test_what_is_stored_under_a_name_that_is_two_merges_old_counts_after_a_crash
     topic.crash_and_recover()
     assert (0, 1) not in present(topic)
     assert len(present(topic)) == 8
+
+
+def test_a_backlog_that_is_read_in_part_when_its_buckets_are_merged_is_read_to_its_end() -> None:
+    topic = JournaledTopic(now_ms=NOW_MS, ready_rows_max=3)
+    topic.create_subscription()
+    for ledger in range(3):
+        sealed(topic, ledger, 4, NOW_MS + 10 + ledger)
+    topic.now_ms = NOW_MS + 50
+    topic.pass_all()
+    state = opened(topic, 1)
+    topic.catch_up(state, 2)
+    first = listed(state.hand_out(1, 3))
+    assert 0 < len(first) < 12
+    assert merges.commit(topic, merges.plan(topic, merges.runs(topic, 3)[0])) is None
+    assert merges.adopt(topic) == 1
+    rest = handed(topic, state)
+    assert sorted([*first, *rest]) == [
+        (NOW_MS + 10 + ledger, ledger, entry) for ledger in range(3) for entry in range(4)
+    ]
 
 
 def test_keys_of_pages_that_were_forgotten_in_between_are_gone_from_the_merged_bucket() -> None:

@@ -123,10 +123,6 @@ def readers_go_on_at_the_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BacklogReader, "merged", at_head)
 
 
-def readers_do_not_notice(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BacklogReader, "merged", lambda self, sources, bucket: self._start(bucket, at_head=True))
-
-
 def what_names_a_source_is_passed_over(patch: pytest.MonkeyPatch) -> None:
     bits_of = merge.bits_of
     patch.setattr(merge, "bits_of", lambda bucket, kept, progress: bits_of(bucket, (), progress))
@@ -172,8 +168,6 @@ BY_ANY_ORDER = (
     what_is_gone_of_a_merged_bucket_is_not_kept,
     acknowledgements_do_not_go_on,
     what_was_passed_waits_again,
-    readers_go_on_at_the_head,
-    readers_do_not_notice,
     what_names_a_source_is_passed_over,
     sources_stay_beside_the_merged_bucket,
 )
@@ -181,6 +175,10 @@ BY_ANY_ORDER = (
 
 # What takes a rare order of events.
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        readers_go_on_at_the_head,
+        test_merging.test_a_backlog_that_is_read_in_part_when_its_buckets_are_merged_is_read_to_its_end,
+    ),
     (
         what_names_a_source_counts_for_rows_that_were_not_copied,
         test_merging.test_a_position_that_came_back_is_not_what_left_the_bucket_it_was_merged_with,
