@@ -21,6 +21,7 @@ from benchmarks import (
     drain,
     fair,
     lateness,
+    life,
     machine,
     memory,
     redis_batches,
@@ -35,7 +36,8 @@ from benchmarks import (
 from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
-    module.NAME: module.run for module in (add, drain, burst, lateness, fair, memory, stored, restart, seal_pause, see)
+    module.NAME: module.run
+    for module in (add, drain, burst, lateness, fair, life, memory, stored, restart, seal_pause, see)
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}

@@ -13,18 +13,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
 import tarry
 import tarry.aio
-from benchmarks import load, report, tarry_load, workbench
-from examples import processes
+from benchmarks import load, report, side_process, tarry_load, workbench
 
 NAME = "fair"
 SUBSCRIPTION = "dispatcher"
@@ -87,8 +84,8 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, topics: int, cou
     with bench.daemon() as daemon:
         plan = Plan(daemon.address, topics, moment_ms, bench.seed)
         with (
-            _Process(_receive_burst, daemon.address, count, moment_ms) as burst,
-            _Process(_receive_others, plan) as others,
+            side_process.SideProcess(_receive_burst, daemon.address, count, moment_ms) as burst,
+            side_process.SideProcess(_receive_others, plan) as others,
         ):
             with tarry.Client(daemon.address) as client:
                 tarry_load.add(client, BURST, burst_rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
@@ -101,38 +98,11 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, topics: int, cou
     lateness_ms = received_at_ms - deliver_at_ms
     without = (deliver_at_ms > moment_ms - 1000 * BEFORE_S + OPENING_MS) & (deliver_at_ms < moment_ms - MARGIN_MS)
     beside = (deliver_at_ms >= moment_ms) & (deliver_at_ms <= last_received_at_ms)
-    figures = {}
+    figures: dict[str, float] = {}
     for name, chosen in (("without the burst", without), ("with the burst", beside)):
         values = np.percentile(lateness_ms[chosen], list(QUANTILES.values()))
         figures |= {f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)}
     return figures | {"burst received after": (last_received_at_ms - moment_ms) / 1000}
-
-
-class _Process:
-    """Work in a process of its own, which says when it is ready and what came of it. A context manager."""
-
-    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._mine, theirs = context.Pipe()
-        self._name = work.__name__
-        self._process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
-
-    def __enter__(self) -> _Process:
-        self._process.start()
-        self.result()
-        return self
-
-    def result(self) -> Any:
-        """What it sends next."""
-        while not self._mine.poll(1.0):
-            if not self._process.is_alive():
-                raise processes.ProcessFailed(f"{self._name} ended with {self._process.exitcode}")
-        return self._mine.recv()
-
-    def __exit__(self, *_: object) -> None:
-        self._process.join(1.0)
-        if self._process.is_alive():
-            self._process.kill()
 
 
 def _burst_rows(count: int, moment_ms: int) -> load.Rows:

@@ -67,18 +67,16 @@ def _turn(
         with tarry.Client(daemon.address) as client:
             # Code that runs for the first time is not what is measured.
             client.add(f"{NAME}-first", 0, 0, delay_ms=load.DAY_MS)
-            before = _histogram(daemon)
+            before = beats(daemon)
             accepted = _add_steadily(client, rows, bench.batch_rows, rows_per_s)
-            after = _histogram(daemon)
+            after = beats(daemon)
             stats = client.stats(NAME)
     rounds.check_count(name, accepted, count)
     rounds.check_count(f"{name}, pending", stats.pending, count)
-    beats = {bound_s: after[bound_s] - before.get(bound_s, 0.0) for bound_s in after}
-    total = max(beats.values())
-    longest_s = min(bound_s for bound_s, at_most in beats.items() if at_most == total)
+    meanwhile = _meanwhile(before, after)
     return {
-        f"{name}: {LONGEST}": 1000 * longest_s,
-        f"{name}: {LONG}": 100 * (1 - beats[LONG_S] / total),
+        f"{name}: {LONGEST}": 1000 * longest_s(before, after),
+        f"{name}: {LONG}": 100 * (1 - meanwhile[LONG_S] / max(meanwhile.values())),
         f"{name}: {SEALS}": stats.buckets,
     }
 
@@ -97,6 +95,17 @@ def _add_steadily(client: tarry.Client, rows: load.Rows, batch_rows: int, rows_p
     return sum(answer.result().accepted for answer in answers)
 
 
-def _histogram(daemon: processes.DaemonProcess) -> dict[float, float]:
+def beats(daemon: processes.DaemonProcess) -> dict[float, float]:
     """Beats that were at most so late, by the bound in seconds."""
     return {float(labels["le"]): value for labels, value in daemon.samples(f"{SERIES}_bucket") if "le" in labels}
+
+
+def longest_s(before: Mapping[float, float], after: Mapping[float, float]) -> float:
+    """The bound that no beat between two readings was later than."""
+    meanwhile = _meanwhile(before, after)
+    total = max(meanwhile.values())
+    return min(bound_s for bound_s, at_most in meanwhile.items() if at_most == total)
+
+
+def _meanwhile(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+    return {bound_s: after[bound_s] - before.get(bound_s, 0.0) for bound_s in after}

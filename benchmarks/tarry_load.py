@@ -91,7 +91,11 @@ class Drain:
 def problem_of(batches: Sequence[tarry.Batch], rows: load.Rows) -> str | None:
     """Each of the rows must have come exactly once, with its time; None when it did."""
     columns = zip(*(batch.positions for batch in batches), strict=True)
-    came = load.Rows(*(np.concatenate(column) for column in columns))
+    return difference(load.Rows(*(np.concatenate(column) for column in columns)), rows)
+
+
+def difference(came: load.Rows, rows: load.Rows) -> str | None:
+    """The same of rows in any order."""
     positions, owed = came.joined(), rows.joined()
     order, order_owed = np.argsort(positions), np.argsort(owed)
     if not np.array_equal(positions[order], owed[order_owed]):

@@ -1,0 +1,49 @@
+"""Clients that must not wait for each other: each in a process of its own.
+
+Owns: starting one, talking to it, and its end. Does not own: what it does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from examples import processes
+
+
+class SideProcess:
+    """A context manager: inside it the work runs, and has sent its first message, that it is ready.
+
+    `work`: a function of a module, called with the arguments and a `multiprocessing.connection.Connection` on which it
+    sends what comes of it.
+    """
+
+    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._mine, theirs = context.Pipe()
+        self._name = work.__name__
+        self._process = context.Process(target=work, args=(*arguments, theirs), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._process.start()
+        self.result()
+        return self
+
+    def send(self, message: object) -> None:
+        self._mine.send(message)
+
+    def result(self) -> Any:
+        """What it sends next. Raises `ProcessFailed` when it has ended."""
+        while not self._mine.poll(1.0):
+            if not self._process.is_alive():
+                raise processes.ProcessFailed(f"{self._name} ended with {self._process.exitcode}")
+        return self._mine.recv()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.join(1.0)
+        if self._process.is_alive():
+            self._process.kill()
