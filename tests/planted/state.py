@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from daemon.core.bucket import GoneSet
+from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing, shard_manifest, takeover
@@ -62,9 +64,10 @@ def a_bucket_is_written_after_the_manifest_that_names_it(patch: pytest.MonkeyPat
 
     def finished(self: BucketLife, seal: Any, written: Any) -> None:
         finish(self, seal, written)
-        later = pending.pop(seal.cut.key)
-        if later.write is not None:
-            late.append(asyncio.ensure_future(self._environment.run(later.write)))
+        for cut in seal.cuts:
+            later = pending.pop(cut.key)
+            if later.write is not None:
+                late.append(asyncio.ensure_future(self._environment.run(later.write)))
 
     patch.setattr(sealing, "write_bucket", unwritten)
     patch.setattr(BucketLife, "_finish", finished)
@@ -153,14 +156,15 @@ class _Kept:
 
 
 def a_seal_forgets_what_is_gone_and_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sealing, "progress_of", lambda cut: manifest.Progress())
+    patch.setattr(sealing, "progress_of", lambda cuts, bits: manifest.Progress())
 
 
 def a_seal_forgets_what_was_acknowledged_in_its_own_rows(patch: pytest.MonkeyPatch) -> None:
     progress_of = sealing.progress_of
 
-    def forgetting(cut: sealing.SealCut) -> manifest.Progress:
-        return progress_of(dataclasses.replace(cut, rows=dataclasses.replace(cut.rows, acknowledged={})))
+    def forgetting(cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
+        rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
+        return progress_of([dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)], bits)
 
     patch.setattr(sealing, "progress_of", forgetting)
 
