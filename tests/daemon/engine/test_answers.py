@@ -176,6 +176,7 @@ async def test_a_slot_holds_no_more_than_its_limit_and_full_slots_push_back(mach
     refused = one.add("t", 99, range(10))
     with pytest.raises(QuotaExceeded) as caught:
         await refused
+    assert caught.value.retry_after_ms is not None
     assert caught.value.retry_after_ms > 0
     held.release()
     assert [outcome.accepted for outcome in await asyncio.gather(*adds)] == [2000] * (1 + STAGED_SLOTS_MAX)

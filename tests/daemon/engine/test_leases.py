@@ -298,6 +298,7 @@ async def test_there_are_only_so_many_leases_and_an_acknowledged_one_is_none(mac
     leases = [rows_of(await get(one, 2, lease_ms=10_000)) for _ in range(3)]
     with pytest.raises(QuotaExceeded) as caught:
         await get(one, 2)
+    assert caught.value.retry_after_ms is not None
     assert caught.value.retry_after_ms > 0
     with pytest.raises(QuotaExceeded):
         await extend(one, leases[0], 20_000)
