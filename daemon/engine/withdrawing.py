@@ -109,12 +109,16 @@ class Withdrawing:
     async def _durable(
         self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
     ) -> None:
-        """`staged` hears of the slot of the records."""
+        """`staged` hears of the slot of the records.
+
+        After a takeover it is told of them only when no former owner can hand out any more what has left.
+        """
         commits = self._topic.shard.commits
         if records:
             slot = commits.stage(*records)
             staged(slot)
             await asyncio.shield(slot)
+            await self._topic.shard.acknowledgements_open()
         else:
             await commits.confirmed()
 

@@ -236,6 +236,29 @@ async def test_an_owner_that_lost_the_shard_answers_nothing(machines: EngineFixt
 
 
 @withdrawals
+async def test_that_rows_have_left_is_answered_when_no_former_owner_can_hand_them_out(
+    machines: EngineFixture, withdraw: Withdraw
+) -> None:
+    quick = "ownership.heartbeat_interval_s=0.5"
+    one = await machines.served_by("one", quick)
+    receiver = await one.receiver("t")
+    await one.add("t", 1, [1, 2, 3], delay_ms=12_000)
+    two = await machines.daemon("two", quick).start()
+    await two.until(lambda: "waiting for daemon one" in two.engine.health.reason)
+    one.suspend()
+    await two.serving()
+    answer = asyncio.ensure_future(withdraw(two, 1, [1]))
+    await asyncio.sleep(2)
+    assert not answer.done()
+    one.resume()
+    await answer
+    assert not one.shards or not one.shards[0].may_hand_out
+    rows = len(receiver.rows)
+    await asyncio.sleep(30)
+    assert len(receiver.rows) == rows
+
+
+@withdrawals
 @pytest.mark.parametrize("point", ["journal.before_put", "journal.after_put"])
 async def test_a_crash_around_the_slot_leaves_the_old_row_or_the_new_one(
     machines: EngineFixture, withdraw: Withdraw, point: str
