@@ -63,7 +63,7 @@ class Metrics:
     def __init__(
         self, registry: CollectorRegistry | None = None, *, per_topic: bool = True, per_topic_max: int = 1000
     ) -> None:
-        """`registry`: None for one of its own. `per_topic`, `per_topic_max`: see `daemon.config.Metrics`."""
+        """`registry`: None for one of its own. `per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
         self.registry = registry if registry is not None else CollectorRegistry()
         self._labels = _TopicLabels(per_topic, per_topic_max)
         self._lateness = ArrayHistogram(

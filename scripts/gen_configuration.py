@@ -1,4 +1,4 @@
-"""Writes docs/CONFIGURATION.md from daemon/config.py, and with `--check` tells whether it is what config.py says.
+"""Writes docs/CONFIGURATION.md from daemon/settings.py, and with `--check` tells whether it is what settings.py says.
 
 uv run scripts/gen_configuration.py [--check]
 """
@@ -17,14 +17,14 @@ import msgspec
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from daemon import config  # noqa: E402 - the repository is put on the path first
+from daemon import config, settings  # noqa: E402 - the repository is put on the path first
 
 TARGET = REPOSITORY / "docs" / "CONFIGURATION.md"
 
 HEAD = """\
 # Configuration
 
-Made from `daemon/config.py` by `scripts/gen_configuration.py`.
+Made from `daemon/settings.py` by `scripts/gen_configuration.py`.
 
 `tarryd` needs no configuration: without arguments it serves on loopback and keeps its data in `./tarry-data`. A setting
 comes from, in this order, the later wins:
@@ -85,7 +85,7 @@ def allowed(base: Any, meta: msgspec.Meta) -> str:
         return ", ".join(f"`{shown(value)}`" for value in typing.get_args(base))
     if base is bool:
         return "`true`, `false`"
-    if meta.pattern == config.ADDRESS:
+    if meta.pattern == settings.ADDRESS:
         return "host:port"
     if base is str:
         return "text"
@@ -114,12 +114,12 @@ def shown(value: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/CONFIGURATION.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it is not what config.py says")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it is not what settings.py says")
     wanted = render()
     if parser.parse_args().check:
         if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != wanted:
             print(
-                f"{TARGET.relative_to(REPOSITORY)}: not what daemon/config.py says; run {Path(__file__).name}",
+                f"{TARGET.relative_to(REPOSITORY)}: not what daemon/settings.py says; run {Path(__file__).name}",
                 file=sys.stderr,
             )
             return 1

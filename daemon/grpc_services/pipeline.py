@@ -17,7 +17,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
 
-from daemon import config, errors
+from daemon import errors
+from daemon.settings import Grpc
 
 # How long a stream that ends by an error stays for answers that are not known yet.
 LAST_ANSWERS_S = 5.0
@@ -29,7 +30,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 class Pipeline:
     """One stream's requests in flight. Used by its reader, which submits, and its writer, which waits and flushes."""
 
-    def __init__(self, context: Context, settings: config.Grpc) -> None:
+    def __init__(self, context: Context, settings: Grpc) -> None:
         self._context = context
         self._requests_max = settings.stream_requests_in_flight_max
         self._bytes_max = settings.stream_bytes_in_flight_max

@@ -1,0 +1,364 @@
+"""Every setting of the daemon, declared once: name, unit in the name, default, range and meaning.
+
+Owns: the sections of the configuration.
+Does not own: how they are read and which contradict each other (`daemon.config`), what they do, and
+docs/CONFIGURATION.md, which is made from this module (`scripts/gen_configuration.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+ADDRESS = r"^.+:[0-9]{1,5}\Z"
+
+# 10,000 rows of Messages, the largest answer there is, must fit.
+_MESSAGE_BYTES_LEAST = 1 << 20
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the TOML file."""
+
+
+class Daemon(Section, frozen=True):
+    """Who this daemon is."""
+
+    id: (
+        Annotated[
+            str,
+            Meta(
+                pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z",
+                description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. It "
+                "must stay the same when the daemon restarts, since a daemon takes its own shards back at once, and no "
+                "two daemons may use one id at a time. Default: host name and port of `grpc.listen`. Set it where the "
+                "host name changes with every start (containers) and where the port is 0.",
+            ),
+        ]
+        | None
+    ) = None
+    address: (
+        Annotated[
+            str,
+            Meta(
+                pattern=ADDRESS,
+                description="host:port at which clients and other daemons reach this one. Default: the address that is "
+                "bound; with the host name in place of `0.0.0.0` and `[::]`.",
+            ),
+        ]
+        | None
+    ) = None
+    insecure: Annotated[
+        bool,
+        Meta(
+            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback although "
+            "neither TLS nor tokens exist yet: whoever reaches the port may add, receive and delete.",
+        ),
+    ] = False
+    drain_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="At shutdown, time to make durable what is staged, to seal, to write checkpoints and to give "
+            "the shards up; after it, or at a second signal, the daemon ends with status 3 and says what was left.",
+        ),
+    ] = 30.0
+    shards: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Shards of a new root: units of ownership, journal and checkpoint. An existing root "
+            "keeps its number.",
+        ),
+    ] = 16
+
+
+class S3(Section, frozen=True):
+    """An S3 bucket; used when `store.kind` is `s3`. Credentials come from the AWS SDK's usual places."""
+
+    bucket: Annotated[str, Meta(description="Name of the bucket; required.")] = ""
+    prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
+    region: Annotated[str, Meta(min_length=1, description="Region of the bucket.")] = "us-east-1"
+    endpoint_url: (
+        Annotated[str, Meta(pattern=r"^https?://", description="For S3-compatible stores. Default: AWS.")] | None
+    ) = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"],
+        Meta(
+            description="Where the bucket's name goes: into the path or the host name. `auto`: the path for an "
+            "`endpoint_url`, and what the AWS SDK chooses for AWS."
+        ),
+    ] = "auto"
+    checksums: Annotated[
+        Literal["auto", "when_supported", "when_required"],
+        Meta(
+            description="Checksums that the AWS SDK adds and verifies. `auto`: `when_required` for an `endpoint_url`, "
+            "since many S3-compatible stores refuse the others, and `when_supported` for AWS."
+        ),
+    ] = "auto"
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each try.")] = 1.0
+    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a try fails.")] = 5.0
+    attempts: Annotated[
+        int, Meta(ge=1, le=100, description="Tries of a request; conditional writes are never repeated by the SDK.")
+    ] = 4
+    connections_max: Annotated[
+        int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")
+    ] = 32
+
+
+class Store(Section, frozen=True):
+    """Where everything durable is."""
+
+    kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "local"
+    path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
+        "./tarry-data"
+    )
+    io_threads: Annotated[int, Meta(ge=1, le=256, description="Threads for requests to the store and for seals.")] = 16
+    s3: S3 = S3()
+
+
+class Grpc(Section, frozen=True):
+    """The gRPC server."""
+
+    listen: Annotated[
+        str, Meta(pattern=ADDRESS, description="host:port; port 0 takes a free one. IPv6: `[::1]:7461`.")
+    ] = "127.0.0.1:7461"
+    concurrent_calls_per_connection_max: Annotated[
+        int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
+    ] = 1000
+    stream_requests_in_flight_max: Annotated[
+        int, Meta(ge=1, le=100_000, description="Unanswered requests of one stream above which it is not read further.")
+    ] = 256
+    stream_bytes_in_flight_max: Annotated[
+        int, Meta(ge=1, description="Bytes of these requests above which the stream is not read further.")
+    ] = 32 << 20
+    keepalive_time_s: Annotated[
+        float, Meta(ge=1, le=7200, description="Silence after which a connection is probed.")
+    ] = 30.0
+    keepalive_timeout_s: Annotated[
+        float, Meta(ge=1, le=600, description="Time without an answer to the probe until the connection is closed.")
+    ] = 10.0
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0, le=600, description="At shutdown, time for open calls to end by themselves before they are cancelled."
+        ),
+    ] = 5.0
+
+
+class Metrics(Section, frozen=True):
+    """The Prometheus endpoint."""
+
+    listen: Annotated[str, Meta(pattern=ADDRESS, description="host:port of `/metrics`; port 0 takes a free one.")] = (
+        "127.0.0.1:7462"
+    )
+    per_topic: Annotated[
+        bool, Meta(description='A series per topic; if false, all topics are counted under `topic="_all"`.')
+    ] = True
+    per_topic_max: Annotated[
+        int,
+        Meta(ge=0, le=1_000_000, description='Topics that get series of their own; the others share `topic="_other"`.'),
+    ] = 1000
+
+
+class Log(Section, frozen=True):
+    """The log, on standard error."""
+
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="The least level that is written.")
+    ] = "info"
+    format: Annotated[Literal["text", "json"], Meta(description="Lines for people, or one JSON object a line.")] = (
+        "text"
+    )
+
+
+class Journal(Section, frozen=True):
+    """Group commit and checkpoints."""
+
+    commit_linger_ms: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=10_000,
+                description="How long a slot waits for company when the shard is not idle. Default: 2 for a local "
+                "directory, 50 for S3.",
+            ),
+        ]
+        | None
+    ) = None
+    slot_bytes_max: Annotated[int, Meta(ge=64 << 10, le=64 << 20, description="Size of one slot.")] = 8 << 20
+    checkpoint_bytes: Annotated[
+        int, Meta(ge=64 << 10, description="Bytes of journal after which a shard writes a checkpoint.")
+    ] = 64 << 20
+    checkpoint_slots: Annotated[
+        int, Meta(ge=1, description="Slots of journal after which a shard writes a checkpoint.")
+    ] = 10_000
+
+
+class Bucket(Section, frozen=True):
+    """When the mutable bucket is sealed, and how a sealed one is cut and written (names of PIP-195)."""
+
+    min_index_count_per_bucket: Annotated[
+        int, Meta(ge=1, description="Rows from which it is sealed when a higher ledger arrives.")
+    ] = 50_000
+    rows_max: Annotated[int, Meta(ge=1, description="Rows at which it is sealed whatever the ledger.")] = 200_000
+    bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which it is sealed.")] = 16 << 20
+    age_max_s: Annotated[float, Meta(gt=0, description="Age of its oldest row at which it is sealed.")] = 1800.0
+    form: Annotated[
+        Literal["columnar", "compatible"],
+        Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
+    ] = "columnar"
+    max_time_step_per_bucket_snapshot_segment_seconds: Annotated[
+        int, Meta(ge=1, description="Span of due times of one segment.")
+    ] = 300
+    max_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=-1, description="Rows of one segment; -1: no limit.")
+    ] = 5000
+    min_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=0, description="The span cuts only a segment that has as many rows; 0: PIP-195's rule.")
+    ] = 1000
+    max_num_buckets: Annotated[
+        int,
+        Meta(
+            ge=-1, description="Sealed buckets of one index above which neighbours are merged; at least 1; -1: never."
+        ),
+    ] = 50
+    merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads.")] = 10
+    merge_rows_max: Annotated[
+        int, Meta(ge=1, description="Rows of a merged bucket; a run of neighbours that has more stays as it is.")
+    ] = 2_000_000
+
+
+class Delivery(Section, frozen=True):
+    """Loading ahead and handing out."""
+
+    tick_ms: Annotated[
+        int, Meta(ge=1, le=500, description="Hand-outs are batched by as much; only ever later, never earlier.")
+    ] = 5
+    lookahead_ms: Annotated[
+        int, Meta(ge=0, le=3_600_000, description="How long before its first row is due a segment is loaded.")
+    ] = 30_000
+    segment_memory_bytes: Annotated[int, Meta(ge=1 << 20, description="Memory for loaded segments of all topics.")] = (
+        256 << 20
+    )
+    ready_rows_max: Annotated[
+        int, Meta(ge=1, description="Due rows of one topic that wait in memory for permits; more stay where they are.")
+    ] = 200_000
+
+
+class Limits(Section, frozen=True):
+    """What a request may ask for. A refused request changes nothing."""
+
+    rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request.")] = 100_000
+    message_bytes_max: Annotated[
+        int, Meta(ge=_MESSAGE_BYTES_LEAST, le=1 << 30, description="Bytes of one request.")
+    ] = 16 << 20
+    topic_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a topic's name in UTF-8.")] = 1024
+    subscription_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a subscription's name.")] = 255
+    delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="How far ahead a row may be due.")] = (
+        10 * 365 * 86_400_000
+    )
+    subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
+    streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
+    leases_per_subscription_max: Annotated[
+        int, Meta(ge=1, description="Leases of one subscription that hold positions.")
+    ] = 10_000
+    pending_rows_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="Pending rows of all topics together; 0: no limit.")
+    ] = 0
+    pending_rows_per_topic_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="Pending rows of a topic whose policy says nothing; 0: no limit.")
+    ] = 0
+    due_rows_per_second_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Rows of a topic whose policy says nothing that may come due within one second, so that nobody "
+            "plans a burst by accident; 0: no limit.",
+        ),
+    ] = 0
+    client_rows_per_second_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Rows that one client may add in a second to a topic whose policy says nothing; 0: no limit. A "
+            "client is who sends one `tarry-client-id`, or the host that calls.",
+        ),
+    ] = 0
+    client_bytes_per_second_max: Annotated[
+        int, Meta(ge=0, le=1 << 53, description="The same in bytes of requests; 0: no limit.")
+    ] = 0
+
+
+class Collection(Section, frozen=True):
+    """Deleting what no manifest needs any more."""
+
+    interval_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and journal.")
+    ] = 600.0
+    orphan_interval_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=7 * 86_400,
+            description="Time between two listings of a shard, for orphans, old manifests and deleted topics.",
+        ),
+    ] = 21_600.0
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=30 * 86_400,
+            description="How long an object stays after it left its manifest. Whoever reads by an older one is done by "
+            "then, or looks at the newest.",
+        ),
+    ] = 3600.0
+    orphan_age_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=365 * 86_400,
+            description="How long an object may take from its beginning to the manifest that names it. What takes "
+            "longer is refused and begun again, never lost.",
+        ),
+    ] = 86_400.0
+    manifests_kept: Annotated[
+        int, Meta(ge=1, description="Manifests of a shard or topic that are kept whatever their age.")
+    ] = 1000
+    manifests_age_s: Annotated[
+        float,
+        Meta(
+            ge=86_400,
+            le=3650 * 86_400,
+            description="How long a manifest is kept after a later one; all but the last of a deleted topic go then.",
+        ),
+    ] = 86_400.0
+    attempts_max: Annotated[
+        int,
+        Meta(ge=1, le=1000, description="Failed deletions after which an object is given up, under `dead_objects/`."),
+    ] = 10
+    guard_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Part of a shard's bytes above which orphans stay until `tarry gc --force`: so many are more "
+            "likely a mistake.",
+        ),
+    ] = 0.2
+    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes go in any case.")] = 64 << 20
+
+
+class Ownership(Section, frozen=True):
+    """How daemons that share a root watch each other."""
+
+    heartbeat_interval_s: Annotated[float, Meta(gt=0, le=60, description="Time between two heartbeats.")] = 3.0
+    misses_max: Annotated[
+        int, Meta(ge=2, le=1000, description="Missed heartbeats after which another daemon is taken to be gone.")
+    ] = 3
