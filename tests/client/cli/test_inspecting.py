@@ -47,12 +47,13 @@ def test_that_there_is_no_topic_is_said(daemon: FakeDaemon, run: Run) -> None:
 
 
 def test_stats_show_the_topic_and_its_subscriptions(daemon: FakeDaemon, run: Run) -> None:
-    message = inspect_pb2.GetTopicStatsResponse(topic="t", pending=5, next_due_ms=1)
-    message.subscriptions.add(subscription="sub", backlog=3)
+    message = inspect_pb2.GetTopicStatsResponse(topic="t", pending=5, next_due_ms=1, last_due_ms=2**63, merges=6)
+    message.subscriptions.add(subscription="sub", own_pending=4, backlog=3)
     daemon.script("GetTopicStats", answer(message))
     shown = run("stats", "t").stdout
     assert "pending\t5" in shown
-    assert "sub\t3\t0" in shown
+    assert {f"last due, at most\t{2**63} ms", "merges under way\t6"} <= set(shown.splitlines())
+    assert "sub\t4\t3\t0" in shown
     parsed = json.loads(run("stats", "t", "--json").stdout)
     assert (parsed["pending"], parsed["subscriptions"][0]["backlog"]) == (5, 3)
 
@@ -69,14 +70,14 @@ def test_stats_say_what_to_add_again(daemon: FakeDaemon, run: Run) -> None:
 
 def test_subscriptions_are_listed_with_their_policies(daemon: FakeDaemon, run: Run) -> None:
     first, last = inspect_pb2.ListSubscriptionsResponse(next_page_token="a"), inspect_pb2.ListSubscriptionsResponse()
-    first.subscriptions.add(subscription="a", backlog=3, in_flight=2, leased=1)
+    first.subscriptions.add(subscription="a", own_pending=7, backlog=3, in_flight=2, leased=1)
     one = last.subscriptions.add(subscription="b")
     one.policy.lease_ms = 90_000
     one.policy.properties["team"] = "gates"
     daemon.script("ListSubscriptions", answer(first), answer(last))
     assert run("subscriptions", "t").stdout.splitlines()[1:] == [
-        "a\t3\t2\t1\t0\t0\t-\t-\t-",
-        "b\t0\t0\t0\t0\t0\t-\t1m30s\tteam=gates",
+        "a\t7\t3\t2\t1\t0\t0\t-\t-\t-",
+        "b\t0\t0\t0\t0\t0\t0\t-\t1m30s\tteam=gates",
     ]
     daemon.script("ListSubscriptions", answer(first), answer(last))
     parsed = [json.loads(line) for line in run("subscriptions", "t", "--json").stdout.splitlines()]
@@ -91,14 +92,15 @@ def bucket(**fields: Any) -> inspect_pb2.BucketSummary:
 
 
 def test_buckets_are_listed_and_what_is_in_none_is_counted(daemon: FakeDaemon, run: Run) -> None:
-    damaged = bucket(quarantined=True, damage="bad checksum")
+    damaged = bucket(quarantined=True, damage="bad checksum", level=2, subscription="sub")
     listed = inspect_pb2.ListBucketsResponse(buckets=[bucket(), damaged], mutable_rows=7)
     daemon.script("ListBuckets", answer(listed))
     result = run("buckets", "t")
     names, first, second = (line.split("\t") for line in result.stdout.splitlines())
     assert first[:6] == ["ULID", "2000", "1500", "300", "400", "1-9"]
     shown = dict(zip(names, second, strict=True))
-    assert (shown["loaded"], shown["state"]) == ("1/4", "quarantined")
+    assert (shown["loaded"], shown["level"], shown["index"], shown["state"]) == ("1/4", "2", "sub", "quarantined")
+    assert dict(zip(names, first, strict=True))["index"] == "shared"
     assert result.stderr.splitlines() == [
         "tarry: quarantined: bad checksum; `tarry stats t` says what to add again",
         "tarry: 7 rows of t in no sealed bucket yet",

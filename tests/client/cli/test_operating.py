@@ -1,4 +1,4 @@
-"""What `policy`, `seal` and `delete` send and print."""
+"""What `policy` and `delete` send and print."""
 
 from __future__ import annotations
 
@@ -97,14 +97,6 @@ def test_a_value_that_the_field_cannot_hold_is_told(with_policy: FakeDaemon, run
     assert result.exit_code == output.EXIT_INPUT
     assert "bucket_rows_max is -1" in result.stderr
     assert with_policy.count("SetTopicPolicy") == 0
-
-
-def test_a_seal_tells_the_bucket(daemon: FakeDaemon, run: Run) -> None:
-    sealed = admin_pb2.SealBucketResponse(rows=2000, bucket="shards/00/b")
-    daemon.script("SealBucket", answer(sealed), answer(sealed), answer(admin_pb2.SealBucketResponse()))
-    assert run("seal", "t").stdout == "sealed 2,000 rows of t into shards/00/b\n"
-    assert json.loads(run("seal", "t", "--json").stdout) == {"topic": "t", "rows": 2000, "bucket": "shards/00/b"}
-    assert run("seal", "t").stdout == "t has nothing to seal\n"
 
 
 def test_a_deletion_tells_what_left(daemon: FakeDaemon, run: Run) -> None:

@@ -46,6 +46,12 @@ def test_a_time_and_a_key_apply_to_every_entry(daemon: FakeDaemon, run: Run) -> 
     assert list(add.key_hash) == [4138058784]
 
 
+def test_rows_can_be_for_one_subscription_alone(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("StreamAddMessages", accept_all)
+    assert run("add", "t", "--ledger", "3", "--entries", "7", "--in", "1s", "--subscription", "s").exit_code == 0
+    assert [add.subscription for add in adds_of(daemon)] == ["s"]
+
+
 def test_a_file_s_rows_are_added(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:
     daemon.script("StreamAddMessages", accept_all)
     path = tmp_path / "rows.csv"
@@ -97,7 +103,7 @@ def test_a_bad_file_is_told_with_its_line(daemon: FakeDaemon, run: Run, text: st
         (["--ledger", "1", "--entries", "1"], "give exactly one of --in and --at"),
         (["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "5"], "give exactly one of --in and --at"),
         (["--file", "-", "--ledger", "1"], "--file has the rows"),
-        (["--ledger", "1", "--entries", "9-5", "--in", "1s"], "'9-5' must go from a lower to a higher entry"),
+        (["--ledger", "1", "--entries", "9-5", "--in", "1s"], "'9-5' must go from lower to higher entries"),
         (["--ledger", "1", "--entries", "a", "--in", "1s"], "'a' is not a range of entries"),
         (["--ledger", "-1", "--entries", "1", "--in", "1s"], "-1 is not in the range"),
         (["--ledger", "1", "--entries", "1", "--in", "5x"], "'5x' is not a duration; write for example 500ms"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 import pytest
 
@@ -20,6 +22,21 @@ def test_durations(text: str, expected_ms: int) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"is not a duration; write for example 500ms|is too long"):
         rows.Duration().convert(text, None, None)
+
+
+def test_times_may_be_told_from_now() -> None:
+    before_ms = time.time_ns() // 1_000_000
+    now_ms = rows.Moment().convert("now", None, None)
+    later_ms = rows.Moment().convert("+1h30m", None, None)
+    after_ms = time.time_ns() // 1_000_000
+    assert before_ms <= now_ms <= after_ms
+    assert before_ms <= later_ms - 5_400_000 <= after_ms
+
+
+@pytest.mark.parametrize("text", ["soon", "+", "+1x", "-1h", "1h"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=r"is not a time; write for example now|is not a duration"):
+        rows.Moment().convert(text, None, None)
 
 
 def test_the_last_entry_there_is_can_be_added() -> None:

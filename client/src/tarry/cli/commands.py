@@ -1,7 +1,7 @@
 """The commands of `tarry`.
 
 Owns: which there are.
-Does not own: what they do (`producing`, `dispatching`, `inspecting`, `operating`).
+Does not own: what they do (`producing`, `withdrawing`, `dispatching`, `inspecting`, `pending`, `operating`, `upkeep`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.metadata
 
 import click
 
-from tarry.cli import dispatching, inspecting, operating, producing
+from tarry.cli import dispatching, inspecting, operating, pending, producing, upkeep, withdrawing
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -23,13 +23,17 @@ def tarry() -> None:
       tarry add flights --ledger 1 --entries 0-4 --in 5s
       tarry watch flights departures --create
       tarry topics
+      tarry histogram flights
 
-    Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time.
+    Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time, 4 done
+    in part.
     """
 
 
 for command in (
     producing.add,
+    withdrawing.cancel,
+    withdrawing.reschedule,
     producing.contains,
     producing.trim,
     producing.clear,
@@ -41,9 +45,14 @@ for command in (
     inspecting.stats,
     inspecting.subscriptions,
     inspecting.buckets,
+    pending.scheduled,
+    pending.histogram,
+    pending.backlog,
     inspecting.lookup,
     operating.policy,
-    operating.seal,
+    upkeep.seal,
+    upkeep.merge,
+    upkeep.gc,
     operating.delete,
 ):
     tarry.add_command(command)

@@ -16,6 +16,11 @@ from tarry.cli import connection, output
 
 P = TypeVar("P", bound=inspection.Page[Any])
 
+_BUCKET_COLUMNS = (
+    *("bucket", "rows", "pending", "due", "bytes", "ledgers"),
+    *("due from", "due until", "loaded", "level", "index", "state"),
+)
+
 
 @click.command()
 @connection.connected
@@ -88,8 +93,10 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
             "in the mutable bucket": counts.mutable_rows,
             "sealed buckets": counts.buckets,
             "bytes of sealed buckets": counts.bucket_bytes,
+            "merges under way": counts.merges,
             "rows in memory": counts.loaded_rows,
             "next due": output.time_text(counts.next_due_ms),
+            "last due, at most": output.time_text(counts.last_due_ms),
             "oldest due, not handed out": output.time_text(counts.oldest_due_ms),
             "shard": counts.shard,
             "epoch": counts.epoch,
@@ -107,10 +114,18 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
 def _subscription_table(
     topic: str, subscriptions: Sequence[inspection.SubscriptionStats], *, with_policies: bool = False
 ) -> None:
-    names = ["subscription", "backlog", "in flight", "leased", "dispatchers", "permits"]
+    names = ["subscription", "own pending", "backlog", "in flight", "leased", "dispatchers", "permits"]
     listed = []
     for each in subscriptions:
-        shown = [each.subscription, each.backlog, each.in_flight, each.leased, each.dispatchers, each.permits]
+        shown = [
+            each.subscription,
+            each.own_pending,
+            each.backlog,
+            each.in_flight,
+            each.leased,
+            each.dispatchers,
+            each.permits,
+        ]
         if with_policies:
             shown += output.subscription_policy(each.policy).values()
         else:
@@ -131,6 +146,8 @@ def _subscription_table(
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
 
+    Own pending rows are those that were added for a subscription alone and are not due yet.
+
     \b
     Examples:
       tarry subscriptions flights
@@ -150,6 +167,9 @@ def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> Non
 def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """List the sealed buckets of TOPIC, quarantined ones included.
 
+    Level 0 was sealed from memory, a higher one is merged. The index is the subscription whose own rows it has, or
+    shared.
+
     \b
     Examples:
       tarry buckets flights
@@ -164,7 +184,7 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
     mutable_rows = pages[-1].mutable_rows
     output.table(
         f"Buckets of {topic}",
-        ("bucket", "rows", "pending", "due", "bytes", "ledgers", "due from", "due until", "loaded", "state"),
+        _BUCKET_COLUMNS,
         (
             (
                 # What tells it from all others; --json has the whole name.
@@ -177,6 +197,8 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
                 output.At(each.min_deliver_at_ms),
                 output.At(each.max_deliver_at_ms),
                 f"{each.segments_loaded}/{each.segments}",
+                each.level,
+                each.subscription or "shared",
                 "quarantined" if each.quarantined else "live",
             )
             for each in listed

@@ -1,4 +1,4 @@
-"""Commands of operators: policy, seal, delete.
+"""Commands of operators about a topic as a whole: policy, delete.
 
 Owns: their arguments, and a policy as it is written on a command line.
 Does not own: limits and defaults, which are the daemon's.
@@ -111,26 +111,6 @@ def _named(policy: policies.TopicPolicy) -> dict[str, object]:
     if policy.bucket_form is not None:
         fields["bucket_form"] = policy.bucket_form.name.lower()
     return fields
-
-
-@click.command()
-@click.argument("topic")
-@connection.connected
-def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """Seal the mutable bucket of TOPIC now; done when the bucket is committed.
-
-    \b
-    Examples:
-      tarry seal flights
-    """
-    with output.waiting(f"sealing {topic}"):
-        sealed = connected.seal(topic)
-    if as_json:
-        output.as_json({"topic": topic, **vars(sealed)})
-    elif sealed.rows:
-        click.echo(f"sealed {output.rows_text(sealed.rows)} of {topic} into {sealed.bucket}")
-    else:
-        click.echo(f"{topic} has nothing to seal")
 
 
 @click.command()

@@ -4,7 +4,8 @@ Owns: JSON for programs; tables in a terminal, tab-separated lines in a pipe; pr
 failure, and the exit status.
 Does not own: what is shown (the modules of the commands).
 
-Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time.
+Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time, 4 done in
+part: the output says what was left as it was.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 import rich.box
 import rich.console
+import rich.filesize
 import rich.markup
 import rich.progress
 import rich.table
@@ -29,6 +31,7 @@ from tarry import errors, policies, results
 EXIT_REFUSED = 1
 EXIT_INPUT = 2
 EXIT_UNREACHABLE = 3
+EXIT_NOT_ALL = 4
 
 # Wider than any table.
 _WIDTH_MAX = 100_000
@@ -61,12 +64,11 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
 
     `empty`: the note without any row. Numbers stand to the right; what is a name, though made of digits, is text.
     """
-    listed = list(rows)
     if not sys.stdout.isatty():
-        click.echo("\t".join(names))
-        for row in listed:
-            click.echo("\t".join(str(value) for value in row))
-    elif listed:
+        _lines(names, rows, empty=empty)
+        return
+    listed = list(rows)
+    if listed:
         shown = rich.table.Table(
             title=rich.markup.escape(title), title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
@@ -81,7 +83,19 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
         else:
             for row in listed:
                 facts(f"{title}:", dict(zip(names, row, strict=True)))
-    if not listed:
+    else:
+        note(empty)
+
+
+def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
+    """As rows come: there may be more of them than memory has room for."""
+    click.echo("\t".join(names))
+    is_empty = True
+    for row in rows:
+        # Not click's echo, which flushes each line.
+        sys.stdout.write("\t".join(str(value) for value in row) + "\n")
+        is_empty = False
+    if is_empty:
         note(empty)
 
 
@@ -112,10 +126,20 @@ def time_text(at_ms: int | None) -> str:
     if at_ms is None:
         return "-"
     try:
-        at = datetime.datetime.fromtimestamp(at_ms // 1000, tz=datetime.UTC).astimezone()
+        return local_time(at_ms).isoformat(sep=" ", timespec="milliseconds")
     except (OverflowError, ValueError, OSError):
         return f"{at_ms} ms"
-    return at.replace(microsecond=at_ms % 1000 * 1000).isoformat(sep=" ", timespec="milliseconds")
+
+
+def local_time(at_ms: int) -> datetime.datetime:
+    """Raises OverflowError, ValueError or OSError where the calendar ends."""
+    at = datetime.datetime.fromtimestamp(at_ms // 1000, tz=datetime.UTC).astimezone()
+    return at.replace(microsecond=at_ms % 1000 * 1000)
+
+
+def size_text(size_bytes: int) -> str:
+    """Bytes as people read them: `950 B`, `1.4 MB`."""
+    return rich.filesize.decimal(size_bytes).replace("bytes", "B").replace("byte", "B")
 
 
 def duration_text(duration_ms: int) -> str:
@@ -157,6 +181,9 @@ class Progress:
     def advance(self, rows: int) -> None:
         self._bar.advance(self._task, rows)
 
+    def set(self, label: str, *, done: int, total: int | None) -> None:
+        self._bar.update(self._task, description=rich.markup.escape(label), completed=done, total=total)
+
 
 @contextmanager
 def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress]:
@@ -176,14 +203,14 @@ def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress
 
 
 @contextmanager
-def waiting(label: str) -> Iterator[None]:
-    """Says on stderr, when that is a terminal, what is being waited for."""
+def waiting(label: str) -> Iterator[Callable[[str], None]]:
+    """Says on stderr, when that is a terminal, what is being waited for; gives what changes it."""
     console = rich.console.Console(stderr=True)
     if not console.is_terminal:
-        yield
+        yield lambda text: None
         return
-    with console.status(rich.markup.escape(label)):
-        yield
+    with console.status(rich.markup.escape(label)) as status:
+        yield lambda text: status.update(rich.markup.escape(text))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from tarry.cli import connection, output, rows
 @click.option("--in", "delay_ms", type=rows.Duration(), help="Due after this time: 500ms, 5s, 1h30m.")
 @click.option("--at", "deliver_at_ms", type=rows.Moment(), help="Due at this time: ISO 8601 or Unix time in ms.")
 @click.option("--key", help="Ordering key of all rows.")
+@click.option("--subscription", help="The rows are for this subscription alone.")
 @click.option(
     "--file",
     "source",
@@ -52,6 +53,7 @@ def add(
     delay_ms: int | None,
     deliver_at_ms: int | None,
     key: str | None,
+    subscription: str | None,
     source: str | None,
     already_due: str,
     batch_rows: int,
@@ -65,6 +67,7 @@ def add(
       tarry add flights --ledger 1 --entries 0-999 --in 5s
       tarry add flights --ledger 1 --entries 7 --at 2030-01-31T12:00:00Z --key N14228
       tarry add flights --file rows.csv
+      tarry add flights --ledger 1 --entries 8 --in 1h --subscription departures
       zcat rows.csv.gz | tarry add flights --file - --json
     """
     with contextlib.ExitStack() as opened:
@@ -84,30 +87,27 @@ def add(
                 ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key=key, batch_rows=batch_rows
             )
         due = results.AlreadyDue.RETURN if already_due == "return" else results.AlreadyDue.DELIVER
-        summary = _add_all(connected, topic, batches, due, total=total, in_flight=in_flight, quiet=as_json)
+        stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
+        summary = _add_all(stream, f"adding to {topic}", batches, due, total=total, quiet=as_json)
     if as_json:
         output.as_json({"topic": topic, **summary})
     else:
-        output.facts(f"Added to {topic}", summary)
+        output.facts(f"Added to {connection.of_topic(topic, subscription)}", summary)
 
 
 def _add_all(
-    connected: client.Client,
-    topic: str,
+    stream: add_stream.AddStream,
+    label: str,
     batches: Iterator[rows.RowBatch],
     already_due: results.AlreadyDue,
     *,
     total: int | None,
-    in_flight: int,
     quiet: bool,
 ) -> dict[str, object]:
     """Adds until the first failure, which is raised; what became of the rows, and the seconds it took."""
     begun_s = time.monotonic()
     counts = _Counts()
-    with (
-        output.progress(f"adding to {topic}", total=total, quiet=quiet) as shown,
-        connected.add_stream(topic, in_flight=in_flight) as stream,
-    ):
+    with output.progress(label, total=total, quiet=quiet) as shown, stream:
         for each in rows.readable(batches):
             if counts.failed.is_set():
                 break

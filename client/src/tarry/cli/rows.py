@@ -1,6 +1,6 @@
 """Rows and positions that commands are given, as columns.
 
-Owns: ranges of entries, durations and times as people write them, CSV files, JSON lines.
+Owns: ranges of entries and ledgers, durations and times as people write them, CSV files, JSON lines.
 Does not own: what is done with them.
 """
 
@@ -10,11 +10,13 @@ import csv
 import dataclasses
 import datetime
 import fractions
+import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TypeVar
 
 import click
@@ -64,7 +66,7 @@ class Duration(click.ParamType[int]):
 
 
 class Moment(click.ParamType[int]):
-    """An ISO 8601 time (local when it has no offset) or Unix time in ms: Unix time in ms."""
+    """`now`, `+1h30m` from now, an ISO 8601 time (local when it has no offset) or Unix time in ms: Unix time in ms."""
 
     name = "time"
 
@@ -74,10 +76,18 @@ class Moment(click.ParamType[int]):
         text = str(value).strip()
         if text.isascii() and text.isdigit():
             return int(text)
+        if text == "now":
+            return _now_ms()
+        if text.startswith("+"):
+            return _now_ms() + Duration().convert(text[1:], param, ctx)
         try:
             at = datetime.datetime.fromisoformat(text).astimezone()
         except (ValueError, OverflowError):
-            self.fail(f"{text!r} is not a time; write for example 2030-01-31T12:00:00Z or 1896091200000", param, ctx)
+            self.fail(
+                f"{text!r} is not a time; write for example now, +1h30m, 2030-01-31T12:00:00Z or 1896091200000",
+                param,
+                ctx,
+            )
         epoch = datetime.datetime.fromtimestamp(0, tz=datetime.UTC)
         moment_ms = (at - epoch) // datetime.timedelta(milliseconds=1)
         if moment_ms < 0:
@@ -85,10 +95,15 @@ class Moment(click.ParamType[int]):
         return moment_ms
 
 
-class EntryRange(click.ParamType[range]):
-    """`7` or `0-999`, both ends included."""
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
-    name = "entries"
+
+class EntryRange(click.ParamType[range]):
+    """`7` or `0-999`, both ends included: entries, or with another `name` ledgers."""
+
+    def __init__(self, name: str = "entries") -> None:
+        self.name = name
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> range:
         if isinstance(value, range):
@@ -96,10 +111,10 @@ class EntryRange(click.ParamType[range]):
         text = str(value)
         matched = re.fullmatch(r"(\d+)(?:-(\d+))?", text, flags=re.ASCII)
         if matched is None:
-            self.fail(f"{text!r} is not a range of entries; write for example 7 or 0-999", param, ctx)
+            self.fail(f"{text!r} is not a range of {self.name}; write for example 7 or 0-999", param, ctx)
         first, last = int(matched[1]), int(matched[2] or matched[1])
         if first > last or last > U64_MAX:
-            self.fail(f"{text!r} must go from a lower to a higher entry, {U64_MAX} at most", param, ctx)
+            self.fail(f"{text!r} must go from lower to higher {self.name}, {U64_MAX} at most", param, ctx)
         return range(first, last + 1)
 
 
@@ -119,33 +134,72 @@ def from_options(
         )
 
 
-def from_csv(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
+def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True) -> Iterator[RowBatch]:
     """Rows of a CSV file with a header: ledger, entry, deliver_at_ms and perhaps key (empty = none).
 
-    Raises click.UsageError, which names the line.
+    `timed` false: also without deliver_at_ms. Raises click.UsageError, which names the line.
     """
     reader = csv.reader(lines)
     header = [column.strip() for column in next(reader, [])]
     where = {column: header.index(column) for column in _COLUMNS if column in header}
+    required = _COLUMNS[:3] if timed else _COLUMNS[:2]
     unknown = [column for column in header if column not in _COLUMNS]
-    lacking = [column for column in _COLUMNS[:3] if column not in where]
+    lacking = [column for column in required if column not in where]
     if lacking or unknown:
         wrong = f"lacks {', '.join(lacking)}" if lacking else f"has the unknown column {unknown[0]!r}"
-        raise click.UsageError(f"{name}: the first line {wrong}; it must be ledger,entry,deliver_at_ms[,key]")
-    numbers: list[list[int]] = [[], [], []]
+        optional = _COLUMNS[len(required) :]
+        expected = ",".join(required) + "".join(f"[,{column}]" for column in optional)
+        raise click.UsageError(f"{name}: the first line {wrong}; it must be {expected}")
+    numbered = [column for column in _COLUMNS[:3] if column in where]
+    numbers: list[list[int]] = [[] for _ in numbered]
     keys: list[str | None] = []
     for row in reader:
         if not row:
             continue
-        for column, target in zip(_COLUMNS[:3], numbers, strict=True):
+        for column, target in zip(numbered, numbers, strict=True):
             target.append(_number(row, where[column], column, f"{name}, line {reader.line_num}"))
         if "key" in where:
             keys.append((row[where["key"]] if where["key"] < len(row) else "") or None)
         if len(numbers[0]) == batch_rows:
             yield _batch(numbers, keys)
-            numbers, keys = [[], [], []], []
+            numbers, keys = [[] for _ in numbered], []
     if numbers[0]:
         yield _batch(numbers, keys)
+
+
+def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
+    """Positions, with times and keys where the file has them: JSON lines as `tarry scheduled --json` prints them, or
+    CSV as `from_csv` reads it.
+
+    Raises click.UsageError, which names the line.
+    """
+    remaining = iter(lines)
+    first = next(remaining, "")
+    whole = itertools.chain([first], remaining)
+    if first.lstrip().startswith("{"):
+        return _from_json(whole, name=name, batch_rows=batch_rows)
+    return from_csv(whole, name=name, batch_rows=batch_rows, timed=False)
+
+
+def _from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
+    fields = ("ledger_id", "entry_id", "deliver_at_ms", "key_hash")
+    named = ((line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
+    while several := list(itertools.islice(named, batch_rows)):
+        positions = [_position(line, place, fields, optional=fields[2:]) for line, place in several]
+        ledger_id, entry_id, deliver_at_ms, key_hash = zip(*positions, strict=True)
+        if None in deliver_at_ms and any(at_ms is not None for at_ms in deliver_at_ms):
+            _, place = several[deliver_at_ms.index(None)]
+            raise click.UsageError(f"{place}: deliver_at_ms is missing, and other lines have it")
+        if any(each is not None and each >= 2**32 for each in key_hash):
+            raise click.UsageError(f"{name}: a key_hash is above {2**32 - 1}")
+        hashes = np.array([each or 0 for each in key_hash], dtype=np.uint32)
+        yield RowBatch(
+            np.array(ledger_id, dtype=np.uint64),
+            np.array(entry_id, dtype=np.uint64),
+            None if None in deliver_at_ms else np.array(deliver_at_ms, dtype=np.uint64),
+            None,
+            hashes if hashes.any() else None,
+        )
 
 
 def _number(row: list[str], index: int, column: str, place: str) -> int:
@@ -156,9 +210,9 @@ def _number(row: list[str], index: int, column: str, place: str) -> int:
 
 
 def _batch(numbers: list[list[int]], keys: list[str | None]) -> RowBatch:
-    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in numbers)
+    ledger_id, entry_id, *times = (np.array(column, dtype=np.uint64) for column in numbers)
     key_hash = hashing.key_hash(keys) if any(key is not None for key in keys) else None
-    return RowBatch(ledger_id, entry_id, deliver_at_ms, None, key_hash)
+    return RowBatch(ledger_id, entry_id, times[0] if times else None, None, key_hash)
 
 
 T = TypeVar("T")
@@ -205,10 +259,10 @@ def positions_from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> 
 
     Raises click.UsageError, which names the line.
     """
-    positions: list[list[int]] = []
+    positions: list[list[int | None]] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            positions.append(_position(line, f"{name}, line {number}"))
+            positions.append(_position(line, f"{name}, line {number}", ("ledger_id", "entry_id", "deliver_at_ms")))
         if len(positions) == batch_rows:
             yield _position_columns(positions)
             positions = []
@@ -216,23 +270,25 @@ def positions_from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> 
         yield _position_columns(positions)
 
 
-def _position(line: str, place: str) -> list[int]:
+def _position(line: str, place: str, fields: Sequence[str], *, optional: Sequence[str] = ()) -> list[int | None]:
+    """The fields of an object in their order; None for an optional one that is absent or null."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise click.UsageError(f"{place}: not JSON: {error}") from error
     if not isinstance(values, dict):
         raise click.UsageError(f"{place}: not an object such as `tarry get --json` prints")
-    position = []
-    for field in ("ledger_id", "entry_id", "deliver_at_ms"):
+    position: list[int | None] = []
+    for field in fields:
         value = values.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64_MAX:
+        absent = value is None and field in optional
+        if not absent and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= U64_MAX):
             raise click.UsageError(f"{place}: {field} is {value!r}; it must be an integer from 0 to {U64_MAX}")
         position.append(value)
     return position
 
 
-def _position_columns(positions: list[list[int]]) -> Positions:
+def _position_columns(positions: list[list[int | None]]) -> Positions:
     ledger_id, entry_id, deliver_at_ms = np.array(positions, np.uint64).T.copy()
     return ledger_id, entry_id, deliver_at_ms
 

@@ -1,0 +1,291 @@
+"""Commands that show rows: scheduled, histogram, backlog.
+
+Owns: which rows are asked for, and in which columns they are shown.
+Does not own: drawing bars (`tarry.cli.bars`), tables and JSON (`tarry.cli.output`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from tarry import client, inspection
+from tarry.cli import bars, connection, output, rows
+
+# Rows that are shown in a terminal when nobody says how many.
+ROWS_IN_TERMINAL = 50
+# The most that a page has.
+_PAGE_ROWS_MAX = 10_000
+
+
+def _window_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of a range of times and ledgers."""
+    for option in (
+        click.option("--subscription", help="Only what this subscription is owed."),
+        _ledgers_option,
+        click.option(
+            "--until", "until_ms", type=rows.Moment(), help="Due before this time: +1h, ISO 8601 or Unix time in ms."
+        ),
+        click.option("--from", "from_ms", type=rows.Moment(), help="Due at this time or later: now, +30m, ISO 8601."),
+    ):
+        command = option(command)
+    return command
+
+
+def _ledgers_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--ledgers", type=rows.EntryRange("ledgers"), metavar="N or FIRST-LAST", help="Only these, both ends included."
+    )(command)
+
+
+def _limit_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--limit",
+        type=click.IntRange(min=1),
+        help=f"At most so many rows.  [default: {ROWS_IN_TERMINAL} in a terminal, otherwise all]",
+    )(command)
+
+
+@click.command()
+@click.argument("topic")
+@_window_options
+@_limit_option
+@connection.connected
+def scheduled(
+    *,
+    connected: client.Client,
+    topic: str,
+    from_ms: int | None,
+    until_ms: int | None,
+    ledgers: range | None,
+    subscription: str | None,
+    limit: int | None,
+    as_json: bool,
+) -> None:
+    """List the rows of TOPIC that are not due yet, in the order in which they come due.
+
+    The last column is the subscription for which alone a row was added; - is everybody's.
+
+    \b
+    Examples:
+      tarry scheduled flights
+      tarry scheduled flights --until +1h --ledgers 1-99
+      tarry scheduled flights --from 2030-01-31T12:00 --until 2030-01-31T13:00 --json
+    """
+    limit = _limit(limit, as_json=as_json)
+
+    def page(token: str, page_size: int) -> inspection.ScheduledPage:
+        return connected.scheduled_page(
+            topic,
+            token,
+            from_ms=from_ms,
+            until_ms=until_ms,
+            ledgers=_ends(ledgers),
+            subscription=subscription,
+            page_size=page_size,
+        )
+
+    def only_for(page: inspection.ScheduledPage) -> dict[str, list[Any]]:
+        return {"subscription": [page.subscriptions[index] or None for index in page.subscription_index.tolist()]}
+
+    window = "" if (from_ms, until_ms, ledgers) == (None, None, None) else " in this range"
+    about = connection.of_topic(topic, subscription)
+    _show_rows(
+        _Pages(page, limit),
+        only_for,
+        title=f"Scheduled in {about}",
+        names=("due", "ledger", "entry", "key hash", "only for"),
+        empty=f"nothing of {about} is pending{window}",
+        as_json=as_json,
+    )
+
+
+@click.command()
+@click.argument("topic")
+@click.argument("subscription")
+@_ledgers_option
+@_limit_option
+@connection.connected
+def backlog(
+    *,
+    connected: client.Client,
+    topic: str,
+    subscription: str,
+    ledgers: range | None,
+    limit: int | None,
+    as_json: bool,
+) -> None:
+    """List what SUBSCRIPTION is owed that is due and not acknowledged, in the order in which it came due.
+
+    A row is ready, or in flight: handed out on a stream or under a lease.
+
+    \b
+    Examples:
+      tarry backlog flights departures
+      tarry backlog flights departures --ledgers 7 --limit 10
+      tarry backlog flights departures --json | tarry ack flights departures --file -
+    """
+    limit = _limit(limit, as_json=as_json)
+
+    def page(token: str, page_size: int) -> inspection.BacklogPage:
+        return connected.backlog_page(topic, subscription, token, ledgers=_ends(ledgers), page_size=page_size)
+
+    def state(page: inspection.BacklogPage) -> dict[str, list[Any]]:
+        return {"state": [inspection.BacklogState(number).name.lower() for number in page.state.tolist()]}
+
+    _show_rows(
+        _Pages(page, limit),
+        state,
+        title=f"Backlog of {connection.of_topic(topic, subscription)}",
+        names=("due", "ledger", "entry", "key hash", "state"),
+        empty=f"{subscription} is owed nothing of {topic} that is due" + (" in these ledgers" if ledgers else ""),
+        as_json=as_json,
+    )
+
+
+def _limit(limit: int | None, *, as_json: bool) -> int | None:
+    return ROWS_IN_TERMINAL if limit is None and not as_json and sys.stdout.isatty() else limit
+
+
+def _ends(ledgers: range | None) -> tuple[int, int] | None:
+    return None if ledgers is None else (ledgers.start, ledgers.stop - 1)
+
+
+class _Pages:
+    """Pages until there are `limit` rows; afterwards `more` says whether others follow."""
+
+    def __init__(self, page_of: Callable[[str, int], Any], limit: int | None) -> None:
+        self._page_of = page_of
+        self._limit = limit
+        self.more = False
+
+    def __iter__(self) -> Iterator[Any]:
+        left, token = self._limit, ""
+        while True:
+            page = self._page_of(token, _PAGE_ROWS_MAX if left is None else min(left, _PAGE_ROWS_MAX))
+            yield page
+            token = page.next_page_token
+            left = None if left is None else left - len(page)
+            if not token or left == 0:
+                self.more = bool(token)
+                return
+
+
+def _show_rows(
+    pages: _Pages,
+    last_column: Callable[[Any], dict[str, list[Any]]],
+    *,
+    title: str,
+    names: tuple[str, ...],
+    empty: str,
+    as_json: bool,
+) -> None:
+    """Pages as they come: JSON lines, or a table. `last_column`: a page's own column, by its name."""
+
+    def columns(page: Any) -> dict[str, list[Any]]:
+        hashes = [each or None for each in page.key_hash.tolist()]
+        shared = {name: getattr(page, name).tolist() for name in ("ledger_id", "entry_id", "deliver_at_ms")}
+        return {**shared, "key_hash": hashes, **last_column(page)}
+
+    def shown() -> Iterator[tuple[object, ...]]:
+        for page in pages:
+            # Ids and hashes as text: they are names, not counts.
+            for ledger_id, entry_id, deliver_at_ms, *rest in zip(*columns(page).values(), strict=True):
+                names_of_row = ("-" if value is None else str(value) for value in (ledger_id, entry_id, *rest))
+                yield output.At(deliver_at_ms), *names_of_row
+
+    if as_json:
+        for page in pages:
+            by_name = columns(page)
+            lines = [json.dumps(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
+            if lines:
+                click.echo("\n".join(lines))
+    else:
+        output.table(title, names, shown(), empty=empty)
+    if pages.more:
+        output.note("there are more rows: give a higher --limit; --json or a pipe without --limit has all")
+
+
+@click.command()
+@click.argument("topic")
+@_window_options
+@click.option("--width", "width_ms", type=rows.Duration(), help="Width of a bar: 500ms, 5m, 1h. Default: a round one.")
+@connection.connected
+def histogram(
+    *,
+    connected: client.Client,
+    topic: str,
+    from_ms: int | None,
+    until_ms: int | None,
+    ledgers: range | None,
+    subscription: str | None,
+    width_ms: int | None,
+    as_json: bool,
+) -> None:
+    """Draw how many rows of TOPIC come due when, from now until the last one. The counts are exact.
+
+    Times are local. Unless --from says where, bars begin at round times.
+
+    \b
+    Examples:
+      tarry histogram flights
+      tarry histogram flights --until +1h --width 1m
+      tarry histogram flights --from 2030-01-31 --until 2030-02-01 --width 1h --json
+    """
+    if width_ms == 0:
+        raise click.BadParameter("a bar is at least 1ms wide", param_hint="--width")
+    if width_ms is None or from_ms is None:
+        from_ms, width_ms = _bars(connected, topic, from_ms, until_ms, width_ms)
+    counted = connected.histogram(
+        topic,
+        from_ms=from_ms,
+        until_ms=until_ms,
+        width_ms=width_ms,
+        ledgers=_ends(ledgers),
+        subscription=subscription,
+    )
+    if as_json:
+        output.as_json({"topic": topic, "subscription": subscription, **vars(counted), "rows": counted.rows.tolist()})
+        return
+    about = connection.of_topic(topic, subscription)
+    title = f"Rows of {about} that come due, {output.duration_text(counted.width_ms)} a bar"
+    empty = f"nothing of {about} comes due in this range"
+    within = int(counted.rows.sum())
+    if not sys.stdout.isatty():
+        bounds = (bars.bounds_ms(counted, number) for number in range(len(counted.rows)))
+        listed = (
+            (output.At(begin_ms), output.At(end_ms), rows_of_bar)
+            for (begin_ms, end_ms), rows_of_bar in zip(bounds, counted.rows.tolist(), strict=True)
+        )
+        output.table(title, ("from", "until", "rows"), listed, empty=empty)
+    elif within:
+        bars.draw(counted, title)
+    else:
+        output.note(empty)
+    _totals(counted, within)
+
+
+def _bars(
+    connected: client.Client, topic: str, from_ms: int | None, until_ms: int | None, width_ms: int | None
+) -> tuple[int, int]:
+    """Where the first bar begins, and the width of each, where they are not given."""
+    now_ms = time.time_ns() // 1_000_000
+    begin_ms = now_ms if from_ms is None else from_ms
+    if width_ms is None:
+        last_ms = until_ms or connected.stats(topic).last_due_ms or now_ms
+        width_ms = bars.round_width_ms(max(1, last_ms - begin_ms))
+    return (bars.begin_ms(now_ms, width_ms) if from_ms is None else from_ms), width_ms
+
+
+def _totals(counted: inspection.Histogram, within: int) -> None:
+    """Beside the bars, so not in what a pipe reads."""
+    output.note(
+        f"{output.rows_text(within)} in these bars, {counted.rows_before:,} pending before them, "
+        f"{counted.rows_after:,} after them; as of {output.time_text(counted.as_of_ms)}"
+    )
+    output.note(f"segments: {counted.segments_counted:,} counted by their metadata, {counted.segments_read:,} read")

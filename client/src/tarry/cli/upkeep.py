@@ -1,0 +1,163 @@
+"""Commands that do now what the daemon does by itself: seal, merge, gc.
+
+Owns: their arguments, how far the work is while it goes on, and what came of it.
+Does not own: showing results and failures (`tarry.cli.output`).
+"""
+
+from __future__ import annotations
+
+from concurrent import futures
+
+import click
+
+from tarry import client, results
+from tarry.cli import connection, output
+
+# How often it is looked how far the work is.
+_LOOK_EVERY_S = 0.5
+# As long as nobody ends the command.
+_UNTIL_DONE_S = 365 * 86_400.0
+
+
+@click.command()
+@click.argument("topic")
+@connection.connected
+def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
+    """Seal the mutable bucket of TOPIC now; done when the bucket is committed.
+
+    \b
+    Examples:
+      tarry seal flights
+    """
+    with output.waiting(f"sealing {topic}"):
+        sealed = connected.seal(topic)
+    if as_json:
+        output.as_json({"topic": topic, **vars(sealed)})
+    elif sealed.rows:
+        click.echo(f"sealed {output.rows_text(sealed.rows)} of {topic} into {sealed.bucket}")
+    else:
+        click.echo(f"{topic} has nothing to seal")
+
+
+@click.command()
+@click.argument("topic")
+@click.option(
+    "--buckets", "buckets_max", type=click.IntRange(1, 2**32 - 1), help="So many at most. Default: the policy's."
+)
+@connection.connected
+def merge(*, connected: client.Client, topic: str, buckets_max: int | None, as_json: bool) -> None:
+    """Merge neighbouring sealed buckets of TOPIC until each of its indexes has at most so many; hand-out goes on.
+
+    It takes as long as it takes; --timeout is for a daemon that does not answer. Ctrl-C ends the command, and the
+    daemon goes on. Buckets that may not be merged within the policy's merge_rows_max stay.
+
+    \b
+    Examples:
+      tarry merge flights
+      tarry merge flights --buckets 10
+    """
+    before = connected.stats(topic).buckets
+    now, made = _merge(connected, topic, buckets_max)
+    if as_json:
+        output.as_json({"topic": topic, "buckets_before": before, **vars(now)})
+    elif made:
+        click.echo(f"merged {topic}: {_buckets_text(now.buckets)} now, {before:,} before")
+    else:
+        click.echo(f"{topic} has nothing to merge: {_buckets_text(now.buckets)}")
+
+
+def _merge(connected: client.Client, topic: str, buckets_max: int | None) -> tuple[results.Merged, bool]:
+    """Asks until it is done, and looks meanwhile; whether anything was merged that this command knows of."""
+    asking = futures.ThreadPoolExecutor(max_workers=1)
+    seen = False
+    try:
+        with output.waiting(f"merging {topic}") as say:
+            merged = asking.submit(connected.merge, topic, buckets_max, timeout_s=_UNTIL_DONE_S)
+            while not futures.wait([merged], timeout=_LOOK_EVERY_S).done:
+                counts = connected.stats(topic)
+                seen = seen or counts.merges > 0
+                say(f"merging {topic}: {_buckets_text(counts.buckets)} now")
+            return merged.result(), seen or merged.result().merges > 0
+    finally:
+        # The client that is closed next ends the call, when it is under way still.
+        asking.shutdown(wait=False)
+
+
+def _buckets_text(count: int) -> str:
+    return "1 bucket" if count == 1 else f"{count:,} buckets"
+
+
+_KINDS = {
+    "tombstones": "left a manifest, past their time",
+    "orphans": "no manifest ever named them",
+    "manifests": "old ones",
+    "journal_slots": "covered by a checkpoint",
+    "waiting": "kept: left a manifest, not past their time",
+    "failed": "kept: deleting failed, tried again later",
+    "given_up": "kept: deleting failed, not tried again",
+    "refused": "kept: orphans, too much of their shard",
+}
+_DELETED = ("tombstones", "orphans", "manifests", "journal_slots")
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
+@click.option("--force", is_flag=True, help="Also delete orphans that are more than a fifth of a shard.")
+@click.option("--retry-dead", is_flag=True, help="Try again to delete what was given up.")
+@connection.connected
+def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool, as_json: bool) -> None:
+    """Delete what no manifest needs any more, now, in the shards that the daemon owns. It does so by itself as well.
+
+    It takes as long as it takes, whatever --timeout says. Ctrl-C ends it; to begin again is safe. With --json each step
+    is a line, the last one has "done": true.
+
+    Exit status: 0 everything is deleted, 4 something could not be, or was refused.
+
+    \b
+    Examples:
+      tarry gc --dry-run
+      tarry gc
+      tarry gc --force --retry-dead --json
+    """
+    last: results.Garbage | None = None
+    with output.progress("collecting", total=None, quiet=as_json) as shown:
+        for last in connected.collect_garbage(
+            dry_run=dry_run, force=force, retry_dead_objects=retry_dead, timeout_s=_UNTIL_DONE_S
+        ):
+            if as_json:
+                output.as_json(last)
+            label = f"collecting: shards ({last.topics_done:,} of {last.topics:,} topics)"
+            shown.set(label, done=last.shards_done, total=last.shards)
+    if last is None or not last.done:
+        output.note("the daemon ended without saying that it is done; begin again")
+        raise click.exceptions.Exit(output.EXIT_UNREACHABLE)
+    if not as_json:
+        _show_garbage(last, dry_run=dry_run)
+    if last.refused.objects:
+        output.note("orphans are kept since they are so many: look at why, then `tarry gc --force` deletes them")
+    if last.given_up.objects and not dry_run:
+        output.note("what was given up is under dead_objects/: mend the cause, then `tarry gc --retry-dead`")
+    if not dry_run and (last.refused.objects or last.failed.objects or last.given_up.objects):
+        raise click.exceptions.Exit(output.EXIT_NOT_ALL)
+
+
+def _show_garbage(garbage: results.Garbage, *, dry_run: bool) -> None:
+    counts = {name: getattr(garbage, name) for name in _KINDS}
+    output.table(
+        "Garbage that would be deleted" if dry_run else "Garbage",
+        ("what", "objects", "bytes", "why"),
+        (
+            (
+                name.replace("_", " "),
+                count.objects,
+                count.size_bytes,
+                ("would go: " if dry_run else "deleted: ") * (name in _DELETED) + _KINDS[name],
+            )
+            for name, count in counts.items()
+        ),
+        empty="",
+    )
+    objects = sum(counts[name].objects for name in _DELETED)
+    size_bytes = sum(counts[name].size_bytes for name in _DELETED)
+    deleted = "would be deleted" if dry_run else "are deleted"
+    output.note(f"{objects:,} objects with {output.size_text(size_bytes)} {deleted}, in {garbage.shards:,} shards")
