@@ -90,6 +90,8 @@ class FakeDaemon:
         write = message_factory.GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(functools.partial(self._stream, method.name), read, write)
+        if method.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(functools.partial(self._unary, method.name), read, write)
         return grpc.unary_unary_rpc_method_handler(functools.partial(self._unary, method.name), read, write)
 
     def _unary(self, method: str, request: Any, context: grpc.ServicerContext) -> Any:

@@ -45,6 +45,44 @@ def test_an_add_is_the_message_that_the_generated_code_makes(
     assert delayed_delivery_pb2.StreamAddMessagesRequest.FromString(encoded) == expected
 
 
+@given(topic=st.text(min_size=1), subscription=st.text(), given_columns=adds())
+def test_an_add_for_one_subscription_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, given_columns: dict[str, Any]
+) -> None:
+    rows = columns.add_columns(**given_columns)
+    encoded = wire.encode_add(topic.encode(), rows, 1, subscription.encode())
+    expected = delayed_delivery_pb2.AddMessagesRequest(
+        topic=topic,
+        already_due=delayed_delivery_pb2.ALREADY_DUE_DELIVER,
+        subscription=subscription,
+        **given_columns,
+    )
+    assert delayed_delivery_pb2.AddMessagesRequest.FromString(encoded) == expected
+
+
+@given(topic=st.text(), subscription=st.text(), rows=st.lists(st.tuples(u64, u64), min_size=1, max_size=300))
+def test_a_cancellation_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, rows: list[tuple[int, int]]
+) -> None:
+    ledger_id, entry_id = [row[0] for row in rows], [row[1] for row in rows]
+    asked = columns.entry_columns(ledger_id, entry_id)
+    expected = delayed_delivery_pb2.CancelMessagesRequest(
+        topic=topic, subscription=subscription, ledger_id=ledger_id, entry_id=entry_id
+    )
+    encoded = wire.encode_cancel(topic.encode(), subscription.encode(), asked)
+    assert delayed_delivery_pb2.CancelMessagesRequest.FromString(encoded) == expected
+
+
+@given(topic=st.text(), subscription=st.text(), given_columns=adds())
+def test_a_reschedule_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, given_columns: dict[str, Any]
+) -> None:
+    rows = columns.add_columns(**given_columns)
+    expected = delayed_delivery_pb2.RescheduleMessagesRequest(topic=topic, subscription=subscription, **given_columns)
+    encoded = wire.encode_reschedule(topic.encode(), subscription.encode(), rows)
+    assert delayed_delivery_pb2.RescheduleMessagesRequest.FromString(encoded) == expected
+
+
 @given(request_id=u64, rows=st.lists(st.tuples(u64, u64, u64), min_size=1, max_size=300))
 def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
     request_id: int, rows: list[tuple[int, int, int]]

@@ -58,6 +58,15 @@ class _Client(_Threaded):
     def subscriptions(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.subscriptions(*arguments, **named))
 
+    def scheduled(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.scheduled(*arguments, **named))
+
+    def backlog(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.backlog(*arguments, **named))
+
+    def collect_garbage(self, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.collect_garbage(**named))
+
     def add_stream(self, *arguments: Any, **named: Any) -> _AddStream:
         return _AddStream(self._wrapped.add_stream(*arguments, **named))
 

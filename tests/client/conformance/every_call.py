@@ -1,0 +1,275 @@
+"""Every unary call: what it sends, what the daemon may answer, and what the caller gets.
+
+Owns: that list. Does not own: what is tested with it (`test_every_call`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+import tarry
+import tarry.aio
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+
+HANDED_OUT = ([7, 7], [1, 2], [10, 11])
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """`make` with a client sends `request` to `method`; answered with `response` it returns `result`."""
+
+    method: str
+    make: Callable[[tarry.aio.Client], Awaitable[Any]]
+    request: Any
+    response: Any
+    result: Any
+    topic: bool = True
+
+
+def plain(result: Any) -> Any:
+    """A result whose columns can be compared: arrays are lists."""
+    if isinstance(result, np.ndarray):
+        return result.tolist()
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return type(result), {field.name: plain(getattr(result, field.name)) for field in dataclasses.fields(result)}
+    return result
+
+
+LOST = inspect_pb2.RebuildNeeded(
+    first_ledger_id=1, last_ledger_id=2, rows=3, bucket="b", damage="crc", positions_known=True
+)
+LOST_RESULT = tarry.RebuildNeeded(1, 2, 3, "b", "crc", True)
+STATS = inspect_pb2.SubscriptionStats(
+    subscription="s", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6, leased=5
+)
+STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy())
+TOPIC_POLICY = policy_pb2.TopicPolicy(bucket_rows_max=9, bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
+TOPIC_POLICY_RESULT = tarry.TopicPolicy(bucket_rows_max=9, bucket_form=tarry.BucketForm.COMPATIBLE)
+POLICY = policy_pb2.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
+POLICY_RESULT = tarry.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
+TRIM = delayed_delivery_pb2.TrimMessagesRequest(
+    topic="t", subscription="s", ledger_id=[7], entry_id=[3], all_lower_ledgers=True
+)
+LEDGERS = inspect_pb2.LedgerRange(first_ledger_id=3, last_ledger_id=4)
+NONE = np.empty(0, np.int64)
+COLUMNS = (np.array([7, 8]), np.array([1, 2]), np.array([10, 11]), np.array([0, 9]))
+BUCKET = inspect_pb2.BucketSummary(bucket="b", size_bytes=9, rows=8, pending=7, due=1, last_ledger_id=5, segments=2)
+
+CALLS = [
+    Call(
+        "TrimMessages",
+        lambda client: client.trim("t", 7, 3, all_lower_ledgers=True, subscription="s"),
+        TRIM,
+        delayed_delivery_pb2.TrimMessagesResponse(trimmed=4),
+        4,
+    ),
+    Call(
+        "ClearMessages",
+        lambda client: client.clear("t", subscription="s"),
+        delayed_delivery_pb2.ClearMessagesRequest(topic="t", subscription="s"),
+        delayed_delivery_pb2.ClearMessagesResponse(cleared=5),
+        5,
+    ),
+    Call(
+        "Acknowledge",
+        lambda client: client.ack("t", "s", HANDED_OUT),
+        dispatch_pb2.AcknowledgeRequest(
+            topic="t", subscription="s", ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 11]
+        ),
+        dispatch_pb2.AcknowledgeResponse(ignored=1),
+        1,
+    ),
+    Call(
+        "ExtendLease",
+        lambda client: client.extend_lease("t", "s", HANDED_OUT, 60_000),
+        dispatch_pb2.ExtendLeaseRequest(
+            topic="t", subscription="s", ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 11], lease_ms=60_000
+        ),
+        dispatch_pb2.ExtendLeaseResponse(ignored=2),
+        2,
+    ),
+    Call(
+        "CreateSubscription",
+        lambda client: client.create_subscription("t", "s", POLICY_RESULT),
+        dispatch_pb2.CreateSubscriptionRequest(topic="t", subscription="s", policy=POLICY),
+        dispatch_pb2.CreateSubscriptionResponse(subscription_id=3, since_ms=5, created=True),
+        tarry.SubscriptionCreated(3, 5, True),
+    ),
+    Call(
+        "UpdateSubscription",
+        lambda client: client.update_subscription("t", "s", POLICY_RESULT),
+        dispatch_pb2.UpdateSubscriptionRequest(topic="t", subscription="s", policy=POLICY),
+        dispatch_pb2.UpdateSubscriptionResponse(policy=POLICY),
+        POLICY_RESULT,
+    ),
+    Call(
+        "DeleteSubscription",
+        lambda client: client.delete_subscription("t", "s"),
+        dispatch_pb2.DeleteSubscriptionRequest(topic="t", subscription="s"),
+        dispatch_pb2.DeleteSubscriptionResponse(),
+        None,
+    ),
+    Call(
+        "ListTopics",
+        lambda client: client.topics_page("from", page_size=2),
+        inspect_pb2.ListTopicsRequest(page_token="from", page_size=2),
+        inspect_pb2.ListTopicsResponse(next_page_token="n", as_of_ms=8, topics_loading=2, topics_damaged=1),
+        tarry.TopicPage((), "n", 8, 2, 1),
+        topic=False,
+    ),
+    Call(
+        "ListBuckets",
+        lambda client: client.buckets_page("t"),
+        inspect_pb2.ListBucketsRequest(topic="t"),
+        inspect_pb2.ListBucketsResponse(buckets=[BUCKET], as_of_ms=8, mutable_rows=6),
+        tarry.BucketPage(
+            (tarry.BucketSummary("b", 9, 8, 7, 1, 0, 5, 0, 0, 2, 0, 0, False, False, "", ""),),
+            "",
+            8,
+            6,
+        ),
+    ),
+    Call(
+        "ListSubscriptions",
+        lambda client: client.subscriptions_page("t", "from"),
+        inspect_pb2.ListSubscriptionsRequest(topic="t", page_token="from"),
+        inspect_pb2.ListSubscriptionsResponse(subscriptions=[STATS], as_of_ms=8),
+        tarry.SubscriptionPage((STATS_RESULT,), "", 8),
+    ),
+    Call(
+        "GetTopicStats",
+        lambda client: client.stats("t"),
+        inspect_pb2.GetTopicStatsRequest(topic="t"),
+        inspect_pb2.GetTopicStatsResponse(
+            topic="t", topic_id="i", pending=9, subscriptions=[STATS], rebuild_needed=[LOST]
+        ),
+        tarry.TopicStats("t", "i", 0, 0, 0, 9, 0, 0, 0, 0, None, None, 0, (STATS_RESULT,), 0, (LOST_RESULT,)),
+    ),
+    Call(
+        "SetTopicPolicy",
+        lambda client: client.set_policy("t", TOPIC_POLICY_RESULT),
+        admin_pb2.SetTopicPolicyRequest(topic="t", policy=TOPIC_POLICY),
+        admin_pb2.SetTopicPolicyResponse(effective=TOPIC_POLICY),
+        TOPIC_POLICY_RESULT,
+    ),
+    Call(
+        "GetTopicPolicy",
+        lambda client: client.policy("t"),
+        admin_pb2.GetTopicPolicyRequest(topic="t"),
+        admin_pb2.GetTopicPolicyResponse(effective=TOPIC_POLICY),
+        tarry.TopicPolicies(tarry.TopicPolicy(), TOPIC_POLICY_RESULT),
+    ),
+    Call(
+        "SealBucket",
+        lambda client: client.seal("t"),
+        admin_pb2.SealBucketRequest(topic="t"),
+        admin_pb2.SealBucketResponse(rows=4, bucket="b"),
+        tarry.Sealed(4, "b"),
+    ),
+    Call(
+        "DeleteTopic",
+        lambda client: client.delete_topic("t"),
+        admin_pb2.DeleteTopicRequest(topic="t"),
+        admin_pb2.DeleteTopicResponse(rows=4, incarnation=2),
+        tarry.TopicDeleted(4, 2),
+    ),
+    Call(
+        "LookupTopic",
+        lambda client: client.lookup("t"),
+        cluster_pb2.LookupTopicRequest(topic="t"),
+        cluster_pb2.LookupTopicResponse(shard=3, owner_address="h:1", owner="d", epoch=9, served_here=True),
+        tarry.TopicLocation(3, "h:1", "d", 9, True),
+        topic=False,
+    ),
+    Call(
+        "CancelMessages",
+        lambda client: client.cancel("t", 7, [1, 2, 3, 4], subscription="s"),
+        delayed_delivery_pb2.CancelMessagesRequest(
+            topic="t", subscription="s", ledger_id=[7] * 4, entry_id=[1, 2, 3, 4]
+        ),
+        delayed_delivery_pb2.CancelMessagesResponse(
+            cancelled=1, not_found_index=[0], already_due_index=[1], in_flight_index=[3]
+        ),
+        tarry.Cancelled(np.array([0]), np.array([1]), np.array([3]), False, 1),
+    ),
+    Call(
+        "RescheduleMessages",
+        lambda client: client.reschedule("t", 7, [1, 2], deliver_at_ms=9, key_hash=[5, 6], subscription="s"),
+        delayed_delivery_pb2.RescheduleMessagesRequest(
+            topic="t", subscription="s", ledger_id=[7], entry_id=[1, 2], deliver_at_ms=[9], key_hash=[5, 6]
+        ),
+        delayed_delivery_pb2.RescheduleMessagesResponse(
+            rescheduled=1, in_flight_index=[0], raised_index=[1], raised_deliver_at_ms=[10]
+        ),
+        tarry.Rescheduled(NONE, NONE, np.array([0]), False, 1, np.array([1]), np.array([10])),
+    ),
+    Call(
+        "ListScheduled",
+        lambda client: client.scheduled_page(
+            "t", "from", from_ms=1, until_ms=2, ledgers=(3, 4), subscription="s", page_size=5
+        ),
+        inspect_pb2.ListScheduledRequest(
+            topic="t", from_ms=1, until_ms=2, ledgers=LEDGERS, subscription="s", page_size=5, page_token="from"
+        ),
+        inspect_pb2.ListScheduledResponse(
+            ledger_id=[7, 8],
+            entry_id=[1, 2],
+            deliver_at_ms=[10, 11],
+            key_hash=[0, 9],
+            subscription_index=[0, 1],
+            subscriptions=["", "s"],
+            next_page_token="n",
+            as_of_ms=8,
+        ),
+        tarry.ScheduledPage(*COLUMNS, "n", 8, np.array([0, 1]), ("", "s")),
+    ),
+    Call(
+        "ListBacklog",
+        lambda client: client.backlog_page("t", "s", "from", ledgers=(3, 4), page_size=5),
+        inspect_pb2.ListBacklogRequest(topic="t", subscription="s", ledgers=LEDGERS, page_size=5, page_token="from"),
+        inspect_pb2.ListBacklogResponse(
+            ledger_id=[7, 8],
+            entry_id=[1, 2],
+            deliver_at_ms=[10, 11],
+            key_hash=[0, 9],
+            state=[inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_IN_FLIGHT],
+            as_of_ms=8,
+        ),
+        tarry.BacklogPage(
+            *COLUMNS,
+            "",
+            8,
+            np.array([tarry.BacklogState.READY, tarry.BacklogState.IN_FLIGHT]),
+        ),
+    ),
+    Call(
+        "GetHistogram",
+        lambda client: client.histogram("t", from_ms=1, until_ms=7, width_ms=2, ledgers=(3, 4), subscription="s"),
+        inspect_pb2.GetHistogramRequest(
+            topic="t", from_ms=1, until_ms=7, width_ms=2, ledgers=LEDGERS, subscription="s"
+        ),
+        inspect_pb2.GetHistogramResponse(
+            from_ms=1,
+            until_ms=7,
+            width_ms=2,
+            rows=[5, 0, 2**40],
+            rows_before=3,
+            rows_after=4,
+            segments_counted=6,
+            segments_read=8,
+            as_of_ms=9,
+        ),
+        tarry.Histogram(1, 7, 2, np.array([5, 0, 2**40]), 3, 4, 6, 8, 9),
+    ),
+    Call(
+        "MergeBuckets",
+        lambda client: client.merge("t", 5),
+        admin_pb2.MergeBucketsRequest(topic="t", buckets_max=5),
+        admin_pb2.MergeBucketsResponse(merges=1, merged_buckets=3, buckets=5),
+        tarry.Merged(1, 3, 5),
+    ),
+]
