@@ -236,14 +236,10 @@ class Index:
     def acknowledged_among(self, keys: BitMap64) -> dict[int, BitMap64]:
         """Those of the positions that a subscription is owed no longer, by its id."""
         found: dict[int, BitMap64] = {}
-        places: list[tuple[Bucket, BitMap64]] = [(bucket, keys) for bucket in self.that_may_have(keys)]
-        if self.quarantined:
-            lost = keys - self.present_among(keys)
-            places += [(damaged, lost) for damaged in self.quarantined.values()]
-        for bucket, here in places:
+        for bucket in self.that_may_have(keys):
             for subscription_id, acknowledged in bucket.acknowledged.items():
-                if acknowledged.intersect(here):
-                    found.setdefault(subscription_id, BitMap64()).update(acknowledged & here)
+                if acknowledged.intersect(keys):
+                    found.setdefault(subscription_id, BitMap64()).update(acknowledged & keys)
         return found
 
     def waive(self, keys: BitMap64, subscription_id: int) -> BitMap64:

@@ -14,7 +14,7 @@ that is staged names its positions, so the decisions of one slot may be applied 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from daemon.core.indexes import SHARED, Indexes
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
-from storage_backends.formats.journal import GoneReason, GoneRecord, RescheduleRecord
+from storage_backends.formats.journal import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 from storage_backends.formats.rows import U32, U64, Rows
 
 Mask = npt.NDArray[np.bool_]
@@ -161,12 +161,12 @@ class Withdrawals:
 
     def stage_reschedule(
         self, asked: Asked, rows: Rows, *, floor_ms: int, admit: adding.Admit = adding.admit_all
-    ) -> tuple[tuple[RescheduleRecord, ...], RescheduleOutcome]:
+    ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
         """The same, for new rows of the positions, in their order. `floor_ms`: in the shared index all of them are
         stored later. `admit` is asked about what changes before anything does.
         """
         decision = self._decide(asked)
-        records = []
+        records: list[RescheduleRecord] = []
         raised_index = np.empty(0, np.uint32)
         raised_rows, raised = adding.raised(rows, floor_ms)
         for leave in decision.leaves:
@@ -179,7 +179,7 @@ class Withdrawals:
         if records:
             admit([record.rows for record in records])
         self._leave(decision)
-        return tuple(records), RescheduleOutcome(
+        return (*records, *self._still_waived(decision)), RescheduleOutcome(
             decision.leaving_rows,
             decision.not_found,
             decision.already_due,
@@ -210,6 +210,16 @@ class Withdrawals:
         leaving_rows = int(np.count_nonzero(waiting & ~due))
         return _Decision(tuple(leaves), leaving_rows, _rows(not_found), _rows(due & ~held), _rows(held))
 
+    def _still_waived(self, decision: _Decision) -> Iterator[WaiveRecord]:
+        """A subscription that is not owed the old row, since it was trimmed for it, is not owed the new one.
+
+        A record says so: the bucket of the old row may be dropped before the slot is replayed.
+        """
+        for leave in decision.leaves:
+            for subscription_id, keys in sorted(leave.index.acknowledged_among(leave.keys).items()):
+                positions = leave.index.pages.to_stored(keys)
+                yield WaiveRecord(self._topic_id, self._incarnation, subscription_id, positions)
+
     def _leave(self, decision: _Decision) -> None:
         """It is leaving from now on."""
         for leave in decision.leaves:
@@ -227,17 +237,11 @@ class Withdrawals:
         self._indexes.leaving -= keys
 
     def rescheduled(self, index: Index, rows: Rows, *, elapsed_ms: int) -> None:
-        """New rows take the place of those of their positions, none of which was due.
-
-        A subscription that is not owed the old row, since it was trimmed for it, is not owed the new one.
-        """
+        """New rows take the place of those of their positions, none of which was due."""
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
-        waived = index.acknowledged_among(keys)
         self.cancelled(index, keys)
         index.mutable.add(keyed, keys, elapsed_ms=elapsed_ms)
-        for subscription_id, kept in waived.items():
-            index.mutable.acknowledged_by(subscription_id).update(kept)
 
 
 def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:

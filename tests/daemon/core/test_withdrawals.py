@@ -355,6 +355,17 @@ def test_a_claim_that_was_trimmed_is_not_owed_again_by_a_reschedule(put: Put, th
     assert come(topic, NOW_MS + 100, 1, 2) == {1: [(NOW_MS + 40, Q)], 2: [(NOW_MS + 40, P), (NOW_MS + 40, Q)]}
 
 
+def test_a_claim_that_was_trimmed_is_not_owed_again_when_the_bucket_of_the_old_row_was_dropped_before_a_crash() -> None:
+    topic = with_subscriptions(2)
+    topic.add([P], NOW_MS + 20)
+    topic.seal()
+    assert topic.trim_at_once(upto((7, 1)), 1) == 1
+    reschedule(topic, [P], NOW_MS + 40)
+    assert topic.drop_empty()
+    topic.crash_and_recover()
+    assert come(topic, NOW_MS + 100, 1, 2) == {1: [], 2: [(NOW_MS + 40, P)]}
+
+
 # ---- own indexes
 
 
