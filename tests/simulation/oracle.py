@@ -25,11 +25,23 @@ UNKNOWN_SLOTS = 100
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
-    """A row that is not gone. `slot`: the slot that brought it. `acknowledged`: by which subscription in which slot."""
+    """A row that is not gone. `slot`: the slot that brought it, `since`: the one since which its position has had a
+    row, at one time or another. `acknowledged`: by which subscription in which slot.
+    """
 
     deliver_at_ms: int
     slot: int
+    since: int
     acknowledged: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Left:
+    """A row that left before it was due. `slot`: of its cancellation or reschedule, `row`: the slot that brought it."""
+
+    slot: int
+    row: int
+    deliver_at_ms: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,7 +51,8 @@ class TopicTruth:
     `added`, `removed`: the slots that brought and removed the latest row of a position. `asked`: the times that adds
     were sent with, None for a delay. `buckets`: the live ones that can be read, and the slot of each seal.
     `missing`: rows of those that were quarantined, until they are added again. Where a bucket does not say any more
-    what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one.
+    what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one. `left`: how the latest
+    row of a position left before it was due, if it did.
     """
 
     name: str = ""
@@ -52,6 +65,7 @@ class TopicTruth:
     removed: dict[Position, int] = dataclasses.field(default_factory=dict)
     removed_at_s: dict[Position, float] = dataclasses.field(default_factory=dict)
     newest: manifest.TopicManifest | None = None
+    left: dict[Position, Left] = dataclasses.field(default_factory=dict)
     asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
     missing: dict[Position, Row] = dataclasses.field(default_factory=dict)
     buckets: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -68,12 +82,13 @@ class TopicTruth:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Removal:
     """A request that removes rows: a subscription is deleted, or (`positions`) rows are trimmed, for one subscription
-    or (None) for all, or (everything) the topic is deleted.
+    or (None) for all, or (everything) the topic is deleted; or (`cancels`) rows are cancelled.
     """
 
     topic: str
     subscription: str | None
     positions: Callable[[Position], bool] | None = None
+    cancels: bool = False
 
 
 def everything(position: Position) -> bool:
@@ -91,6 +106,8 @@ class Oracle:
         """By shard: the highest epoch that a shard manifest gave."""
         self.removals: dict[int, Removal] = {}
         """Requests under way that may remove rows."""
+        self.handed_out: dict[tuple[str, Position, int], int] = {}
+        """By topic, position and slot of a row: the last epoch under which it was handed out."""
         self._history = history
         self._journal: dict[int, tuple[int, int]] = {}
         self._slots: dict[str, bytes] = {}
@@ -194,14 +211,20 @@ class Oracle:
         for record in records:
             topic = self.topics.setdefault(record.topic_id, TopicTruth())
             if record.incarnation == topic.incarnation:
-                self._record(topic, header.slot, record)
+                self._record(topic, header, record)
 
-    def _record(self, topic: TopicTruth, slot: int, record: journal.Record) -> None:
+    def _record(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.Record) -> None:
+        slot = header.slot
         if isinstance(record, journal.AddRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 self._add(topic, slot, (ledger_id, entry_id), deliver_at_ms)
+        elif isinstance(record, journal.RescheduleRecord):
+            rows = record.rows
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
+                self._reschedule(topic, header, (ledger_id, entry_id), deliver_at_ms)
         elif isinstance(record, journal.AcknowledgeRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
@@ -210,7 +233,7 @@ class Oracle:
         elif isinstance(record, journal.WaiveRecord):
             self._waive(topic, slot, record)
         else:
-            self._gone(topic, slot, record)
+            self._gone(topic, header, record)
 
     def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int) -> None:
         if position in topic.rows:
@@ -219,8 +242,32 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
         if position in topic.missing:
             self._remove(topic, slot, position)
-        topic.rows[position] = Row(deliver_at_ms, slot)
+        topic.rows[position] = Row(deliver_at_ms, slot, slot)
         topic.added[position] = slot
+
+    def _reschedule(
+        self, topic: TopicTruth, header: journal.SlotHeader, position: Position, deliver_at_ms: int
+    ) -> None:
+        row = topic.rows.get(position)
+        if row is None:
+            self._history.breach(f"topic {topic.name}: {position} is rescheduled and has no row")
+            return
+        if not self._was_asked(topic, position, deliver_at_ms):
+            self._history.breach(f"topic {topic.name}: nobody rescheduled {position} to {deliver_at_ms}")
+        self._leave(topic, header, position, row)
+        # Who is not owed it any more, since it was trimmed for them, is not owed it at another time.
+        topic.rows[position] = Row(deliver_at_ms, header.slot, row.since, dict(row.acknowledged))
+        topic.added[position] = header.slot
+
+    def _leave(self, topic: TopicTruth, header: journal.SlotHeader, position: Position, row: Row) -> None:
+        """A row is cancelled or rescheduled."""
+        if self.handed_out.get((topic.name, position, row.slot)) == header.epoch:
+            self._history.breach(
+                f"topic {topic.name}: {position} of {row.deliver_at_ms} leaves as if it were not due, and was handed "
+                f"out under epoch {header.epoch}"
+            )
+        self._remove(topic, header.slot, position)
+        topic.left[position] = Left(header.slot, row.slot, row.deliver_at_ms)
 
     def _was_asked(self, topic: TopicTruth, position: Position, deliver_at_ms: int) -> bool:
         raised_ms = max((each.since_ms for each in topic.subscriptions.values()), default=0) + 1
@@ -243,22 +290,28 @@ class Oracle:
         if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
             self._remove(topic, slot, position)
 
-    def _gone(self, topic: TopicTruth, slot: int, record: journal.GoneRecord) -> None:
+    def _gone(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.GoneRecord) -> None:
         for position in positions_of(record.positions):
             row = topic.rows.get(position)
             if row is None:
                 if position in topic.missing:
-                    self._remove(topic, slot, position)
+                    self._remove(topic, header.slot, position)
                 continue
             owed: set[str | None] = {topic.subscriptions[number].name for number in topic.owes(row)}
             if not self._may_go(topic, record.reason, position, owed):
                 self._history.breach(
                     f"topic {topic.name}: {position} is made gone ({record.reason.name}) and is owed to {owed}"
                 )
-            self._remove(topic, slot, position)
+            if record.reason is journal.GoneReason.CANCELLED:
+                self._leave(topic, header, position, row)
+            else:
+                self._remove(topic, header.slot, position)
 
     def _may_go(self, topic: TopicTruth, reason: journal.GoneReason, position: Position, owed: Set[str | None]) -> bool:
         asked = [each for each in self.removals.values() if each.topic == topic.name]
+        if reason is journal.GoneReason.CANCELLED:
+            return any(each.cancels and each.positions is not None and each.positions(position) for each in asked)
+        asked = [each for each in asked if not each.cancels]
         if reason is journal.GoneReason.NOT_OWED:
             return not owed and bool(topic.subscriptions)
         if reason is journal.GoneReason.NO_SUBSCRIPTION:
@@ -272,11 +325,14 @@ class Oracle:
         asked = [
             each.positions
             for each in self.removals.values()
-            if each.topic == topic.name and each.subscription == stored.name and each.positions is not None
+            if (each.topic, each.subscription) == (topic.name, stored.name)
+            and each.positions is not None
+            and not each.cancels
         ]
         for position in positions_of(record.positions):
             row = topic.rows.get(position)
-            if row is None:
+            if row is None or record.subscription_id in row.acknowledged:
+                # A row that was trimmed before says so again when it is rescheduled.
                 continue
             if not any(positions(position) for positions in asked):
                 self._history.breach(

@@ -1,6 +1,6 @@
 """What a daemon promises by an answer, held against the truth at the moment of the answer.
 
-Owns: the rules for answers to adds and acknowledgements, and for what is handed out.
+Owns: the rules for answers to adds, acknowledgements, cancellations and reschedules, and for what is handed out.
 Does not own: the truth (`oracle`), the calls (`workload`).
 
 A request is looked at twice, when it is sent and when it is answered: what was true in between at no time must not be
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from daemon.core.adding import AddOutcome
+from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Position, Row, TopicTruth
 from tests.support.engine_fixture import Daemon
@@ -64,6 +65,15 @@ class Sent:
     slot: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Withdrawal:
+    """A cancellation or reschedule under way. `rows`: of its positions when it was sent; the daemon's clock then."""
+
+    sent: Sent
+    rows: Mapping[Position, Row]
+    sent_ms: int
+
+
 class Promises:
     """Holds every answer of a run against the oracle."""
 
@@ -72,6 +82,8 @@ class Promises:
         self._oracle = oracle
         self._history = history
         self._done: set[tuple[str, Position, int, int]] = set()
+        # Rows (topic, position, time) of which it was answered that they left before they were due.
+        self._left: set[tuple[str, Position, int]] = set()
         self._streams: list[OpenStream] = []
         self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
         self.received: dict[tuple[str, int], set[tuple[Position, int]]] = {}
@@ -109,7 +121,7 @@ class Promises:
     @staticmethod
     def _there_since(topic: TopicTruth, position: Position, slot: int) -> bool:
         row = topic.rows.get(position)
-        return row is not None and row.slot <= slot
+        return row is not None and row.since <= slot
 
     def _check_confirmed(self, sent: Sent, slot: int) -> None:
         """`slot`: the last one that the answer depends on. It may have been given, and not sent, before a pause."""
@@ -159,7 +171,7 @@ class Promises:
             # Who hands it out has not been told yet that its bucket is quarantined.
             return
         if row is None or row.deliver_at_ms != deliver_at_ms:
-            self._gone_and_handed_out(stream, topic, position, what)
+            self._gone_and_handed_out(stream, topic, position, deliver_at_ms, what)
             return
         if (stream.topic, position, row.slot, stream.subscription_id) in self._done:
             self._history.breach(f"{what} is handed out after its acknowledgement was answered")
@@ -169,10 +181,15 @@ class Promises:
             self._history.breach(f"{what} is handed out twice on one stream")
         stream.handed_out[position] = row.slot
         self.received.setdefault((stream.topic, stream.subscription_id), set()).add((position, row.slot))
+        self._oracle.handed_out[stream.topic, position, row.slot] = stream.epoch
         self._check_only_holder(stream, position, row, what)
 
-    def _gone_and_handed_out(self, stream: OpenStream, topic: TopicTruth, position: Position, what: str) -> None:
+    def _gone_and_handed_out(
+        self, stream: OpenStream, topic: TopicTruth, position: Position, deliver_at_ms: int, what: str
+    ) -> None:
         removed_at_s = topic.removed_at_s.get(position)
+        if (stream.topic, position, deliver_at_ms) in self._left:
+            self._history.breach(f"{what} is handed out after it was answered that it left")
         if removed_at_s is None:
             self._history.breach(f"{what} is handed out and was never added")
         elif not self._is_stale(stream):
@@ -210,7 +227,7 @@ class Promises:
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
         self._check_confirmed(sent, 0)
         topic = sent.topic
-        self._check_former_owners(stream)
+        self._check_former_owners(stream.shard, stream.epoch, f"topic {stream.topic}: Done is answered")
         left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
         if len(left) > ignored:
             self._breach(
@@ -238,8 +255,64 @@ class Promises:
         for position in asked:
             if position in found and not self._was_there(sent, position, subscription):
                 self._breach(sent, f"{position} is said to be there for {subscription}, and was not")
-            if position not in found and self._was_there_all_the_time(sent, position, subscription):
+            if position not in found and self._was_there_all_the_time(sent, position, subscription, at_any_time=True):
                 self._breach(sent, f"{position} is said not to be there for {subscription}, and was")
+
+    # ---- what leaves before it is due
+
+    def sending_withdrawal(
+        self, daemon: Daemon, topic: str, positions: Sequence[Position], times: Sequence[int | None] = ()
+    ) -> Withdrawal:
+        """`times`: new ones, of a reschedule."""
+        truth = self._oracle.topic(topic)
+        for position, time in zip(positions, times, strict=False):
+            truth.asked.setdefault(position, set()).add(time)
+        sent = Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic))
+        rows = {position: truth.rows[position] for position in positions if position in truth.rows}
+        return Withdrawal(sent, rows, daemon.now_ms())
+
+    def withdrawal_answered(
+        self, asked: Withdrawal, shard: int, epoch: int, count: int, outcome: CancelOutcome | RescheduleOutcome
+    ) -> None:
+        """`count`: how many were cancelled or rescheduled."""
+        sent = asked.sent
+        topic, positions = sent.topic, sent.positions
+        self._check_confirmed(sent, 0)
+        not_found = [positions[row] for row in outcome.not_found.tolist()]
+        due = [positions[row] for row in (*outcome.already_due.tolist(), *outcome.in_flight.tolist())]
+        left = sorted(set(positions) - set(not_found) - set(due))
+        if count != len(left) or count + len(not_found) + len(due) != len(positions):
+            self._breach(sent, f"{positions} were answered with {outcome}")
+        for position in not_found:
+            if self._there_since(topic, position, sent.slot):
+                self._breach(sent, f"{position} was answered NOT_FOUND, and was there")
+        for position in due:
+            self._check_due(sent, position)
+        if left:
+            self._check_former_owners(shard, epoch, f"topic {topic.name}: {left} are answered to have left")
+        for position in left:
+            self._check_left(asked, position)
+
+    def _check_due(self, sent: Sent, position: Position) -> None:
+        """It was said to be due."""
+        topic = sent.topic
+        row = topic.rows.get(position)
+        if row is None and topic.removed.get(position, 0) <= sent.slot and position not in topic.missing:
+            self._breach(sent, f"{position} was answered to be due, and is nowhere")
+        if row is not None and row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms():
+            self._breach(sent, f"{position} of {row.deliver_at_ms} was answered to be due, and is not")
+
+    def _check_left(self, asked: Withdrawal, position: Position) -> None:
+        """It was said to be cancelled or rescheduled."""
+        sent, row = asked.sent, asked.rows.get(position)
+        left = sent.topic.left.get(position)
+        if left is None or left.slot <= sent.slot:
+            self._breach(sent, f"{position} was answered to have left, and has not")
+            return
+        self._left.add((sent.topic.name, position, left.deliver_at_ms))
+        due_ms = min(asked.sent_ms, sent.daemon.now_ms())
+        if row is not None and row.slot <= sent.slot and left.row == row.slot and row.deliver_at_ms <= due_ms:
+            self._breach(sent, f"{position} of {row.deliver_at_ms} was answered to have left, and was due at {due_ms}")
 
     def _was_there(self, sent: Sent, position: Position, subscription: str | None) -> bool:
         """At some time since the request was sent."""
@@ -249,9 +322,12 @@ class Promises:
         number = self._number_of(sent, subscription)
         return row is not None and (number is None or row.acknowledged.get(number, sent.slot + 1) > sent.slot)
 
-    def _was_there_all_the_time(self, sent: Sent, position: Position, subscription: str | None) -> bool:
+    def _was_there_all_the_time(
+        self, sent: Sent, position: Position, subscription: str | None, *, at_any_time: bool = False
+    ) -> bool:
+        """`at_any_time`: also when it was rescheduled meanwhile."""
         row = sent.topic.rows.get(position)
-        if row is None or row.slot > sent.slot:
+        if row is None or (row.since if at_any_time else row.slot) > sent.slot:
             return False
         number = self._number_of(sent, subscription)
         if number is None:
@@ -269,14 +345,13 @@ class Promises:
             if positions(position) and self._was_there_all_the_time(sent, position, subscription):
                 self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
-    def _check_former_owners(self, stream: OpenStream) -> None:
-        """Done is answered when no former owner can hand out any more what was acknowledged."""
+    def _check_former_owners(self, number: int, epoch: int, what: str) -> None:
+        """So it is answered when no former owner can hand out any more what has gone."""
         for daemon in self._live():
             for shard in daemon.shards.values():
-                if shard.number == stream.shard and shard.epoch < stream.epoch and shard.may_hand_out:
+                if shard.number == number and shard.epoch < epoch and shard.may_hand_out:
                     self._history.breach(
-                        f"topic {stream.topic}: Done is answered under epoch {stream.epoch}, and {daemon.name} may "
-                        f"still hand out under epoch {shard.epoch}"
+                        f"{what} under epoch {epoch}, and {daemon.name} may still hand out under epoch {shard.epoch}"
                     )
 
     @staticmethod

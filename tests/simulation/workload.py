@@ -18,15 +18,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions, LedgerRanges
 from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
 from storage_backends.formats import names
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.rows import U64, Rows
 from tests.simulation.cluster import Cluster
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Position, Removal, everything
-from tests.simulation.promises import Claim, OpenStream, Promises
+from tests.simulation.promises import Claim, OpenStream, Promises, Withdrawal
 from tests.support.engine_fixture import Daemon
 
 T = TypeVar("T")
@@ -62,6 +63,8 @@ class Clients:
             self._begin(f"subscriber {topic}", functools.partial(self._change_subscriptions, topic))
             for number in range(2):
                 self._begin(f"adder {topic} {number}", functools.partial(self._add, topic))
+            for number in range(2):
+                self._begin(f"withdrawer {topic} {number}", functools.partial(self._withdraw, topic))
             self._begin(f"puller {topic}", functools.partial(self._pull, topic))
             self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
             self._begin(f"reader {topic}", functools.partial(self._read, topic))
@@ -146,6 +149,61 @@ class Clients:
             if retry_at is None:
                 return
             daemon = retry_at
+
+    # ---- cancelling and rescheduling
+
+    async def _withdraw(self, topic: str, draw: random.Random) -> None:
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is None:
+                continue
+            known = sorted(self._oracle.topic(topic).rows)
+            count = draw.choice((1, 2, 8))
+            positions = draw.sample(known, min(len(known), count))
+            if not positions or draw.random() < 0.2:
+                positions = list(dict.fromkeys((*positions, (draw.choice(LEDGERS), draw.randrange(ENTRIES)))))
+            if draw.random() < 0.4:
+                await self._cancel(daemon, topic, positions)
+            else:
+                low_ms, high_ms = draw.choice(DELAYS)
+                delays = [draw.randrange(low_ms, high_ms) for _ in positions]
+                await self._reschedule(daemon, topic, positions, delays, by_delay=draw.random() < 0.2)
+            await asyncio.sleep(draw.random() * 1.5)
+
+    async def _cancel(self, daemon: Daemon, topic: str, positions: Sequence[Position]) -> None:
+        asked = self._promises.sending_withdrawal(daemon, topic, positions)
+        ledger_id, entry_id = columns_of(positions)
+        cancelling = functools.partial(daemon.engine.requests.cancel, topic, None, ledger_id, entry_id)
+        # Who has no answer may ask again, and is told what is true then.
+        number = next(self._numbers)
+        self._oracle.removals[number] = Removal(topic, None, frozenset(positions).__contains__, cancels=True)
+        outcome = await self.call(daemon, cancelling())
+        if outcome is None:
+            return
+        del self._oracle.removals[number]
+        self._history.note(f"{daemon.name} cancel {topic} {positions} -> {outcome.cancelled}")
+        self._withdrawn(daemon, asked, outcome.cancelled, outcome)
+
+    async def _reschedule(
+        self, daemon: Daemon, topic: str, positions: Sequence[Position], delays: Sequence[int], *, by_delay: bool
+    ) -> None:
+        now_ms = daemon.now_ms()
+        times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
+        asked = self._promises.sending_withdrawal(daemon, topic, positions, [None] * len(times) if by_delay else times)
+        ledger_id, entry_id = columns_of(positions)
+        column = np.array(times, np.uint64)
+        batch = RescheduleBatch(ledger_id, entry_id, None if by_delay else column, column if by_delay else None, None)
+        outcome = await self.call(daemon, daemon.engine.requests.reschedule(topic, None, batch))
+        if outcome is not None:
+            self._history.note(f"{daemon.name} reschedule {topic} {positions} {times} -> {outcome.rescheduled}")
+            self._withdrawn(daemon, asked, outcome.rescheduled, outcome)
+
+    def _withdrawn(
+        self, daemon: Daemon, asked: Withdrawal, count: int, outcome: CancelOutcome | RescheduleOutcome
+    ) -> None:
+        shard = names.shard_of(asked.sent.topic.name, daemon.engine._shards_total)
+        served = daemon.shards.get(shard)
+        self._promises.withdrawal_answered(asked, shard, 0 if served is None else served.epoch, count, outcome)
 
     # ---- subscriptions
 
@@ -388,13 +446,22 @@ def batch_of(
 ) -> AddBatch:
     """`times`: when each is due, or its delay, in ms."""
     column = np.array(times, np.uint64)
+    ledger_id, entry_id = columns_of(positions)
     return AddBatch(
-        ledger_id=np.array([ledger_id for ledger_id, _ in positions], np.uint64),
-        entry_id=np.array([entry_id for _, entry_id in positions], np.uint64),
+        ledger_id=ledger_id,
+        entry_id=entry_id,
         deliver_at_ms=None if by_delay else column,
         delay_ms=column if by_delay else None,
         key_hash=None,
         return_already_due=return_already_due,
+    )
+
+
+def columns_of(positions: Sequence[Position]) -> tuple[U64, U64]:
+    """Ledgers and entries."""
+    return (
+        np.array([ledger_id for ledger_id, _ in positions], np.uint64),
+        np.array([entry_id for _, entry_id in positions], np.uint64),
     )
 
 
