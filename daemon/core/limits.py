@@ -41,6 +41,16 @@ def check_rows(field: str, rows: int, rows_max: int) -> None:
         raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
 
 
+def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
+    """Raises InvalidArgument when rows, each of which is stored so many times, are too many; one row passes always."""
+    most = max(1, rows_max // max(1, copies))
+    if rows > most:
+        raise InvalidArgument(
+            f"{field} has {rows} rows, each for {copies} subscriptions that share no index; a request of this topic "
+            f"may have {most}, since it may store {rows_max}"
+        )
+
+
 def check_distinct(ledger_id: U64, entry_id: U64) -> None:
     """Raises InvalidArgument when a position is named twice."""
     mixed = np.sort(ledger_id * _ODD + entry_id)

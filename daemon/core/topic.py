@@ -106,13 +106,14 @@ class Topic:
 
         `subscription_id`: rows for that subscription alone, 0 for every one. `shared_index`: the topic's policy; if
         not, what is for every subscription is a row in the own index of each, and a duplicate where it is one in all.
-        `admit`: see `adding.stage`.
+        `admit`: see `adding.stage`. Raises InvalidArgument when these would be too many rows.
         """
         if subscription_id:
             indexes = [self.indexes.of(subscription_id)]
         elif shared_index or not self.subscriptions:
             indexes = [self.index]
         else:
+            limits.check_copies("entry_id", len(batch.entry_id), len(self.subscriptions), request_limits.rows_max)
             indexes = [self.indexes.of(number) for number in self.subscriptions]
         accepted, outcome = adding.stage(
             batch,

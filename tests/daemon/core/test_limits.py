@@ -34,6 +34,15 @@ def test_a_request_has_one_row_or_more_and_not_too_many(rows: int) -> None:
         limits.check_rows("entry_id", rows, 5)
 
 
+def test_rows_that_are_stored_several_times_count_as_often() -> None:
+    limits.check_copies("entry_id", 2, 50, 100)
+    with pytest.raises(InvalidArgument, match="entry_id has 3 rows, each for 50 subscriptions .* may have 2"):
+        limits.check_copies("entry_id", 3, 50, 100)
+    limits.check_copies("entry_id", 1, 101, 100)
+    with pytest.raises(InvalidArgument, match="may have 1,"):
+        limits.check_copies("entry_id", 2, 101, 100)
+
+
 def test_a_delay_counts_from_now() -> None:
     absolute = limits.absolute_times(None, times(0, 500), now_ms=NOW_MS, delay_max_ms=500)
     assert absolute.tolist() == [1_000, 1_500]

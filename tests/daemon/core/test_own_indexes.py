@@ -9,10 +9,11 @@ from daemon.core.containment import EntryRanges
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.segments import LOADED_ROW_BYTES
 from daemon.core.subscription import SubscriptionState
+from daemon.errors import InvalidArgument
 from storage_backends.formats.journal import AcknowledgeRecord, GoneRecord
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core import test_containment
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, claims_of, listed
+from tests.daemon.core.journaled_topic import LIMITS, JournaledTopic, Position, batch_of, claims_of, listed
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import upto
 
@@ -139,6 +140,16 @@ def test_without_a_shared_index_a_row_is_stored_where_it_is_missing_and_a_duplic
     topic.now_ms += 9
     assert handed(topic, opened(topic, 1)) == [(NOW_MS + 5, *P), (NOW_MS + 7, *Q)]
     assert handed(topic, opened(topic, 2)) == [(NOW_MS + 6, *P), (NOW_MS + 7, *Q)]
+
+
+def test_without_a_shared_index_a_request_stores_no_more_rows_than_any_other_may() -> None:
+    topic = without_sharing(3)
+    most = LIMITS.rows_max // 3
+    with pytest.raises(InvalidArgument, match=f"{most + 1} rows, each for 3 subscriptions"):
+        topic.add([(1, entry) for entry in range(most + 1)], NOW_MS + 10)
+    assert not topic.core.indexes.pending_rows
+    topic.add([(1, 1)], NOW_MS + 10, 1)
+    assert topic.core.indexes.pending_rows == 1
 
 
 def test_without_a_shared_index_all_rows_of_a_request_are_in_one_slot() -> None:
