@@ -85,7 +85,16 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     assert refused.returncode == 2
     assert "7200000" in refused.stderr
 
-    assert shell.parsed("delete flights --yes")["rows"] == 5 + 5 - len(entries)
+    scheduled = shell.out("scheduled flights --until +2h --json")
+    assert [json.loads(line)["entry_id"] for line in scheduled.splitlines()] == [4, 5, 6, 7, 8]
+    assert shell.parsed("reschedule flights --file - --in 30m", stdin=scheduled)["rescheduled"] == 5
+    assert sum(shell.parsed("histogram flights --until +45m --width 15m")["rows"]) == 5
+    withdrawn = shell.result("cancel flights --ledger 1 --entries 3-4 --json")
+    assert withdrawn.returncode == 4
+    answered = json.loads(withdrawn.stdout)
+    assert (answered["cancelled"], answered["not_found"]) == (1, [[1, 3, 3]])
+
+    assert shell.parsed("delete flights --yes")["rows"] == 4 + 5 - len(entries)
     missing = shell.result("stats flights")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert shell.out("topics --json") == ""

@@ -68,8 +68,8 @@ def draw(histogram: inspection.Histogram, title: str) -> None:
         if rows is None:
             grid.add_row(rich.text.Text(label, style="dim"), "", "")
             continue
-        # A single row among millions is seen, too: an eighth of a column is the least that is drawn, and a bit more than
-        # that is not rounded to nothing.
+        # A single row among millions is seen, too: an eighth of a column is the least that is drawn, and a bit more
+        # is not rounded to nothing.
         length = max(rows, most / (8 * bar_columns - 1)) if rows else 0
         grid.add_row(rich.text.Text(label), f"{rows:,}", rich.bar.Bar(most or 1, 0, length, width=bar_columns))
     console.print(rich.text.Text(title))
