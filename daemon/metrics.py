@@ -60,11 +60,9 @@ class TopicNumbers:
 class Metrics:
     """What happened, reported by the layers. Methods are cheap and may be called on the event loop or in any thread."""
 
-    def __init__(
-        self, registry: CollectorRegistry | None = None, *, per_topic: bool = True, per_topic_max: int = 1000
-    ) -> None:
-        """`registry`: None for one of its own. `per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
-        self.registry = registry if registry is not None else CollectorRegistry()
+    def __init__(self, *, per_topic: bool = True, per_topic_max: int = 1000) -> None:
+        """`per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
+        self.registry = CollectorRegistry()
         self._labels = _TopicLabels(per_topic, per_topic_max)
         self._lateness = ArrayHistogram(
             "tarry_lateness_seconds", "Handed out minus due, repeats included.", LATENESS_BOUNDS_S

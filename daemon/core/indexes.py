@@ -280,13 +280,6 @@ class Indexes(Mapping[int, Index]):
             self.cache.put(bucket, number, rows)
             loaded.settle(self.cache)
 
-    def pages_of_bucket(self, name: str) -> PageTable:
-        """The table that the keys of a sealed bucket are of. Raises KeyError when it is in no index any more."""
-        index = self.holding(name)
-        if index is None:
-            raise KeyError(name)
-        return index.pages
-
     # ---- seals: all indexes are cut at one slot
 
     @property

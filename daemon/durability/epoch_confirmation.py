@@ -72,7 +72,6 @@ class EpochConfirmation:
         clock: backoff.Clock,
         sleep: backoff.Sleep,
         jitter: backoff.Jitter,
-        idle_probe_s: float = IDLE_PROBE_S,
     ) -> None:
         self._shard_log = shard_log
         self._tip = tip
@@ -82,7 +81,6 @@ class EpochConfirmation:
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter
-        self._idle_probe_s = idle_probe_s
         self._waiters: list[tuple[float, asyncio.Future[None]]] = []
         self._wanted = asyncio.Event()
         self._ended: Exception | None = None
@@ -131,7 +129,7 @@ class EpochConfirmation:
         await waiter
 
     async def watch(self) -> None:
-        """Probes for those who wait, and every `idle_probe_s` without a confirmation, until it is cancelled or the
+        """Probes for those who wait, and every IDLE_PROBE_S without a confirmation, until it is cancelled or the
         epoch is over: then everybody who waits gets Superseded, and so does the caller.
         """
         try:
@@ -162,7 +160,7 @@ class EpochConfirmation:
         """Returns when somebody waits, or the newest confirmation has grown old."""
         while True:
             self._waiters = [waiting for waiting in self._waiters if not waiting[1].done()]
-            remaining_s = self._confirmed_at_s + self._idle_probe_s - self._clock()
+            remaining_s = self._confirmed_at_s + IDLE_PROBE_S - self._clock()
             if self._waiters or remaining_s <= 0:
                 return
             self._wanted.clear()

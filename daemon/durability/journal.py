@@ -83,23 +83,11 @@ class JournalWriter:
         self._written = written
         self._writing = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._stalled_since_s: float | None = None
-        self._stall_reason = ""
 
     @property
     def next_slot(self) -> int:
         """The number that the next `write` gives."""
         return self._next_slot
-
-    @property
-    def stalled_since_s(self) -> float | None:
-        """Monotonic time of the first try of the slot that is being written, once it has failed; else None."""
-        return self._stalled_since_s
-
-    @property
-    def stall_reason(self) -> str:
-        """What the store said to the latest try of a slot that stalls; empty when none does."""
-        return self._stall_reason
 
     def close(self) -> None:
         """Nothing more is written: a pending `write` raises OutcomeUnknown, a later one Unavailable."""
@@ -109,8 +97,8 @@ class JournalWriter:
     async def write(self, records: Sequence[journal.Record]) -> int:
         """Writes `records` as the next slot and returns its number once that is certain.
 
-        While the store cannot be reached this does not return: the caller watches `stalled_since_s`. Raises Fenced
-        when the shard is lost, OutcomeUnknown after `close`, Corruption when the store does not honour conditions.
+        While the store cannot be reached this does not return. Raises Fenced when the shard is lost, OutcomeUnknown
+        after `close`, Corruption when the store does not honour conditions.
         """
         if self._writing:
             raise InvariantViolated(f"shard {self._shard}: slot {self._next_slot} is still being written")
@@ -124,8 +112,6 @@ class JournalWriter:
             raise
         finally:
             self._writing = False
-            self._stalled_since_s = None
-            self._stall_reason = ""
         self._next_slot += 1
         self._written(written)
         return written.slot
@@ -136,14 +122,12 @@ class JournalWriter:
         tries = 1
         delays_s = backoff.delays_s(self._jitter)
         while latest.outcome is slot_put.Outcome.ABSENT:
-            if self._stalled_since_s is None:
-                self._stalled_since_s = first.sent_at_s
+            if tries == 1:
                 log.warning("slot %s is uncertain, the shard stalls: %s", slot.key, latest.error)
-            self._stall_reason = latest.error
             await self._unless_ended(self._sleep(next(delays_s)))
             latest = await self._unless_ended(self._run(lambda: self._try(slot, again=True)))
             tries += 1
-        if self._stalled_since_s is not None:
+        if tries > 1:
             log.warning("slot %s is certain after %d tries", slot.key, tries)
         created = latest.outcome is slot_put.Outcome.CREATED
         return WrittenSlot(

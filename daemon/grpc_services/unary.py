@@ -1,5 +1,7 @@
-"""The frame of every call with one request, and one answer or a stream of them: parse, call, encode, or end with the
-error's status.
+"""The frame of every call with one request, and one answer or a stream of them.
+
+Owns: parse, call, encode, or end with the error's status; what a caller that goes away breaks off.
+Does not own: what a call does (`admin`, `inspect_service` ...) and calls with a stream of requests (`pipeline`).
 
 Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
 answer may be encoded by hand (`columns`).

@@ -323,12 +323,12 @@ class JournaledTopic:
 
     def load(self, wanted: Iterable[SegmentRange]) -> None:
         for segments in wanted:
-            bucket = self.core.indexes.sealed[segments.bucket]
-            pages = self.core.indexes.pages_of_bucket(segments.bucket)
-            infos = bucket.table.infos[segments.first : segments.last + 1]
+            index = self.core.indexes.holding(segments.bucket)
+            assert index is not None
+            infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
             rows = bucket_objects.read_segments(self.store, segments.bucket, infos)
             for offset, each in enumerate(rows):
-                self.core.indexes.load(segments.bucket, segments.first + offset, pages.keyed(each))
+                self.core.indexes.load(segments.bucket, segments.first + offset, index.pages.keyed(each))
 
     # ---- buckets
 
