@@ -14,6 +14,9 @@ from daemon.core.positions import KeyedRows
 
 Place = tuple[int, int, int]
 
+# Looked at one by one before the end of what is due is searched for.
+FEW_ROWS = 3
+
 
 class SortedRun:
     """Rows in hand-out order, read from the front.
@@ -38,8 +41,12 @@ class SortedRun:
 
     def due_end(self, now_ms: int) -> int:
         """The index behind the last row that is due."""
-        times = self.rows.rows.deliver_at_ms
-        return self.offset + int(times[self.offset : self.stop].searchsorted(np.uint64(now_ms), side="right"))
+        times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
+        # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
+        for end in range(self.offset, min(self.offset + FEW_ROWS, self.stop)):
+            if times[end] > now:
+                return end
+        return self.offset + int(times[self.offset : self.stop].searchsorted(now, side="right"))
 
     def place(self, index: int) -> Place:
         rows = self.rows.rows
