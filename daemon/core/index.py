@@ -412,7 +412,11 @@ class Index:
 
     def knows(self, name: str) -> bool:
         """Whether a bucket of the manifest is here, as whatever it is."""
-        return name in self.sealed or name in self.quarantined or any(each.name == name for each in self.sealing)
+        return name in self.quarantined or self.serves(name)
+
+    def serves(self, name: str) -> bool:
+        """Whether a bucket that was cut holds rows of the index, sealed or not yet."""
+        return name in self.sealed or any(each.name == name for each in self.sealing)
 
     def sources_of(self, merged: MergedBucket) -> list[SealedBucket]:
         """The buckets whose rows are in the merged one."""

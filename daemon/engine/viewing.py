@@ -167,7 +167,7 @@ class Viewing:
 
     async def _found(self, topic: ServedTopic, scan: PageScan, read: Read, state: SubscriptionState | None) -> Found:
         async with self._reads:
-            part = part_of(read.bucket, read.pages, scan.asked, _leaving(topic, state))
+            part = _part(topic, read.bucket, read.pages, scan.asked, _leaving(topic, state))
             if part is None:
                 return Found.empty()
             cached = topic.core.indexes.cache.of_bucket(read.bucket.name)
@@ -202,7 +202,7 @@ class Viewing:
                     "limit; ask for fewer ledgers or a shorter range",
                     retry_after_ms=LOOK_RETRY_MS,
                 )
-            part = part_of(bucket, pages, asked, _leaving(topic, None))
+            part = _part(topic, bucket, pages, asked, _leaving(topic, None))
             if part is None:
                 return Counts.nothing(bars)
             cached = topic.core.indexes.cache.of_bucket(bucket.name)
@@ -309,6 +309,17 @@ class _Backlog:
         if rest and self._subscription_id in bucket.acknowledged:
             rest -= bucket.acknowledged[self._subscription_id]
         return 0 if rest else self._first_ms
+
+
+def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
+    """See `scan.part_of`. Of a bucket that was merged the sets are of no use: raises _LeftError."""
+    index = topic.core.indexes.get(bucket.subscription_id)
+    if index is None:
+        # It left with its subscription.
+        return None
+    if bucket.name and bucket.present_rows and not index.serves(bucket.name):
+        raise _LeftError(f"bucket {bucket.name} was merged while it was looked at")
+    return part_of(bucket, pages, asked, leaving)
 
 
 def _no_bound(bucket: Bucket) -> int:

@@ -36,7 +36,7 @@ def test_a_request_has_one_row_or_more_and_not_too_many(rows: int) -> None:
 
 def test_rows_that_are_stored_several_times_count_as_often() -> None:
     limits.check_copies("entry_id", 2, 50, 100)
-    with pytest.raises(InvalidArgument, match="entry_id has 3 rows, each for 50 subscriptions .* may have 2"):
+    with pytest.raises(InvalidArgument, match=r"entry_id has 3 rows, each for 50 subscriptions .* may have 2"):
         limits.check_copies("entry_id", 3, 50, 100)
     limits.check_copies("entry_id", 1, 101, 100)
     with pytest.raises(InvalidArgument, match="may have 1,"):

@@ -370,6 +370,37 @@ async def test_a_bucket_that_is_merged_and_collected_while_it_is_looked_at_is_lo
     assert not one.topic("t").core.rebuild_needed()
 
 
+async def test_a_position_that_came_back_is_shown_once_though_its_buckets_are_merged_while_it_is_looked_at(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", *SMALL, *NOTHING_AHEAD)
+    await create(one)
+    await add_spread(one, 1, 20, first_ms=machines.now_ms() + 10, step_ms=1)
+    await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
+    await asyncio.sleep(1)
+    handed = rows_of(await get(one, 20, lease_ms=60_000))
+    assert await acknowledge(one, handed[15:]) == 0
+    came_back = (await add_spread(one, 1, 20, first_ms=machines.now_ms() + 500, step_ms=1))[15:]
+    await one.call(one.engine.requests.seal("t"))
+    await asyncio.sleep(70)
+    found, looks = viewing.Viewing._found, 0
+
+    async def merged_before_the_second(*asked: object) -> object:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            await one.call(one.engine.requests.merge("t", 1))
+        return await found(*asked)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(viewing, "SEGMENTS_A_ROUND", 1)
+        patch.setattr(viewing.Viewing, "_found", merged_before_the_second)
+        rows = shown((await backlog(one)).rows)
+    assert len(one.topic("t").core.indexes.sealed) == 1
+    assert [row[1:] for row in rows] == [(1, entry) for entry in range(20)]
+    assert rows[15:] == came_back
+
+
 async def test_a_store_that_fails_is_told(machines: EngineFixture) -> None:
     one, added = await with_buckets(machines, 2, *NOTHING_AHEAD)
     bucket = next(iter(one.topic("t").core.indexes.sealed))
