@@ -149,6 +149,17 @@ def test_a_collection_that_fails_on_the_way_is_told(daemon: FakeDaemon, run: Run
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("hints", "says"), [({"owner_address": "h:1"}, "not here: ask it with --address h:1\n"), ({}, "not here\n")]
+)
+def test_a_daemon_that_may_not_collect_says_who_may(
+    daemon: FakeDaemon, run: Run, hints: dict[str, str], says: str
+) -> None:
+    daemon.script("CollectGarbage", refuse(grpc.StatusCode.FAILED_PRECONDITION, "not here", **hints))
+    result = run("gc", "--retry-dead")
+    assert (result.exit_code, result.stderr) == (output.EXIT_REFUSED, f"tarry: {says}")
+
+
 def test_an_end_without_the_last_step_is_no_success(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("CollectGarbage", steps(step(tombstones=1)))
     result = run("gc")

@@ -6,11 +6,12 @@ Does not own: showing results and failures (`tarry.cli.output`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent import futures
 
 import click
 
-from tarry import client, results
+from tarry import client, errors, results
 from tarry.cli import connection, output
 
 # How often it is looked how far the work is.
@@ -119,15 +120,16 @@ def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool
       tarry gc
       tarry gc --force --retry-dead --json
     """
-    last: results.Garbage | None = None
-    with output.progress("collecting", total=None, quiet=as_json) as shown:
-        for last in connected.collect_garbage(
-            dry_run=dry_run, force=force, retry_dead_objects=retry_dead, timeout_s=_UNTIL_DONE_S
-        ):
-            if as_json:
-                output.as_json(last)
-            label = f"collecting: shards ({last.topics_done:,} of {last.topics:,} topics)"
-            shown.set(label, done=last.shards_done, total=last.shards)
+    steps = connected.collect_garbage(
+        dry_run=dry_run, force=force, retry_dead_objects=retry_dead, timeout_s=_UNTIL_DONE_S
+    )
+    try:
+        last = _follow(steps, as_json=as_json)
+    except errors.NotOwner as error:
+        # Unlike other calls this one goes to the daemon that it is meant for, and to no other.
+        owner = f": ask it with --address {error.owner_address}" if error.owner_address else ""
+        output.note(f"{error.message}{owner}")
+        raise click.exceptions.Exit(output.EXIT_REFUSED) from error
     if last is None or not last.done:
         output.note("the daemon ended without saying that it is done; begin again")
         raise click.exceptions.Exit(output.EXIT_UNREACHABLE)
@@ -139,6 +141,18 @@ def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool
         output.note("what was given up is under dead_objects/: mend the cause, then `tarry gc --retry-dead`")
     if not dry_run and (last.refused.objects or last.failed.objects or last.given_up.objects):
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)
+
+
+def _follow(steps: Iterator[results.Garbage], *, as_json: bool) -> results.Garbage | None:
+    """The last step; None when there was none."""
+    last = None
+    with output.progress("collecting", total=None, quiet=as_json) as shown:
+        for last in steps:
+            if as_json:
+                output.as_json(last)
+            label = f"collecting: shards ({last.topics_done:,} of {last.topics:,} topics)"
+            shown.set(label, done=last.shards_done, total=last.shards)
+    return last
 
 
 def _show_garbage(garbage: results.Garbage, *, dry_run: bool) -> None:
