@@ -96,22 +96,11 @@ def write(
         crash_point("merge.before_bucket_put")
         store.put(plan.key, encoded.body)
         crash_point("merge.after_bucket_put")
-        base = plan.tip.head.number
-        live = manifest.LiveBucket(
-            object=manifest.ObjectReference(
-                name=plan.key, base=base, size_bytes=len(encoded.body), sha256=encoded.sha256
-            ),
-            rows=encoded.rows,
-            first_ledger_id=encoded.first_ledger_id,
-            last_ledger_id=encoded.last_ledger_id,
-            min_deliver_at_ms=encoded.min_deliver_at_ms,
-            max_deliver_at_ms=encoded.max_deliver_at_ms,
-            hash_low=encoded.hash_low,
-            hash_high=encoded.hash_high,
-            level=made.level,
+        live = encoded.live_bucket(
+            plan.key,
+            base=plan.tip.head.number,
             subscription_id=plan.sources[0].subscription_id,
-            compatible_form=encoded.compatible,
-            segments=len(encoded.segments),
+            level=made.level,
         )
     operation = topic_merge.Merge(
         sources=tuple(

@@ -62,22 +62,7 @@ def write_bucket(
     crash_point("seal.before_bucket_put")
     store.put(cut.key, encoded.body)
     crash_point("seal.after_bucket_put")
-    reference = manifest.ObjectReference(
-        name=cut.key, base=cut.base, size_bytes=len(encoded.body), sha256=encoded.sha256
-    )
-    live = manifest.LiveBucket(
-        object=reference,
-        rows=encoded.rows,
-        first_ledger_id=encoded.first_ledger_id,
-        last_ledger_id=encoded.last_ledger_id,
-        min_deliver_at_ms=encoded.min_deliver_at_ms,
-        max_deliver_at_ms=encoded.max_deliver_at_ms,
-        hash_low=encoded.hash_low,
-        hash_high=encoded.hash_high,
-        subscription_id=cut.subscription_id,
-        compatible_form=encoded.compatible,
-        segments=len(encoded.segments),
-    )
+    live = encoded.live_bucket(cut.key, base=cut.base, subscription_id=cut.subscription_id)
     return WrittenBucket(live, encoded.table, rows)
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
-from storage_backends.formats.manifest import LiveBucket
+from storage_backends.formats.manifest import LiveBucket, ObjectReference
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import U64, Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits as SegmentLimits
@@ -180,6 +180,23 @@ class EncodedBucket:
     @property
     def segments(self) -> SegmentInfos:
         return self.table.segments
+
+    def live_bucket(self, name: str, *, base: int, subscription_id: int = 0, level: int = 0) -> LiveBucket:
+        """What a manifest says of the object of this name. `base`: the number of the manifest that it was begun at."""
+        return LiveBucket(
+            object=ObjectReference(name=name, base=base, size_bytes=len(self.body), sha256=self.sha256),
+            rows=self.rows,
+            first_ledger_id=self.first_ledger_id,
+            last_ledger_id=self.last_ledger_id,
+            min_deliver_at_ms=self.min_deliver_at_ms,
+            max_deliver_at_ms=self.max_deliver_at_ms,
+            hash_low=self.hash_low,
+            hash_high=self.hash_high,
+            level=level,
+            subscription_id=subscription_id,
+            compatible_form=self.compatible,
+            segments=len(self.segments),
+        )
 
 
 def encode_bucket(

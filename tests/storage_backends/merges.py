@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from storage_backends.formats import bucket, merge, position_bitmap
 from storage_backends.formats.bucket import KeptRows, SegmentLimits
-from storage_backends.formats.manifest import BucketProgress, LiveBucket, ObjectReference, Progress, TopicManifest
+from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress, TopicManifest
 from storage_backends.formats.rows import Rows
 from storage_backends.topic_merge import Merge, MergeSource, adjacent_order
 from tests.storage_backends.formats import examples
@@ -66,19 +66,7 @@ class Buckets:
 
     def put(self, name: str, encoded: bucket.EncodedBucket, *, base: int, subscription_id: int) -> LiveBucket:
         self.bodies[name] = encoded.body
-        size_bytes = len(encoded.body)
-        return LiveBucket(
-            object=ObjectReference(name=name, base=base, size_bytes=size_bytes, sha256=encoded.sha256),
-            rows=encoded.rows,
-            first_ledger_id=encoded.first_ledger_id,
-            last_ledger_id=encoded.last_ledger_id,
-            min_deliver_at_ms=encoded.min_deliver_at_ms,
-            max_deliver_at_ms=encoded.max_deliver_at_ms,
-            hash_low=encoded.hash_low,
-            hash_high=encoded.hash_high,
-            subscription_id=subscription_id,
-            segments=len(encoded.segments),
-        )
+        return encoded.live_bucket(name, base=base, subscription_id=subscription_id)
 
     def source(self, live: LiveBucket) -> merge.Source:
         return merge.Source(live, *bucket.decode_bucket(self.bodies[live.object.name]))

@@ -18,7 +18,7 @@ from daemon.core.positions import bitmap_of, keys_of
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing
-from storage_backends import commit, topic_manifest
+from storage_backends import commit
 from storage_backends.formats import bucket, journal, manifest, merge, position_bitmap
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats.rows import Rows
@@ -82,19 +82,7 @@ class Store:
 
     def _put(self, name: str, encoded: bucket.EncodedBucket, subscription_id: int, level: int) -> manifest.LiveBucket:
         self.store.put(name, encoded.body)
-        return manifest.LiveBucket(
-            object=topic_manifest.reference_to(name, 1, encoded.body),
-            rows=encoded.rows,
-            first_ledger_id=encoded.first_ledger_id,
-            last_ledger_id=encoded.last_ledger_id,
-            min_deliver_at_ms=encoded.min_deliver_at_ms,
-            max_deliver_at_ms=encoded.max_deliver_at_ms,
-            hash_low=encoded.hash_low,
-            hash_high=encoded.hash_high,
-            segments=len(encoded.segments),
-            subscription_id=subscription_id,
-            level=level,
-        )
+        return encoded.live_bucket(name, base=1, subscription_id=subscription_id, level=level)
 
     def merged(
         self, name: str, sources: Sequence[manifest.LiveBucket], progress: manifest.Progress | None = None

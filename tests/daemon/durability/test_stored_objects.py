@@ -40,17 +40,7 @@ def progress_of(entry_id: int) -> bytes:
 
 
 def tip_of(named: bucket.EncodedBucket) -> manifest.TopicManifest:
-    live = manifest.LiveBucket(
-        object=topic_manifest.reference_to(BUCKET, 1, named.body),
-        rows=named.rows,
-        first_ledger_id=named.first_ledger_id,
-        last_ledger_id=named.last_ledger_id,
-        min_deliver_at_ms=named.min_deliver_at_ms,
-        max_deliver_at_ms=named.max_deliver_at_ms,
-        hash_low=named.hash_low,
-        hash_high=named.hash_high,
-        segments=len(named.segments),
-    )
+    live = named.live_bucket(BUCKET, base=1)
     return manifest.TopicManifest(
         head=commit.NO_HEAD,
         topic="orders",

@@ -280,26 +280,12 @@ def test_another_bucket_of_the_same_layout_is_refused_by_its_head_and_each_of_it
     assert [info.length for info in other.segments] == [info.length for info in BUCKET.segments]
     table = bucket.decode_tail(other.body[TAIL:], len(BUCKET.body))
     metadata = bucket.decode_metadata(part_of(other, table.metadata), table.metadata)
-    bucket.check_head(metadata, table, live_bucket(other))
+    bucket.check_head(metadata, table, other.live_bucket("key", base=1))
     with pytest.raises(errors.FormatError, match="bucket metadata is damaged at byte 16: subscription, rows and hash"):
-        bucket.check_head(metadata, table, live_bucket(BUCKET))
+        bucket.check_head(metadata, table, BUCKET.live_bucket("key", base=1))
     for info in BUCKET.segments:
         with pytest.raises(errors.FormatError, match=f"bucket segment {info.number} is damaged at byte {info.offset}"):
             bucket.decode_segment(part_of(other, info), info)
-
-
-def live_bucket(encoded: bucket.EncodedBucket) -> manifest.LiveBucket:
-    return manifest.LiveBucket(
-        object=manifest.ObjectReference(name="key", base=1, size_bytes=len(encoded.body), sha256=encoded.sha256),
-        rows=encoded.rows,
-        first_ledger_id=encoded.first_ledger_id,
-        last_ledger_id=encoded.last_ledger_id,
-        min_deliver_at_ms=encoded.min_deliver_at_ms,
-        max_deliver_at_ms=encoded.max_deliver_at_ms,
-        hash_low=encoded.hash_low,
-        hash_high=encoded.hash_high,
-        segments=len(encoded.segments),
-    )
 
 
 def test_damage_in_a_slot_is_named_with_its_offset() -> None:

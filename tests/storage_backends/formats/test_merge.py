@@ -15,8 +15,6 @@ from storage_backends.formats import bucket, errors, merge, position_bitmap
 from storage_backends.formats.bucket import KeptRows, SegmentLimits
 from storage_backends.formats.manifest import (
     BucketProgress,
-    LiveBucket,
-    ObjectReference,
     Progress,
     SubscriptionProgress,
 )
@@ -40,18 +38,7 @@ def source_of(
 
 
 def read_back(name: str, encoded: bucket.EncodedBucket, *, subscription_id: int = 0, level: int = 0) -> Source:
-    live = LiveBucket(
-        object=ObjectReference(name=name, base=1, size_bytes=len(encoded.body), sha256=encoded.sha256),
-        rows=encoded.rows,
-        first_ledger_id=encoded.first_ledger_id,
-        last_ledger_id=encoded.last_ledger_id,
-        min_deliver_at_ms=encoded.min_deliver_at_ms,
-        max_deliver_at_ms=encoded.max_deliver_at_ms,
-        hash_low=encoded.hash_low,
-        hash_high=encoded.hash_high,
-        level=level,
-        subscription_id=subscription_id,
-    )
+    live = encoded.live_bucket(name, base=1, subscription_id=subscription_id, level=level)
     return Source(live, *bucket.decode_bucket(encoded.body))
 
 
