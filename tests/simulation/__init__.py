@@ -10,13 +10,15 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
 
     scheduler.py   the order of everybody's steps         oracle.py     what is true, by what has landed
     faults.py      what goes wrong                        promises.py   answers and hand-outs against the truth
-    cluster.py     daemons that end and come back         quiet.py      a daemon's memory against the truth
-    workload.py    the clients                            run.py        the course of one run
+    cluster.py     daemons that end and come back         objects.py    merges and deletions against the truth
+    workload.py    the clients                            quiet.py      a daemon's memory against the truth
+    mergers.py     who merges beside the daemons          run.py        the course of one run
     history.py     the record of a run                    test_failure_table.py   one case for each row of that table
 
 What is checked: nothing is early by the clock of the daemon that hands out; what was answered OK has landed, and is
-there after every crash until somebody asked to remove it; what was answered Done is never handed out again; no position
-has two rows; nothing is removed but by who asked; epochs only grow and the journal has no gap; counts are right when
-nothing is under way; when nothing fails any more somebody serves, and everything comes. `tests/planted` shows that each
-of these finds the bugs it is there for.
+there after every crash until somebody asked to remove it; what was answered Done is never handed out again, nor what
+was answered to be cancelled; a row that is rescheduled has one time; no position has two rows; nothing is removed but
+by who asked; a merge keeps every row, whoever makes it, and nothing is deleted that may be needed; epochs only grow and
+the journal has no gap; counts are right when nothing is under way; when nothing fails any more somebody serves, and
+everything comes. `tests/planted` shows that each of these finds the bugs it is there for.
 """

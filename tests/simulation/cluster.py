@@ -12,6 +12,7 @@ import functools
 import random
 from collections.abc import Callable, Sequence
 
+from daemon import config
 from storage_backends.object_store import ObjectStore
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
@@ -30,6 +31,7 @@ class Machines(EngineFixture):
     def __init__(self, store: ObjectStore, seed: int, settings: Sequence[str], pace: Pace, history: History) -> None:
         super().__init__(store, settings=settings, seed=seed)
         self.faults: Faults | None = None
+        self.shards_total = config.load(environment={}, overrides=settings).daemon.shards
         self._pace = pace
         self._history = history
 

@@ -46,6 +46,8 @@ class Objects:
     def __init__(self, history: History) -> None:
         self.buckets: dict[str, Stored] = {}
         """Every bucket object that was ever written, by key."""
+        self.unreadable: set[Position] = set()
+        """What damaged bucket objects hold: of these rows it is not known any more whether they are due."""
         self._history = history
         self._sequences: dict[str, _Sequence] = {}
         self._fences: set[str] = set()
@@ -63,6 +65,10 @@ class Objects:
             tuple(((ledger_id, entry_id), time) for ledger_id, entry_id, time in zip(*columns, strict=True)),
             {each.source: frozenset(positions_of(each.positions)) for each in metadata.kept},
         )
+
+    def damaged(self, key: str) -> None:
+        if key in self.buckets:
+            self.unreadable |= self.buckets[key].positions
 
     def given_up(self, key: str) -> None:
         """An object is recorded as one that cannot be deleted."""

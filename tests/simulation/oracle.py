@@ -363,6 +363,7 @@ class WatchedStore(MemoryStore):
 
     def damage(self, key: str, place: int | None) -> None:
         """The store loses an object (None), or one of its bytes is another one from now on."""
+        self._oracle.objects.damaged(key)
         with self._lock:
             body, metadata = self._objects[key]
             if place is None:

@@ -310,6 +310,8 @@ class Promises:
             self._breach(sent, f"{position} was answered to have left, and has not")
             return
         self._left.add((sent.topic.name, position, left.deliver_at_ms))
+        if position in self._oracle.objects.unreadable:
+            return
         due_ms = min(asked.sent_ms, sent.daemon.now_ms())
         if row is not None and row.slot <= sent.slot and left.row == row.slot and row.deliver_at_ms <= due_ms:
             self._breach(sent, f"{position} of {row.deliver_at_ms} was answered to have left, and was due at {due_ms}")

@@ -26,6 +26,7 @@ from storage_backends.formats import names
 from storage_backends.formats.rows import U64, Rows
 from tests.simulation.cluster import Cluster
 from tests.simulation.history import History
+from tests.simulation.mergers import Merger
 from tests.simulation.oracle import Oracle, Position, Removal, everything
 from tests.simulation.promises import Claim, OpenStream, Promises, Withdrawal
 from tests.support.engine_fixture import Daemon
@@ -39,6 +40,8 @@ LEDGERS = (1, 2, 3, 7, 1 << 40, (1 << 64) - 1)
 ENTRIES = 48
 # How far ahead rows are due, ms: (from, to).
 DELAYS = ((-2_000, 1_000), (0, 2_500), (0, 2_500), (2_000, 12_000), (5_000, 60_000))
+# How many processes beside the daemons merge a topic's buckets.
+MERGERS = (0, 0, 1, 2)
 
 
 class Clients:
@@ -68,6 +71,8 @@ class Clients:
             self._begin(f"puller {topic}", functools.partial(self._pull, topic))
             self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
             self._begin(f"reader {topic}", functools.partial(self._read, topic))
+            for number in range(random.Random(f"mergers of {topic} {self._seed}").choice(MERGERS)):
+                self._begin(f"merger {topic} {number}", functools.partial(self._merge, topic, number))
             for subscription in ("a", "a", "b"):
                 self._begin(
                     f"receiver {topic} {subscription} {len(self._tasks)}",
@@ -419,6 +424,15 @@ class Clients:
         if answer is not None and removal.positions is not None:
             self._history.note(f"{daemon.name} removed {removal.topic} {removal.subscription} -> {answer[0]}")
             self._promises.trim_answered(sent, removal.positions, removal.subscription)
+
+    # ---- merging
+
+    async def _merge(self, topic: str, number: int, draw: random.Random) -> None:
+        shard = names.shard_of(topic, self._cluster.machines.shards_total)
+        merger = Merger(
+            self._cluster.store, topic, shard, f"merger-{number}", self._history, self._cluster.machines.now_ms
+        )
+        await merger.run(draw, lambda: self._ended)
 
     # ---- asking
 
