@@ -107,7 +107,10 @@ class Adoption:
 
     def _merged_away(self, manifest: TopicManifest) -> list[SealedBucket]:
         live = {bucket.object.name for bucket in manifest.live}
-        return [bucket for name, bucket in self._topic.core.indexes.sealed.items() if name not in live]
+        # A subscription whose deletion is committed takes its index along when that is known to have landed.
+        owed = {0, *(each.subscription_id for each in manifest.subscriptions)}
+        buckets = self._topic.core.indexes.sealed.values()
+        return [bucket for bucket in buckets if bucket.name not in live and bucket.subscription_id in owed]
 
     # ---- one bucket
 

@@ -5,15 +5,14 @@ comes back, now or after a restart.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
 from daemon.engine import bucket_life
-from daemon.engine.calls import Sealed
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
@@ -32,6 +31,7 @@ NEARLY = (*ALONE, "delivery.lookahead_ms=100")
 DUE_MS = 30_000
 
 Position = tuple[int, int]
+Answer = TypeVar("Answer")
 
 
 def positions(ledger_id: int, entries: Iterable[int]) -> set[Position]:
@@ -327,8 +327,8 @@ async def test_the_bucket_of_a_seal_is_merged_by_another_process_before_the_comm
 
 
 async def until_put_and_not_answered(
-    daemon: Daemon, call: Coroutine[Any, Any, Sealed]
-) -> tuple[asyncio.Task[Sealed], Held]:
+    daemon: Daemon, call: Coroutine[Any, Any, Answer]
+) -> tuple[asyncio.Task[Answer], Held]:
     """The next manifest has landed, and its sender waits for what HEAD says of it."""
     daemon.script.plan("put_if_absent", Fault.FAIL_AFTER, key_part=MANIFESTS)
     answered = daemon.pause("head", MANIFESTS)
@@ -468,6 +468,32 @@ async def test_buckets_of_an_own_index_are_merged_and_leave_with_their_subscript
     one.kill()
     two = await machines.served_by("one", *ALONE)
     assert set(two.topic("t").core.indexes) <= {0, 1}
+
+
+async def test_a_merge_is_learned_while_the_deletion_of_a_subscription_is_committed_and_not_answered(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", *ALONE)
+    for name in ("s", "u"):
+        await one.call(one.engine.requests.create_subscription("t", name))
+    for ledger_id in (1, 2):
+        await one.add("t", ledger_id, range(20), DUE_MS, subscription="u")
+        await bucket_of(one, ledger_id)
+    merged = MergingProcess(machines.store).merge_all()
+    deleting, answered = await until_put_and_not_answered(one, one.engine.requests.delete_subscription("t", "u"))
+    # The collector reads the newest manifest.
+    passes = one.engine.requests.collect(dry_run=False, force=False, retry_dead=False)
+    await one.call(asyncio.wait_for(_exhausted(passes), 60))
+    await one.until(lambda: merged.object.name in served(one))
+    answered.release()
+    await deleting
+    assert served(one) == {merged.object.name}
+    assert (await everything(one)).positions == BOTH
+
+
+async def _exhausted(passes: AsyncIterator[object]) -> None:
+    async for _ in passes:
+        pass
 
 
 async def test_rows_that_a_subscription_acknowledged_in_its_own_merged_bucket_do_not_come_again(
