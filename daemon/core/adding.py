@@ -92,10 +92,10 @@ def stage(
     try:
         admit(accepted)
     except Exception:
-        for each in asked:
+        for each in reversed(asked):
             each.forget()
         raise
-    for each, places in zip(asked, chosen_in, strict=True):
+    for each, places in reversed([*zip(asked, chosen_in, strict=True)]):
         each.stage(places)
     raised_index = _NO_ROWS
     if raises is not None:
@@ -154,7 +154,7 @@ class _Fresh:
 
     def forget(self) -> None:
         """What is not staged leaves no trace."""
-        self.index.pages.forget_unheld(pages_of(self.asked))
+        self.index.pages.undo(pages_of(self.asked))
 
 
 def _fresh_in(index: Index, batch: AddBatch) -> _Fresh:

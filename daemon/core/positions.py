@@ -15,7 +15,7 @@ import bisect
 import dataclasses
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -134,7 +134,7 @@ class KeyedRows:
 class PagePlaces:
     """Which page every ordinal stands for, over the page tables of one topic: their keys never collide.
 
-    An ordinal is never given out twice. Lookups may run in another thread beside an `add`.
+    An ordinal of which anything was kept is never given out twice. `len`: those that were given out. Lookups may run in another thread beside an `add`.
     """
 
     def __init__(self) -> None:
@@ -143,6 +143,9 @@ class PagePlaces:
         # Whose table it is: a subscription's own, 0 the shared one.
         self._owners = np.zeros(16, np.uint64)
         self._next = 0
+
+    def __len__(self) -> int:
+        return self._next
 
     def add(self, ledger_id: int, page: int, owner: int) -> int:
         """The ordinal of a page that is new in its table."""
@@ -154,6 +157,11 @@ class PagePlaces:
             self._owners = np.concatenate([self._owners, np.zeros(ordinal, np.uint64)])
         self._ledgers[ordinal], self._pages[ordinal], self._owners[ordinal] = ledger_id, page, owner
         return ordinal
+
+    def take_back(self, ordinals: Set[int]) -> None:
+        """Of ordinals that were given out in this turn, and of which nothing was kept, the last are there again."""
+        while self._next - 1 in ordinals:
+            self._next -= 1
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
         """(ledger_id, entry_id) of keys."""
@@ -223,6 +231,12 @@ class PageTable:
         for ordinal in ordinals:
             if ordinal not in self._holders:
                 self._forget(ordinal)
+
+    def undo(self, ordinals: Iterable[int]) -> None:
+        """As `forget_unheld`, of pages that were interned in this turn: where nothing is kept, nothing grows."""
+        unheld = {ordinal for ordinal in ordinals if ordinal not in self._holders}
+        self.forget_unheld(unheld)
+        self.places.take_back(unheld)
 
     def _forget(self, ordinal: int) -> None:
         ledger_id, page = self.places.page_of(ordinal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -9,8 +11,9 @@ from daemon.core.containment import EntryRanges
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.segments import LOADED_ROW_BYTES
 from daemon.core.subscription import SubscriptionState
-from daemon.errors import InvalidArgument
+from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.journal import AcknowledgeRecord, GoneRecord
+from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import LIMITS, JournaledTopic, Position, batch_of, claims_of, listed
@@ -150,6 +153,28 @@ def test_without_a_shared_index_a_request_stores_no_more_rows_than_any_other_may
     assert not topic.core.indexes.pending_rows
     topic.add([(1, 1)], NOW_MS + 10, 1)
     assert topic.core.indexes.pending_rows == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "not shared"])
+def test_what_is_refused_or_returned_again_and_again_takes_no_memory(shared: bool) -> None:
+    topic = without_sharing(3)
+    topic.shared_index = shared
+    topic.add([(0, 0)], NOW_MS + 10)
+    before = len(topic.core.indexes.places)
+
+    def refuse(accepted: Sequence[Rows]) -> None:
+        raise QuotaExceeded("full", retry_after_ms=1)
+
+    for ledger in range(1, 100):
+        batch = batch_of([(ledger, 0), (ledger + 1, 0), (0, 0)], deliver_at_ms=[NOW_MS + 10] * 3)
+        with pytest.raises(QuotaExceeded):
+            topic.core.stage_add(batch, now_ms=NOW_MS, request_limits=LIMITS, shared_index=shared, admit=refuse)
+        late = batch_of([(ledger, 0), (ledger + 1, 0)], deliver_at_ms=[NOW_MS] * 2, return_already_due=True)
+        assert topic.stage_add(late).accepted == 0
+    assert len(topic.core.indexes.places) == before
+    assert [len(index.pages) for index in topic.core.indexes.values()] == ([1, 0, 0, 0] if shared else [0, 1, 1, 1])[
+        : len(topic.core.indexes)
+    ]
 
 
 def test_without_a_shared_index_all_rows_of_a_request_are_in_one_slot() -> None:
