@@ -218,6 +218,9 @@ class Indexes(Mapping[int, Index]):
             for number, rows in taken:
                 due.setdefault(sources[number], []).append(rows)
                 rows_taken += len(rows)
+            if not any(_goes_on(runs[number], now_ms) for number, _ in taken):
+                # No run was cut short: all that is due was taken.
+                break
         return due
 
     def _runs_at(self, now_ms: int) -> tuple[list[_Source], list[SortedRun]]:
@@ -246,9 +249,12 @@ class Indexes(Mapping[int, Index]):
         """
         wanted = []
         for bucket in self.readable:
-            if not bucket.waiting_rows or bucket.head.at_end:
+            if not bucket.waiting_rows:
                 continue
             bucket.settle(self.cache)
+            following = bucket.head.following
+            if following is None or following[1] > now_ms + ahead_ms:
+                continue
             segments = bucket.head.wanted(now_ms + ahead_ms, LOAD_AHEAD_SEGMENTS, self.cache)
             if segments is not None:
                 wanted.append((int(bucket.table.min_ms[segments.first]), bucket.table, segments))
@@ -263,15 +269,20 @@ class Indexes(Mapping[int, Index]):
 
     def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
         """When the next segment of the head is to be loaded: `ahead_ms` before it is due if there is room."""
-        times = []
+        room_rows = self.cache.room_rows
+        earliest_ms: int | None = None
         for bucket in self.readable:
-            if bucket.waiting_rows and not bucket.head.at_end:
-                number = bucket.head.number + (bucket.head.run is not None)
-                in_memory = number >= len(bucket.table) or (bucket.name, number) in self.cache
-                if not in_memory and not being_read(bucket.name, number):
-                    fits = bucket.table.infos[number].rows <= self.cache.room_rows
-                    times.append(int(bucket.table.min_ms[number]) - (ahead_ms if fits else 0))
-        return min(times, default=None)
+            following = bucket.head.following if bucket.waiting_rows else None
+            if following is None:
+                continue
+            number, min_ms, rows = following
+            # Most buckets come later than one that was looked at, whatever there is room for.
+            if earliest_ms is not None and min_ms - ahead_ms >= earliest_ms:
+                continue
+            if (bucket.name, number) not in self.cache and not being_read(bucket.name, number):
+                load_ms = min_ms - (ahead_ms if rows <= room_rows else 0)
+                earliest_ms = load_ms if earliest_ms is None else min(earliest_ms, load_ms)
+        return earliest_ms
 
     def load(self, bucket: str, number: int, rows: KeyedRows) -> None:
         """A segment is in memory. The head takes it up at once if it waits for it: a later one may push it out."""
@@ -318,3 +329,9 @@ class Indexes(Mapping[int, Index]):
             for number, index in self._by_id.items()
             if index.mutable.first_row_at_ms is not None
         ]
+
+
+def _goes_on(run: SortedRun, now_ms: int) -> bool:
+    """Whether more may be due of a run that was taken from, or of what follows it."""
+    next_due_ms = run.next_due_ms()
+    return run.continues if next_due_ms is None else next_due_ms <= now_ms

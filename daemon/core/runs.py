@@ -25,25 +25,35 @@ class SortedRun:
     in another run, so nothing after this run's last row may overtake them.
     """
 
-    __slots__ = ("continues", "offset", "rows", "stop")
+    __slots__ = ("_next", "continues", "offset", "rows", "stop")
 
     def __init__(self, rows: KeyedRows, *, offset: int = 0, stop: int | None = None, continues: bool = False) -> None:
         self.rows = rows
         self.offset = offset
         self.stop = len(rows) if stop is None else stop
         self.continues = continues
+        # The row at an offset is due then: it is asked for at every wake-up, and most of the time the same.
+        self._next = (-1, 0)
 
     def __len__(self) -> int:
         return self.stop - self.offset
 
     def next_due_ms(self) -> int | None:
-        return int(self.rows.rows.deliver_at_ms[self.offset]) if self.offset < self.stop else None
+        offset = self.offset
+        if offset >= self.stop:
+            return None
+        if self._next[0] != offset:
+            self._next = (offset, int(self.rows.rows.deliver_at_ms[offset]))
+        return self._next[1]
 
     def due_end(self, now_ms: int) -> int:
         """The index behind the last row that is due."""
+        next_due_ms = self.next_due_ms()
+        if next_due_ms is None or next_due_ms > now_ms:
+            return self.offset
         times, now = self.rows.rows.deliver_at_ms, np.uint64(now_ms)
         # Of a trickle one row is due. A search lets go of the interpreter's lock, and may wait to get it back.
-        for end in range(self.offset, min(self.offset + FEW_ROWS, self.stop)):
+        for end in range(self.offset + 1, min(self.offset + FEW_ROWS, self.stop)):
             if times[end] > now:
                 return end
         return self.offset + int(times[self.offset : self.stop].searchsorted(now, side="right"))

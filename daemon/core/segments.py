@@ -139,11 +139,12 @@ class SegmentCache:
 class SegmentCursor:
     """A place in a sealed bucket: a segment and an offset in it. `run` is the rest of the segment once it is loaded."""
 
-    __slots__ = ("_table", "bucket", "number", "offset", "run")
+    __slots__ = ("_following", "_table", "bucket", "number", "offset", "run")
 
     def __init__(self, bucket: str, table: SegmentTable, number: int = 0, offset: int = 0) -> None:
         self.bucket = bucket
         self._table = table
+        self._following = (-1, 0, 0)
         self.number = number
         self.offset = offset
         self.run: SortedRun | None = None
@@ -186,10 +187,25 @@ class SegmentCursor:
 
     def next_due_ms(self) -> int | None:
         """No row from here on is due before; None at the end."""
-        if self.run is not None and self.run.offset < len(self.run.rows):
-            return int(self.run.rows.rows.deliver_at_ms[self.run.offset])
+        run_ms = None if self.run is None else self.run.next_due_ms()
+        if run_ms is not None:
+            return run_ms
+        following = self.following
+        return None if following is None else following[1]
+
+    @property
+    def following(self) -> tuple[int, int, int] | None:
+        """The first segment behind `run`: its number, the time that none of its rows is due before, and its rows. None
+        when there is none.
+        """
         number = self.number + (self.run is not None)
-        return int(self._table.min_ms[number]) if number < len(self._table) else None
+        if number != self._following[0]:
+            # It is asked for at every wake-up, and changes with a segment.
+            if number >= len(self._table):
+                return None
+            info = self._table.infos[number]
+            self._following = (number, info.min_deliver_at_ms, info.rows)
+        return self._following
 
     def wanted(self, before_ms: int, ahead: int, cache: SegmentCache) -> SegmentRange | None:
         """The next segments to load: at most `ahead`, that begin before a time and are not in memory."""
