@@ -244,3 +244,19 @@ def test_labels_are_as_fine_as_the_bars(
 ) -> None:
     (line,) = drawn(monkeypatch, capsys, 80, message([5], width_ms=width_ms))
     assert line.startswith(label)
+
+
+def test_bars_of_whole_days_are_labelled_with_days(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered = message([5], width_ms=48 * HOUR_MS)
+    answered.from_ms -= 12 * HOUR_MS
+    answered.until_ms -= 12 * HOUR_MS
+    assert drawn(monkeypatch, capsys, 80, answered)[0].startswith("2030-01-31 - 2030-02-02  5  ")
+
+
+def test_a_last_bar_that_is_cut_short_makes_no_label_longer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answered = message([5, 5], until_ms=NOON_MS + HOUR_MS + 34 * 60_000 + 1)
+    assert drawn(monkeypatch, capsys, 80, answered)[1].startswith("           13:00 - 13:34  5  ")

@@ -89,7 +89,7 @@ def _lines(histogram: inspection.Histogram) -> Iterator[tuple[str, int | None]]:
             yield f"{'':10} ... {empty:,} empty bars", None
             number += empty
             continue
-        yield f"{date if date != day else '':10} {begin} - {end}", counts[number]
+        yield f"{date if date != day else '':10}{begin} - {end}", counts[number]
         day = date
         number += 1
 
@@ -106,12 +106,14 @@ def _label(from_ms: int, until_ms: int, width_ms: int) -> tuple[str, str, str]:
     at_midnight = begin.time() == end.time() == datetime.time()
     if at_midnight and width_ms % _DAY_MS == 0:
         return f"{begin:%Y-%m-%d}", "", f"{end:%Y-%m-%d}"
-    whole_minutes = not (from_ms % 60_000 or until_ms % 60_000)
-    whole_seconds = not (from_ms % _SECOND_MS or until_ms % _SECOND_MS)
-    timespec = "minutes" if whole_minutes else "seconds" if whole_seconds else "milliseconds"
+    # As fine as the bars: a last one that is cut short may end a bit later than is said.
+    if width_ms % 60_000 == 0 and from_ms % 60_000 == 0:
+        timespec = "minutes"
+    else:
+        timespec = "milliseconds" if width_ms % _SECOND_MS else "seconds"
     ends_on = f"{end:%m-%d} " if width_ms >= _DAY_MS else ""
     return (
         f"{begin:%Y-%m-%d}",
-        begin.time().isoformat(timespec),
+        " " + begin.time().isoformat(timespec),
         ends_on + end.time().isoformat(timespec),
     )

@@ -23,7 +23,9 @@ from tarry.cli import connection, output, rows
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries.")
 @click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both ends included.")
 @click.option("--in", "delay_ms", type=rows.Duration(), help="Due after this time: 500ms, 5s, 1h30m.")
-@click.option("--at", "deliver_at_ms", type=rows.Moment(), help="Due at this time: ISO 8601 or Unix time in ms.")
+@click.option(
+    "--at", "deliver_at_ms", type=rows.Moment(), help="Due at this time: now, +1h, ISO 8601 or Unix time in ms."
+)
 @click.option("--key", help="Ordering key of all rows.")
 @click.option("--subscription", help="The rows are for this subscription alone.")
 @click.option(
