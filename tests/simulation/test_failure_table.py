@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
-from storage_backends import collection, commit, topic_manifest
+from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.formats.rows import Rows
@@ -29,7 +29,7 @@ from tests.daemon.engine.test_collection import collect, pass_hours, topic_tip
 from tests.daemon.engine.test_merging import merge
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
-from tests.support.other_merger import OtherMerger
+from tests.support.merging_process import MergingProcess
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 JOURNAL = "/journal/"
@@ -286,14 +286,14 @@ async def with_three_buckets(machines: EngineFixture) -> tuple[Daemon, Receiver]
 @pytest.mark.parametrize("learned", [True, False])
 async def test_what_left_between_plan_and_commit(machines: EngineFixture, learned: bool) -> None:
     one, receiver = await with_three_buckets(machines)
-    merger = OtherMerger(machines.store)
-    planned = merger.plan(merger.runs(3)[0])
+    merger = MergingProcess(machines.store)
+    written = merger.write(merger.live())
     rows = await receiver.received(20)
     assert await receiver.acknowledge(rows[:15]) == 0
     assert (await cancel(one, 1, range(5))).cancelled == 5
     assert (await reschedule(one, 2, range(5), 300_000)).rescheduled == 5
-    tip = merger.commit(planned)
-    (merged,) = tip.live
+    merged = merger.commit(written)
+    assert merged is not None
     assert merged.rows == 60
     # And what leaves before the owner knows.
     assert (await cancel(one, 1, range(5, 8))).cancelled == 3
@@ -316,13 +316,13 @@ async def test_what_left_between_plan_and_commit(machines: EngineFixture, learne
 
 async def test_merge_slower_than_the_floor(machines: EngineFixture) -> None:
     one, _ = await with_three_buckets(machines)
-    merger = OtherMerger(machines.store)
-    planned = merger.plan(merger.runs(3)[0])
+    merger = MergingProcess(machines.store)
+    written = merger.write(merger.live())
     await one.add("t", 3, range(20))
     await one.until(lambda: len(one.topic("t").core.index.sealed) == 4)
-    merger.change(collection.SetFloor(floor=merger.tip().head.number))
+    merger.set_floor()
     with pytest.raises(commit.Refused, match="floor"):
-        merger.commit(planned)
+        merger.commit(written)
     assert len(merger.tip().live) == 4
     one.kill()
     await everything(await machines.served_by("two", *SMALL), 80)
@@ -331,17 +331,17 @@ async def test_merge_slower_than_the_floor(machines: EngineFixture) -> None:
 @pytest.mark.parametrize("first", ["the owner", "another"])
 async def test_two_merges_of_one_run(machines: EngineFixture, first: str) -> None:
     one, receiver = await with_three_buckets(machines)
-    merger = OtherMerger(machines.store)
+    merger = MergingProcess(machines.store)
     if first == "the owner":
-        planned = merger.plan(merger.runs(3)[0])
+        written = merger.write(merger.live())
         assert (await merge(one, 1)).merges == 1
         with pytest.raises(commit.Refused, match="not live"):
-            merger.commit(planned)
+            merger.commit(written)
     else:
         held = one.pause("put", BUCKETS)
         asked = merge(one, 1)
         await held.reached()
-        merger.merge(3)
+        merger.merge_all()
         held.release()
         assert (await asked).merges == 0
     (live,) = merger.tip().live
@@ -352,14 +352,14 @@ async def test_two_merges_of_one_run(machines: EngineFixture, first: str) -> Non
 
 async def test_topic_deleted_then_a_stale_merge(machines: EngineFixture) -> None:
     one, _ = await with_three_buckets(machines)
-    merger = OtherMerger(machines.store)
-    planned = merger.plan(merger.runs(3)[0])
+    merger = MergingProcess(machines.store)
+    written = merger.write(merger.live())
     await one.call(one.engine.requests.delete_topic("t"))
     with pytest.raises(commit.Refused, match="deleted"):
-        merger.commit(planned)
+        merger.commit(written)
     await one.add("t", 1, range(5))
     with pytest.raises(commit.Refused, match="incarnation"):
-        merger.commit(planned)
+        merger.commit(written)
     one.kill()
     assert await everything(await machines.served_by("two"), 5) == {(1, entry) for entry in range(5)}
 
@@ -525,7 +525,7 @@ async def test_reader_holds_an_old_manifest(machines: EngineFixture) -> None:
         await one.add("t", ledger_id, range(20), delay_ms=35_000 + 2_000 * ledger_id)
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 3)
     sources = machines.keys(BUCKETS)
-    OtherMerger(machines.store).merge(3)
+    MergingProcess(machines.store).merge_all()
     assert (await collect(one)).summary.tombstones.objects == 3
     assert not set(sources) & set(machines.keys(BUCKETS))
     # Its segments are loaded now, from buckets that it still serves.

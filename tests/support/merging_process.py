@@ -21,12 +21,16 @@ LIMITS = SegmentLimits(time_step_ms=10_000, rows_max=10, rows_min=0)
 
 
 class MergingProcess:
-    """Merges buckets of one topic of shard 0."""
+    """Merges buckets of one topic of shard 0.
+
+    A merge ends in commit.Refused when the newest manifest does not allow it.
+    """
 
     _numbers = itertools.count()
 
-    def __init__(self, store: ObjectStore, topic: str = "t") -> None:
+    def __init__(self, store: ObjectStore, topic: str = "t", *, limits: SegmentLimits = LIMITS) -> None:
         self._store = store
+        self._limits = limits
         self._topic_id = names.topic_id(topic)
         self._log = topic_manifest.topic_log(
             store,
@@ -47,17 +51,23 @@ class MergingProcess:
         """The buckets of one index that may be merged, neighbours side by side."""
         return [live for live in adjacent_order(self.tip().live) if live.subscription_id == subscription_id]
 
+    def runs(self, length: int) -> list[list[LiveBucket]]:
+        """All runs of so many neighbours that may be merged."""
+        order = adjacent_order(self.tip().live)
+        runs = [order[start : start + length] for start in range(len(order) - length + 1)]
+        return [run for run in runs if len({live.subscription_id for live in run}) == 1]
+
     def write(self, sources: Sequence[LiveBucket]) -> merging.WrittenMerge:
         """Plans a merge from the tip and writes its object."""
         tip = self.tip()
         key = names.bucket_key(0, self._topic_id, tip.head.number, f"other-{next(self._numbers):06d}")
         plan = merging.MergePlan(tip, tuple(sources), key)
         read = [merging.read_source(self._store, live) for live in sources]
-        made = merging.merged(self._store, plan, read, limits=LIMITS, compatible=False)
+        made = merging.merged(self._store, plan, read, limits=self._limits, compatible=False)
         return merging.write(self._store, plan, read, made, delete_after_ms=0)
 
     def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
-        """The merged bucket, None when no row was left. Raises commit.Refused."""
+        """The merged bucket, None when no row was left."""
         commit.commit(self._log, written.operation, writer="other", created_ms=0, deadline_s=1.0)
         return written.operation.bucket
 
@@ -65,6 +75,10 @@ class MergingProcess:
         merged = self.commit(self.write(sources))
         assert merged is not None
         return merged
+
+    def merge_run(self, length: int, place: int = 0) -> LiveBucket:
+        """The merged bucket of the first run of so many neighbours, or of a later one."""
+        return self.merge(self.runs(length)[place])
 
     def merge_all(self, subscription_id: int = 0) -> LiveBucket:
         """All buckets of an index become one."""

@@ -10,16 +10,18 @@ from daemon.engine.calls import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
+from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.engine.calling import clear
 from tests.daemon.engine.test_damage import alter, alter_part
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
-from tests.support.other_merger import OtherMerger
+from tests.support.merging_process import MergingProcess
 
 BUCKETS = "/buckets/"
 MANIFESTS = "/manifest/"
 SMALL = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
 FAR_MS = 3_000_000
+ONE_SEGMENT = SegmentLimits()
 
 
 def limit(buckets_max: int) -> str:
@@ -314,7 +316,7 @@ async def test_an_owner_learns_within_a_minute_what_another_process_merged(machi
     one = await machines.served_by("one", *SMALL, limit(-1))
     receiver = await one.receiver("t")
     await fill(one, 6, delay_ms=90_000)
-    OtherMerger(machines.store).merge(6)
+    MergingProcess(machines.store).merge_run(6)
     assert buckets(one) == 6
     await asyncio.sleep(70)
     assert buckets(one) == 1
@@ -328,10 +330,10 @@ async def test_an_owner_learns_two_merges_one_on_the_other_at_once(machines: Eng
     one = await machines.served_by("one", *SMALL, limit(-1))
     receiver = await one.receiver("t")
     await fill(one, 6, delay_ms=90_000)
-    other = OtherMerger(machines.store)
-    other.merge(3)
-    other.merge(2)
-    other.merge(2, place=1)
+    other = MergingProcess(machines.store)
+    other.merge_run(3)
+    other.merge_run(2)
+    other.merge_run(2, place=1)
     assert len(tip_of(machines).live) == 2
     await until_learned(one, machines)
     await receiver.received(60)
@@ -341,7 +343,7 @@ async def test_an_owner_learns_two_merges_one_on_the_other_at_once(machines: Eng
 async def test_an_owner_learns_by_its_own_commit_what_another_process_merged(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SMALL, limit(-1))
     await fill(one, 4)
-    OtherMerger(machines.store).merge(4)
+    MergingProcess(machines.store).merge_run(4)
     await fill(one, 1, first=4)
     await one.until(lambda: buckets(one) == 2, timeout_s=5)
 
@@ -350,9 +352,10 @@ async def test_what_left_a_source_after_it_was_merged_elsewhere_does_not_come_ag
     one = await machines.served_by("one", *SMALL, limit(-1))
     receiver = await one.receiver("t")
     await fill(one, 3, delay_ms=10_000)
-    planned = OtherMerger(machines.store).plan(OtherMerger(machines.store).runs(3)[0])
+    other = MergingProcess(machines.store)
+    written = other.write(other.live())
     rows = await receiver.received(20, timeout_s=60)
-    OtherMerger(machines.store).commit(planned)
+    other.commit(written)
     # Every row of the first source is gone: the owner drops it, and finds that it was merged.
     await receiver.acknowledge(rows[:15])
     await until_learned(one, machines)
@@ -372,7 +375,7 @@ async def test_a_source_that_is_collected_before_the_owner_learns_of_its_merge_i
     receiver = await one.receiver("t")
     await fill(one, 3, delay_ms=45_000)
     sources = [live.object.name for live in tip_of(machines).live]
-    OtherMerger(machines.store).merge(3)
+    MergingProcess(machines.store).merge_run(3)
     for name in sources:
         machines.store.delete(name)
     one.topic("t").core.indexes.cache.discard_bucket(sources[0])
@@ -390,7 +393,7 @@ async def test_a_source_that_is_damaged_is_healed_by_the_bucket_that_it_was_merg
     receiver = await one.receiver("t")
     await fill(one, 3, delay_ms=45_000)
     sources = [live.object.name for live in tip_of(machines).live]
-    OtherMerger(machines.store).merge(3)
+    MergingProcess(machines.store).merge_run(3)
     alter(machines, sources[1])
     await merge(one, 1)
     await until_learned(one, machines)
@@ -409,8 +412,7 @@ async def test_a_merged_bucket_that_is_damaged_before_the_owner_learns_of_it_is_
     await fill(one, 1, first=3, delay_ms=100_000)
     rows = await receiver.received(10)
     await receiver.acknowledge(rows[:5])
-    tip = OtherMerger(machines.store).merge(3)
-    merged = next(live for live in tip.live if live.level)
+    merged = MergingProcess(machines.store, limits=ONE_SEGMENT).merge_run(3)
     alter_part(machines, merged, part)
     await one.until(lambda: merged.object.name in one.topic("t").core.index.quarantined)
     (needed,) = one.topic("t").core.rebuild_needed()
