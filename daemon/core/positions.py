@@ -134,7 +134,8 @@ class KeyedRows:
 class PagePlaces:
     """Which page every ordinal stands for, over the page tables of one topic: their keys never collide.
 
-    An ordinal of which anything was kept is never given out twice. `len`: those that were given out. Lookups may run in another thread beside an `add`.
+    An ordinal of which anything was kept is never given out twice. `len`: those that were given out. Lookups may run in
+    another thread beside an `add`.
     """
 
     def __init__(self) -> None:
