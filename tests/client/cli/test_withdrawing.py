@@ -75,6 +75,14 @@ def test_what_is_scheduled_can_be_cancelled_as_it_was_printed(daemon: FakeDaemon
     assert (list(asked.ledger_id), list(asked.entry_id)) == ([1, 3], [2, 4])
 
 
+@pytest.mark.parametrize("command", [["cancel", "t"], ["reschedule", "t", "--in", "1s"]])
+def test_when_nothing_is_scheduled_there_is_nothing_to_do(daemon: FakeDaemon, run: Run, command: list[str]) -> None:
+    result = run(*command, "--file", "-", stdin="")
+    assert result.exit_code == 0
+    assert "led 0 rows of t" in result.stdout
+    assert daemon.calls == []
+
+
 @pytest.mark.parametrize("text", ["ledger,entry\n1,2\n3,4\n", "key,entry,ledger,deliver_at_ms\na,2,1,9\n,4,3,9\n"])
 def test_csv_needs_no_more_than_positions(daemon: FakeDaemon, run: Run, tmp_path: Path, text: str) -> None:
     daemon.script("CancelMessages", answer(cancelled(2)))
@@ -139,7 +147,11 @@ def test_what_is_not_rescheduled_is_listed_and_what_was_raised_is_said(daemon: F
         (["cancel", "t"], "", "give --ledger and --entries, or --file"),
         (["cancel", "t", "--ledger", "1"], "", "give --ledger and --entries, or --file"),
         (["cancel", "t", "--file", "-", "--ledger", "1"], "", "--file has the positions"),
-        (["cancel", "t", "--file", "-"], "", "the first line lacks ledger, entry; it must be ledger,entry[,deliver_at"),
+        (
+            ["cancel", "t", "--file", "-"],
+            "\n",
+            "the first line lacks ledger, entry; it must be ledger,entry[,deliver_at",
+        ),
         (["cancel", "t", "--file", "-"], "ledger,entry\n1,x\n", "line 2: entry is 'x'"),
         (["cancel", "t", "--file", "-"], '{"ledger_id": 1}\n', "line 1: entry_id is None"),
         (["cancel", "t", "--file", "-"], '{"ledger_id": 1, "entry_id": 2}\n{\n', "line 2: not JSON"),

@@ -169,12 +169,14 @@ def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = 
 
 def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
     """Positions, with times and keys where the file has them: JSON lines as `tarry scheduled --json` prints them, or
-    CSV as `from_csv` reads it.
+    CSV as `from_csv` reads it. An empty file has none: nothing was scheduled.
 
     Raises click.UsageError, which names the line.
     """
     remaining = iter(lines)
-    first = next(remaining, "")
+    first = next(remaining, None)
+    if first is None:
+        return iter(())
     whole = itertools.chain([first], remaining)
     if first.lstrip().startswith("{"):
         return _from_json(whole, name=name, batch_rows=batch_rows)
