@@ -196,6 +196,21 @@ def test_a_cursor_reads_segment_after_segment_and_waits_for_one_that_is_missing(
     assert cursor.next_due_ms() is None
 
 
+def test_what_follows_a_cursor_is_the_segment_behind_the_one_that_it_reads() -> None:
+    cursor, cache = SegmentCursor("b", TABLE), loaded(0, 1)
+    assert cursor.following == (0, 10, 2)
+    run = cursor.settle(cache)
+    assert run is not None
+    assert cursor.following == (1, 20, 1)
+    run.take(run.stop)
+    cursor.settle(cache)
+    assert cursor.following == (2, 20, 3)
+    cursor.move_to_row(0)
+    assert cursor.following == (0, 10, 2)
+    cursor.move_to_row(6)
+    assert cursor.following is None
+
+
 def test_what_a_cursor_reads_stays_with_it_when_it_leaves_memory() -> None:
     cursor, cache = SegmentCursor("b", TABLE), loaded(0)
     cursor.settle(cache)

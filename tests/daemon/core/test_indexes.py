@@ -5,9 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from daemon.core.bucket import GoneSet
 from daemon.core.indexes import SHARED, Indexes
 from daemon.core.mutable_bucket import SealLimits
-from daemon.core.segments import SegmentCache
+from daemon.core.positions import KeyedRows, bitmap_of
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentRange
+from storage_backends.formats import manifest
+from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
 from storage_backends.formats.rows import Rows
 from tests.daemon.core.journaled_topic import listed
 
@@ -103,3 +108,66 @@ def test_an_index_that_is_removed_takes_its_buckets_from_every_count() -> None:
     indexes.remove(4)
     assert list(indexes) == [SHARED]
     assert (indexes.pending_rows, indexes.serving(4)) == (1, [indexes.shared])
+
+
+def add_sealed(indexes: Indexes, ledger_id: int, *segments: tuple[int, ...]) -> list[KeyedRows]:
+    """A sealed bucket, named for its ledger, with segments of rows that are due at these times; their rows."""
+    times = np.array([time for segment in segments for time in segment], np.uint64)
+    ledger = np.full(len(times), ledger_id, np.uint64)
+    entries = np.arange(len(times), dtype=np.uint64)
+    index = indexes.shared
+    keyed = KeyedRows(Rows(times, ledger, entries), index.pages.intern(ledger, entries))
+    infos = [
+        SegmentInfo(number, 0, 0, 0, len(segment), min(segment), max(segment))
+        for number, segment in enumerate(segments, 1)
+    ]
+    live = manifest.LiveBucket(
+        object=manifest.ObjectReference(name=str(ledger_id), base=0, size_bytes=0, sha256=b""),
+        rows=len(times),
+        first_ledger_id=ledger_id,
+        last_ledger_id=ledger_id,
+        min_deliver_at_ms=int(times.min()),
+        max_deliver_at_ms=int(times.max()),
+        hash_low=0,
+        hash_high=0,
+        segments=len(infos),
+    )
+    index.add_sealed(
+        SealedBucket(live, SegmentInfos.of(infos), present=bitmap_of(keyed.keys), gone=GoneSet(), pages=index.pages)
+    )
+    ends = np.cumsum([len(segment) for segment in segments]).tolist()
+    return [keyed.take(slice(first, end)) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_the_next_load_is_the_earliest_segment_that_is_not_in_memory_and_not_being_read() -> None:
+    indexes = Indexes(SegmentCache(4 * LOADED_ROW_BYTES), now_ms=0)
+    first, *_ = add_sealed(indexes, 1, (100, 110), (900,))
+    add_sealed(indexes, 2, (300,), (310,))
+    add_sealed(indexes, 3, (200, 201, 202, 203), (400,))
+    assert indexes.next_load_ms(50, lambda bucket, number: False) == 50
+    indexes.load("1", 0, first)
+    # There is room for two rows more: the four are loaded when they are due, the other bucket's row is ahead of them.
+    assert indexes.next_load_ms(50, lambda bucket, number: False) == 200
+    assert indexes.next_load_ms(150, lambda bucket, number: False) == 150
+    assert indexes.next_load_ms(50, lambda bucket, number: bucket == "3") == 250
+    assert indexes.next_load_ms(50, lambda bucket, number: bucket != "1") == 850
+    assert indexes.next_load_ms(50, lambda bucket, number: True) is None
+    assert indexes.wanted_segments(199) == []
+    assert indexes.wanted_segments(200) == [SegmentRange("3", 0, 0)]
+    # What is due has taken all room.
+    assert indexes.wanted_segments(250, 50) == [SegmentRange("3", 0, 0)]
+    assert indexes.wanted_segments(300) == [SegmentRange("3", 0, 0), SegmentRange("2", 0, 0)]
+
+
+def test_all_that_is_due_and_in_memory_is_passed_at_once_over_the_ends_of_segments() -> None:
+    indexes = Indexes(SegmentCache(1 << 20), now_ms=0)
+    for ledger_id in (1, 2, 3):
+        segments = add_sealed(indexes, ledger_id, (100, 110 + ledger_id), (120, 130), (140, 150))
+        for number, rows in enumerate(segments):
+            indexes.load(str(ledger_id), number, rows)
+    assert indexes.pass_due(99, 100) == []
+    for now_ms, times in ((100, [100]), (139, [110, 120, 130]), (140, [140]), (140, []), (1_000, [150])):
+        passed = indexes.pass_due(now_ms, 100)
+        found = {int(each.bucket.name): [deliver_at_ms for deliver_at_ms, _, _ in listed(each.rows)] for each in passed}
+        wanted = {ledger_id: [time + ledger_id * (time == 110) for time in times] for ledger_id in (1, 2, 3) if times}
+        assert found == wanted
