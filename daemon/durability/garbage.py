@@ -7,7 +7,7 @@
 
 Owns: these orders, for one sequence, in one thread; giving up what cannot be deleted, and trying that again.
 Does not own: the decisions (`garbage_rules`), slots of the journal (`journal_truncation`), listing and when it is done
-(`daemon.engine.collection`).
+(`daemon.engine.collection_pass`).
 
 Any process may do it, also several at once: its commits carry no epoch, and each holds for every owner.
 """

@@ -2,8 +2,8 @@
 
 Owns: when the buckets that take new rows are cut, the seals of one topic one after the other, learning what other
 processes merged, marking damaged buckets in the manifest, and dropping empty ones from it.
-Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`), merging,
-and putting merged buckets in the place of their sources (`merging`), finding damage (`segment_loading`,
+Does not own: what is stored (`daemon.durability.sealing`), serving the rows meanwhile (`daemon.core.index`), merging
+(`merging`), putting merged buckets in the place of their sources (`adoption`), finding damage (`segment_loading`,
 `topic_loading`).
 
 A seal cuts the buckets of all indexes between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a

@@ -1,7 +1,7 @@
 """What the engine is given by the composition root: nothing in it reads a clock or draws a number by itself.
 
 Owns: the shape of that environment.
-Does not own: how any of it is made (`daemon.main`, tests).
+Does not own: how any of it is made (`daemon.process`, tests).
 """
 
 from __future__ import annotations

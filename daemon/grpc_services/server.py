@@ -1,7 +1,7 @@
 """The gRPC server: which services it has, on which address, within which bounds.
 
 Owns: the list of services, reflection, the channel's options, start and drain.
-Does not own: the services, and the engine, which is started and stopped by `daemon.main`.
+Does not own: the services, and the engine, which is started and stopped by `daemon.process`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, checkpoints.
+"""The frame around every object that is one protobuf message: FORMAT, manifests, progress, checkpoints, objects
+that were given up.
 
 Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
 Does not own: the frames of journal slots and buckets, which carry more (`journal`, `bucket`).
