@@ -2,12 +2,13 @@
 
 Owns: standing by, serving, and standing by again when the shards are lost; health.
 Does not own: the calls of the services (`requests`), decisions (`daemon.core`), durability, the wire, and how it is put
-together (`daemon.main`).
+together (`daemon.process`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -302,8 +303,11 @@ class Engine:
     async def _look_after(self) -> None:
         while True:
             await self._environment.sleep(LOOK_AFTER_S)
-            for shard in list(self._shards.values()):
-                shard.look_after()
+            for number, shard in list(self._shards.items()):
+                for _ in shard.look_after() if self._shards.get(number) is shard else ():
+                    await asyncio.sleep(0)
+                    if self._shards.get(number) is not shard:
+                        break
             if self._pending.rows_max:
                 await self._count_pending()
             self._tell_progress()
@@ -326,7 +330,7 @@ class Engine:
         """Timers were set for a time that has come, or that is later now."""
         self._due_loop.look_again()
         for shard in list(self._shards.values()):
-            shard.look_after()
+            collections.deque(shard.look_after(), maxlen=0)
 
     def _resumed(self) -> None:
         """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
@@ -450,7 +454,7 @@ class Engine:
 def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
     # That a shard is lost is told by its own tasks.
     if not confirming.cancelled() and confirming.exception() is None:
-        shard.look_after()
+        collections.deque(shard.look_after(), maxlen=0)
 
 
 def _answer_for(error: BaseException) -> TarryError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
@@ -45,6 +45,8 @@ HAND_OUT_UNCONFIRMED_S = 15.0
 SETTLE_S = 10.0
 # So long the store is asked who owns a shard that was lost, before that is answered without the owner's name.
 SUCCESSOR_LOOK_S = 2.0
+# Topics that are looked after in one go.
+TOPICS_A_STEP = 200
 
 
 class ServedShard:
@@ -293,15 +295,19 @@ class ServedShard:
             topic.rows_added()
         self.checkpoints.consider()
 
-    def look_after(self) -> None:
-        """Once a second: what depends on time alone."""
+    def look_after(self) -> Iterator[None]:
+        """Once a second: what depends on time alone, of some topics in each step. Between two steps others may have
+        their turn, also such as end the shard: then no other step may follow.
+        """
         self.commits.answer_stalled()
-        if self._releasing:
-            return
-        for life in self.lives.values():
-            life.look_after(self.applied_slot)
-        for topic in self.topics.values():
-            topic.look_after()
+        topics = list(self.topics.items())
+        for first in range(0, len(topics), TOPICS_A_STEP):
+            for name, topic in topics[first : first + TOPICS_A_STEP]:
+                if self._releasing or self.topics.get(name) is not topic:
+                    continue
+                self.lives[name].look_after(self.applied_slot)
+                topic.look_after()
+            yield
 
     def cuts(self) -> list[checkpoint.TopicCut]:
         """What a checkpoint of now holds: the topics that are not all in their manifests."""

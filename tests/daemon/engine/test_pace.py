@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import numpy as np
+import pytest
 
 from daemon.engine import pace
+from daemon.engine import shard as shard_module
 from daemon.engine.calls import HeldPositions
 from daemon.engine.due_loop import TURN_S, DueLoop
 from daemon.engine.pace import Pace
-from tests.daemon.engine.calling import create
+from tests.daemon.engine.calling import create, delete_topic
 from tests.support.engine_fixture import EngineFixture, Receiver
 from tests.support.virtual_loop import VirtualLoop
 
@@ -188,3 +191,24 @@ async def test_subscriptions_and_topics_beside_a_large_backlog_get_their_rows_in
     await large.received(200_100)
     assert [len(receiver.rows) for receiver in small] == [100, 100]
     assert [row[:2] for row in large.rows[:3]] == [(1, 0), (1, 1), (1, 2)]
+
+
+async def test_topics_are_looked_after_some_at_a_time_and_none_that_was_deleted_meanwhile(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one")
+    for topic in ("a", "b", "c", "d"):
+        await create(one, topic=topic)
+    shard = one.shards[0]
+    looked_after: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_module, "TOPICS_A_STEP", 1)
+        for name, served in shard.topics.items():
+            patch.setattr(served, "look_after", functools.partial(looked_after.append, name))
+        steps = shard.look_after()
+        next(steps)
+        assert looked_after == ["a"]
+        await delete_topic(one, "c")
+        looked_after[1:] = []
+        assert len(list(steps)) == 3
+    assert looked_after == ["a", "b", "d"]
