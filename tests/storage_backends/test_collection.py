@@ -22,7 +22,11 @@ TOPIC_TIP = dataclasses.replace(TIP, tombstones=BURIED)
 SHARD_TIP = ShardManifest(head=TIP.head, shard=3, epoch=9, owner="a", tombstones=BURIED)
 NUMBER = TIP.head.number
 
-tips = pytest.mark.parametrize("tip", [TOPIC_TIP, SHARD_TIP, dataclasses.replace(DELETED, tombstones=BURIED)], ids=str)
+tips = pytest.mark.parametrize(
+    "tip",
+    [TOPIC_TIP, SHARD_TIP, dataclasses.replace(DELETED, tombstones=BURIED)],
+    ids=["a topic", "a shard", "a deleted topic"],
+)
 
 
 def floor(number: int) -> Operation:
@@ -37,7 +41,7 @@ def collected(*, deleted: str = "", failed: str = "", given_up: str = "") -> Ope
 @pytest.mark.parametrize(
     "operation",
     [floor(FLOOR + 1), floor(NUMBER), collected(deleted="xyz"), collected(failed="x", given_up="z")],
-    ids=str,
+    ids=["floor by one", "floor to the tip", "deleted", "failed and given up"],
 )
 def test_an_operation_is_accepted_when_all_of_its_precondition_holds(operation: Operation, tip: TopicManifest) -> None:
     assert operation.precondition(tip) is None
@@ -54,7 +58,7 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(operation: 
         (collected(deleted="xq"), "objects ['q'] are no tombstones"),
         (collected(failed="q", given_up="p"), "objects ['p', 'q'] are no tombstones"),
     ],
-    ids=str,
+    ids=["the same floor", "a lower floor", "a floor above the tip", "one unknown", "two unknown"],
 )
 def test_an_operation_is_refused_when_one_part_of_its_precondition_fails(
     operation: Operation, tip: TopicManifest, reason: str
@@ -62,7 +66,7 @@ def test_an_operation_is_refused_when_one_part_of_its_precondition_fails(
     assert operation.precondition(tip) == reason
 
 
-@pytest.mark.parametrize("operation", [floor(1), collected(deleted="x")], ids=str)
+@pytest.mark.parametrize("operation", [floor(1), collected(deleted="x")], ids=["floor", "collected"])
 def test_nothing_is_collected_where_there_is_no_manifest(operation: Operation) -> None:
     assert operation.precondition(None) == "there is no manifest"
     with pytest.raises(ValueError, match="there is no manifest"):
