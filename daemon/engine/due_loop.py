@@ -61,7 +61,15 @@ class DueLoop:
             self._push(sleeper, -(-wake_at_ms // sleeper.tick_ms) * sleeper.tick_ms)
 
     def look_again(self) -> None:
-        """The clock has stepped, or the machine was suspended: what the loop sleeps for may be due."""
+        """The clock has stepped, or the machine was suspended: what the loop sleeps for may be due. Who had given way
+        waits for a time that may be far now: everybody looks at the clock.
+        """
+        now_ms = self._clock.now_ms()
+        waiting = [sleeper for entry in self._heap if (sleeper := _sleeper_of(entry)) is not None]
+        self._heap.clear()
+        for sleeper in waiting:
+            sleeper.wake_at_ms = None
+            self._push(sleeper, now_ms)
         self._sooner.set()
 
     def _push(self, sleeper: Sleeper, wake_at_ms: int) -> None:

@@ -19,13 +19,14 @@ from tests.support.virtual_loop import VirtualLoop
 
 
 class WallClock:
-    """The loop's time as a wall clock."""
+    """The loop's time as a wall clock, which may be set."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.set_ms = 0
 
     def now_ms(self) -> int:
-        return int(self.loop.time() * 1000 + 1e-3)
+        return int(self.loop.time() * 1000 + 1e-3) + self.set_ms
 
     def elapsed_s(self) -> float:
         return self.loop.time()
@@ -129,6 +130,22 @@ async def test_who_always_has_more_to_do_leaves_the_others_two_thirds_of_the_tim
     late_ms = [late for each in modest for late in each.late_ms]
     assert len(late_ms) >= 20 * 290
     assert max(late_ms) <= 6
+
+
+async def test_who_has_more_to_do_goes_on_though_the_clock_is_set_back() -> None:
+    clock = WallClock()
+    clock.set_ms = 10_000_000
+    due_loop = DueLoop(clock)
+    busy = Busy(takes_s=0.005)
+    due_loop.schedule(busy, clock.now_ms())
+    running = asyncio.ensure_future(due_loop.run())
+    await asyncio.sleep(1.0)
+    clock.set_ms -= 3_600_000
+    due_loop.look_again()
+    before = busy.woken
+    await asyncio.sleep(1.0)
+    running.cancel()
+    assert busy.woken - before > 50
 
 
 async def test_the_loop_of_the_daemon_has_a_turn_between_many_sleepers() -> None:
