@@ -154,9 +154,11 @@ class Adoption:
         clock = self._environment.clock
         until_s = clock.elapsed_s() + SETTLE_MAX_S
         while clock.elapsed_s() < until_s:
-            self._topic.wake(clock.now_ms())
+            now_ms = clock.now_ms()
+            self._topic.wake(now_ms)
             next_due_ms = self._topic.core.indexes.next_due_ms()
-            if next_due_ms is None or next_due_ms > clock.now_ms():
+            # What has come due since is little, however many come.
+            if next_due_ms is None or next_due_ms > now_ms:
                 return
             # The rest is more than one turn may pass, or its segments are being loaded.
             await self._environment.sleep(SETTLE_S)
