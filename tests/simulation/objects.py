@@ -90,6 +90,10 @@ class Objects:
         if landed.progress_object is not None:
             needed.add(landed.progress_object.name)
         self._follow(names.topic_prefix(shard, landed.topic_id), frozenset(needed), landed)
+        indexes = {0, *(each.subscription_id for each in landed.subscriptions)}
+        for live in landed.live:
+            if live.subscription_id not in indexes:
+                self._history.breach(f"bucket {live.object.name} is live, and its subscription is no more")
         if before is None:
             return
         known = {live.object.name for live in before.live}

@@ -17,7 +17,10 @@ from storage_backends.formats import journal, manifest, names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.history import History
-from tests.simulation.objects import Objects, Position, positions_of
+from tests.simulation.objects import Objects, positions_of
+
+# Of a row: ledger and entry, and in a subscription's own index its id behind them.
+Position = tuple[int, ...]
 
 # That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
 UNKNOWN_SLOTS = 100
@@ -26,13 +29,14 @@ UNKNOWN_SLOTS = 100
 @dataclasses.dataclass(slots=True, eq=False)
 class Row:
     """A row that is not gone. `slot`: the slot that brought it, `since`: the one since which its position has had a
-    row, at one time or another. `acknowledged`: by which subscription in which slot.
+    row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
     """
 
     deliver_at_ms: int
     slot: int
     since: int
     acknowledged: dict[int, int] = dataclasses.field(default_factory=dict)
+    index: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class TopicTruth:
 
     `added`, `removed`: the slots that brought and removed the latest row of a position. `asked`: the times that adds
     were sent with, None for a delay. `buckets`: the live ones that can be read, and the slot of each seal.
+    `keys`: by ledger and entry, the positions in any index that have ever had a row.
     `missing`: rows of those that were quarantined, until they are added again. Where a bucket does not say any more
     what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one. `left`: how the latest
     row of a position left before it was due, if it did.
@@ -68,12 +73,22 @@ class TopicTruth:
     left: dict[Position, Left] = dataclasses.field(default_factory=dict)
     asked: dict[Position, set[int | None]] = dataclasses.field(default_factory=dict)
     missing: dict[Position, Row] = dataclasses.field(default_factory=dict)
+    keys: dict[Position, set[Position]] = dataclasses.field(default_factory=dict)
     buckets: dict[str, int] = dataclasses.field(default_factory=dict)
     quarantined: set[str] = dataclasses.field(default_factory=set)
     trimmed: bool = False
 
+    @property
+    def shared_index(self) -> bool:
+        """Whether a row for everybody is one row."""
+        return self.newest is None or self.newest.deleted or self.newest.policy.shared_index is not False
+
     def owes(self, row: Row) -> Iterator[int]:
         """The subscriptions that are owed the row and have not acknowledged it."""
+        if row.index:
+            if row.index in self.subscriptions and row.index not in row.acknowledged:
+                yield row.index
+            return
         for number, stored in self.subscriptions.items():
             if row.deliver_at_ms > stored.since_ms and number not in row.acknowledged:
                 yield number
@@ -175,6 +190,9 @@ class Oracle:
         topic.deleted = landed.deleted
         self._live_buckets(topic, landed)
         topic.subscriptions = {each.subscription_id: each for each in landed.subscriptions}
+        indexes = {0, *topic.subscriptions}
+        for position in [each for each in (*topic.rows, *topic.missing) if index_of(each) not in indexes]:
+            self._remove(topic, landed.applied + UNKNOWN_SLOTS, position)
         for row in topic.rows.values():
             row.acknowledged = {
                 number: slot for number, slot in row.acknowledged.items() if number in topic.subscriptions
@@ -195,7 +213,8 @@ class Oracle:
             if name in topic.quarantined:
                 continue
             topic.quarantined.add(name)
-            for position, deliver_at_ms in self.objects.buckets[name].rows:
+            for stored, deliver_at_ms in self.objects.buckets[name].rows:
+                position = in_index(stored, live.subscription_id)
                 row = topic.rows.get(position)
                 if row is not None and row.deliver_at_ms == deliver_at_ms and row.slot <= sealed_slot:
                     topic.missing[position] = topic.rows.pop(position)
@@ -215,21 +234,26 @@ class Oracle:
 
     def _record(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.Record) -> None:
         slot = header.slot
+        index = record.subscription_id
+        if index and index not in topic.subscriptions:
+            # The subscription is no more.
+            return
         if isinstance(record, journal.AddRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                self._add(topic, slot, (ledger_id, entry_id), deliver_at_ms)
+                self._add(topic, slot, in_index((ledger_id, entry_id), index), deliver_at_ms)
         elif isinstance(record, journal.RescheduleRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                self._reschedule(topic, header, (ledger_id, entry_id), deliver_at_ms)
+                self._reschedule(topic, header, in_index((ledger_id, entry_id), index), deliver_at_ms)
         elif isinstance(record, journal.AcknowledgeRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                self._acknowledge(topic, slot, record.subscription_id, (ledger_id, entry_id), deliver_at_ms)
+                position = in_index((ledger_id, entry_id), index if record.own_index else 0)
+                self._acknowledge(topic, slot, index, position, deliver_at_ms)
         elif isinstance(record, journal.WaiveRecord):
             self._waive(topic, slot, record)
         else:
@@ -242,13 +266,15 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
         if position in topic.missing:
             self._remove(topic, slot, position)
-        topic.rows[position] = Row(deliver_at_ms, slot, slot)
+        topic.keys.setdefault(position[:2], set()).add(position)
+        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position))
         topic.added[position] = slot
 
     def _reschedule(
         self, topic: TopicTruth, header: journal.SlotHeader, position: Position, deliver_at_ms: int
     ) -> None:
-        row = topic.rows.get(position)
+        # That its bucket is quarantined may land between the decision and its slot.
+        row = topic.rows.get(position) or topic.missing.get(position)
         if row is None:
             self._history.breach(f"topic {topic.name}: {position} is rescheduled and has no row")
             return
@@ -256,7 +282,7 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: nobody rescheduled {position} to {deliver_at_ms}")
         self._leave(topic, header, position, row)
         # Who is not owed it any more, since it was trimmed for them, is not owed it at another time.
-        topic.rows[position] = Row(deliver_at_ms, header.slot, row.since, dict(row.acknowledged))
+        topic.rows[position] = Row(deliver_at_ms, header.slot, row.since, dict(row.acknowledged), row.index)
         topic.added[position] = header.slot
 
     def _leave(self, topic: TopicTruth, header: journal.SlotHeader, position: Position, row: Row) -> None:
@@ -271,7 +297,7 @@ class Oracle:
 
     def _was_asked(self, topic: TopicTruth, position: Position, deliver_at_ms: int) -> bool:
         raised_ms = max((each.since_ms for each in topic.subscriptions.values()), default=0) + 1
-        asked = topic.asked.get(position, set())
+        asked = topic.asked.get(position[:2], set())
         if None in asked or deliver_at_ms in asked:
             return True
         return deliver_at_ms == raised_ms and any(time is not None and time < raised_ms for time in asked)
@@ -291,10 +317,14 @@ class Oracle:
             self._remove(topic, slot, position)
 
     def _gone(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.GoneRecord) -> None:
-        for position in positions_of(record.positions):
+        for stored in positions_of(record.positions):
+            position = in_index(stored, record.subscription_id)
             row = topic.rows.get(position)
             if row is None:
-                if position in topic.missing:
+                missing = topic.missing.get(position)
+                if missing is not None and record.reason is journal.GoneReason.CANCELLED:
+                    self._leave(topic, header, position, missing)
+                elif missing is not None:
                     self._remove(topic, header.slot, position)
                 continue
             owed: set[str | None] = {topic.subscriptions[number].name for number in topic.owes(row)}
@@ -310,14 +340,14 @@ class Oracle:
     def _may_go(self, topic: TopicTruth, reason: journal.GoneReason, position: Position, owed: Set[str | None]) -> bool:
         asked = [each for each in self.removals.values() if each.topic == topic.name]
         if reason is journal.GoneReason.CANCELLED:
-            return any(each.cancels and each.positions is not None and each.positions(position) for each in asked)
+            return any(each.cancels and each.positions is not None and each.positions(position[:2]) for each in asked)
         asked = [each for each in asked if not each.cancels]
         if reason is journal.GoneReason.NOT_OWED:
             return not owed and bool(topic.subscriptions)
         if reason is journal.GoneReason.NO_SUBSCRIPTION:
             deleted = {each.subscription for each in asked if each.positions is None}
             return owed <= deleted
-        trimmed = {each.subscription for each in asked if each.positions is not None and each.positions(position)}
+        trimmed = {each.subscription for each in asked if each.positions is not None and each.positions(position[:2])}
         return None in trimmed or owed <= trimmed
 
     def _waive(self, topic: TopicTruth, slot: int, record: journal.WaiveRecord) -> None:
@@ -334,7 +364,7 @@ class Oracle:
             if row is None or record.subscription_id in row.acknowledged:
                 # A row that was trimmed before says so again when it is rescheduled.
                 continue
-            if not any(positions(position) for positions in asked):
+            if not any(positions(position[:2]) for positions in asked):
                 self._history.breach(
                     f"topic {topic.name}: {position} is waived and nobody trimmed it for {stored.name}"
                 )
@@ -345,6 +375,14 @@ class Oracle:
         topic.missing.pop(position, None)
         topic.removed[position] = slot
         topic.removed_at_s[position] = self._now_s()
+
+
+def in_index(position: Position, index: int) -> Position:
+    return (*position[:2], index) if index else position[:2]
+
+
+def index_of(position: Position) -> int:
+    return position[2] if position[2:] else 0
 
 
 class WatchedStore(MemoryStore):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from daemon.core.adding import AddOutcome
 from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
+from tests.simulation import oracle
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Position, Row, TopicTruth
 from tests.support.engine_fixture import Daemon
@@ -57,12 +58,21 @@ class OpenStream:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A request under way. `slot`: the last one that the daemon had applied when it was sent."""
+    """A request under way. `slot`: the last one that the daemon had applied when it was sent. `positions`: ledgers and
+    entries. `indexes`: those that it is about, as it was sent; None for all.
+    """
 
     daemon: Daemon
     topic: TopicTruth
     positions: tuple[Position, ...]
     slot: int
+    indexes: tuple[int, ...] | None = None
+
+    def keys(self, position: Position) -> set[Position]:
+        """The position in each index that the request is about."""
+        if self.indexes is None:
+            return self.topic.keys.get(position, set())
+        return {oracle.in_index(position, index) for index in self.indexes}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +94,9 @@ class Promises:
         self._done: set[tuple[str, Position, int, int]] = set()
         # Rows (topic, position, time) of which it was answered that they left before they were due.
         self._left: set[tuple[str, Position, int]] = set()
+        # Positions (topic, position, time) with a row for everybody and one for a subscription alone, both of that
+        # time: nobody can tell them apart.
+        self._twins: set[tuple[str, Position, int]] = set()
         self._streams: list[OpenStream] = []
         self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
         self.received: dict[tuple[str, int], set[tuple[Position, int]]] = {}
@@ -92,29 +105,47 @@ class Promises:
     # ---- adds
 
     def sending_add(
-        self, daemon: Daemon, topic: str, positions: Sequence[Position], times: Sequence[int | None]
+        self,
+        daemon: Daemon,
+        topic: str,
+        positions: Sequence[Position],
+        times: Sequence[int | None],
+        subscription: str | None = None,
     ) -> Sent:
         truth = self._oracle.topic(topic)
         for position, time in zip(positions, times, strict=True):
             truth.asked.setdefault(position, set()).add(time)
-        return Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic))
+        return Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic), self._added_to(truth, subscription))
 
-    def add_answered(self, sent: Sent, outcome: AddOutcome) -> None:
+    @staticmethod
+    def _added_to(truth: TopicTruth, subscription: str | None) -> tuple[int, ...]:
+        if subscription is not None:
+            return tuple(number for number, each in truth.subscriptions.items() if each.name == subscription)
+        return (0,) if truth.shared_index or not truth.subscriptions else tuple(truth.subscriptions)
+
+    def add_answered(self, sent: Sent, outcome: AddOutcome, subscription: str | None = None) -> None:
         topic = sent.topic
         positions = set(sent.positions)
-        self._check_confirmed(sent, max(topic.added.get(position, 0) for position in positions))
+        keys = {position: sent.keys(position) for position in positions}
+        of_any = {position: topic.keys.get(position, set()) for position in positions}
+        self._check_confirmed(sent, max(topic.added.get(key, 0) for found in keys.values() for key in (*found, (0, 0))))
         repeated = len(sent.positions) - len(positions)
         if outcome.accepted + outcome.duplicates + len(outcome.returned_index) != len(sent.positions):
             self._breach(sent, f"{len(sent.positions)} positions were added and answered with {outcome}")
         returned = {sent.positions[index] for index in outcome.returned_index.tolist()}
         stored = positions - returned
-        landed = sum(topic.added.get(position, 0) > sent.slot for position in stored)
+        landed = sum(any(topic.added.get(key, 0) > sent.slot for key in of_any[position]) for position in stored)
         if outcome.accepted > landed:
             self._breach(sent, f"{outcome.accepted} positions were accepted, {landed} have landed")
-        there_all_the_time = sum(self._there_since(topic, position, sent.slot) for position in stored)
+        if sent.indexes != self._added_to(topic, subscription):
+            # Between sending and answer the subscriptions were others.
+            return
+        there_all_the_time = sum(
+            all(self._there_since(topic, key, sent.slot) for key in keys[position]) for position in stored
+        )
         if outcome.duplicates - repeated < there_all_the_time:
             self._breach(sent, f"{outcome.duplicates} duplicates, {there_all_the_time} rows were there")
-        for position in sorted(stored - topic.missing.keys()):
+        for position in sorted({key for each in stored for key in keys[each]} - topic.missing.keys()):
             if position not in topic.rows and topic.removed.get(position, 0) <= sent.slot:
                 self._breach(sent, f"{position} was answered OK and is nowhere")
 
@@ -157,7 +188,22 @@ class Promises:
                 f"topic {stream.topic}: {daemon.name} hands out {unconfirmed_s:.1f} s after its last confirmation"
             )
         for ledger_id, entry_id, deliver_at_ms in rows:
-            self._handed_out(stream, (ledger_id, entry_id), deliver_at_ms)
+            self._handed_out(stream, self._key_of(stream, (ledger_id, entry_id), deliver_at_ms), deliver_at_ms)
+
+    def _key_of(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> Position:
+        """Which row it is: that for everybody, or that for the subscription alone."""
+        topic = self._oracle.topic(stream.topic)
+        keys = (position, oracle.in_index(position, stream.subscription_id))
+        found = []
+        for key in keys:
+            row = topic.rows.get(key) or topic.missing.get(key)
+            if row is not None and row.deliver_at_ms == deliver_at_ms:
+                found.append(key)
+        if len(found) == len(keys):
+            self._twins.add((stream.topic, position, deliver_at_ms))
+            found.sort(key=lambda key: key in stream.held)
+        known = [key for key in keys if key in topic.removed_at_s]
+        return (*found, *known, position)[0]
 
     def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> None:
         what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
@@ -166,6 +212,8 @@ class Promises:
         topic = self._oracle.topic(stream.topic)
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
+        if (stream.topic, position[:2], deliver_at_ms) in self._twins:
+            return
         missing = topic.missing.get(position)
         if row is None and missing is not None and missing.deliver_at_ms == deliver_at_ms:
             # Who hands it out has not been told yet that its bucket is quarantined.
@@ -228,6 +276,7 @@ class Promises:
         self._check_confirmed(sent, 0)
         topic = sent.topic
         self._check_former_owners(stream.shard, stream.epoch, f"topic {stream.topic}: Done is answered")
+        claims = [claim for claim in claims if (stream.topic, claim[0][:2], claim[1]) not in self._twins]
         left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
         if len(left) > ignored:
             self._breach(
@@ -253,22 +302,32 @@ class Promises:
         """`found`: what of the asked was said to be in the index, or owed to the subscription."""
         self._check_confirmed(sent, 0)
         for position in asked:
-            if position in found and not self._was_there(sent, position, subscription):
+            keys = [position, *sorted(sent.topic.keys.get(position, set()) - {position})]
+            if position in found and not any(self._was_there(sent, key, subscription) for key in keys):
                 self._breach(sent, f"{position} is said to be there for {subscription}, and was not")
-            if position not in found and self._was_there_all_the_time(sent, position, subscription, at_any_time=True):
+            if position not in found and any(
+                self._was_there_all_the_time(sent, key, subscription, at_any_time=True) for key in keys
+            ):
                 self._breach(sent, f"{position} is said not to be there for {subscription}, and was")
 
     # ---- what leaves before it is due
 
     def sending_withdrawal(
-        self, daemon: Daemon, topic: str, positions: Sequence[Position], times: Sequence[int | None] = ()
+        self,
+        daemon: Daemon,
+        topic: str,
+        positions: Sequence[Position],
+        times: Sequence[int | None] = (),
+        subscription: str | None = None,
     ) -> Withdrawal:
         """`times`: new ones, of a reschedule."""
         truth = self._oracle.topic(topic)
         for position, time in zip(positions, times, strict=False):
             truth.asked.setdefault(position, set()).add(time)
-        sent = Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic))
-        rows = {position: truth.rows[position] for position in positions if position in truth.rows}
+        indexes = None if subscription is None else self._added_to(truth, subscription)
+        sent = Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic), indexes)
+        keys = [key for position in positions for key in sent.keys(position)]
+        rows = {key: truth.rows[key] for key in keys if key in truth.rows}
         return Withdrawal(sent, rows, daemon.now_ms())
 
     def withdrawal_answered(
@@ -284,7 +343,7 @@ class Promises:
         if count != len(left) or count + len(not_found) + len(due) != len(positions):
             self._breach(sent, f"{positions} were answered with {outcome}")
         for position in not_found:
-            if self._there_since(topic, position, sent.slot):
+            if any(self._there_since(topic, key, sent.slot) for key in sent.keys(position)):
                 self._breach(sent, f"{position} was answered NOT_FOUND, and was there")
         for position in due:
             self._check_due(sent, position)
@@ -296,32 +355,51 @@ class Promises:
     def _check_due(self, sent: Sent, position: Position) -> None:
         """It was said to be due."""
         topic = sent.topic
-        row = topic.rows.get(position)
-        if row is None and topic.removed.get(position, 0) <= sent.slot and position not in topic.missing:
+        keys = sent.keys(position)
+        if any(topic.removed.get(key, 0) > sent.slot or key in topic.missing for key in keys):
+            return
+        rows = [topic.rows[key] for key in keys if key in topic.rows]
+        if not rows:
             self._breach(sent, f"{position} was answered to be due, and is nowhere")
-        if row is not None and row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms():
-            self._breach(sent, f"{position} of {row.deliver_at_ms} was answered to be due, and is not")
+        elif all(row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms() for row in rows):
+            self._breach(sent, f"{position} was answered to be due, and is so at {rows}")
 
     def _check_left(self, asked: Withdrawal, position: Position) -> None:
         """It was said to be cancelled or rescheduled."""
-        sent, row = asked.sent, asked.rows.get(position)
-        left = sent.topic.left.get(position)
-        if left is None or left.slot <= sent.slot:
+        sent = asked.sent
+        keys = sent.keys(position)
+        if not any(self._left_since(sent, key) for key in keys):
             self._breach(sent, f"{position} was answered to have left, and has not")
+        for key in sorted(keys):
+            self._check_row_left(asked, key)
+
+    @staticmethod
+    def _left_since(sent: Sent, key: Position) -> bool:
+        left = sent.topic.left.get(key)
+        return left is not None and left.slot > sent.slot
+
+    def _check_row_left(self, asked: Withdrawal, key: Position) -> None:
+        sent, row = asked.sent, asked.rows.get(key)
+        left = sent.topic.left.get(key)
+        if left is not None and left.slot > sent.slot:
+            self._left.add((sent.topic.name, key, left.deliver_at_ms))
+        if row is None or row.slot > sent.slot:
             return
-        self._left.add((sent.topic.name, position, left.deliver_at_ms))
-        if position in self._oracle.objects.unreadable:
-            return
+        if sent.topic.rows.get(key) is row:
+            self._breach(sent, f"{key} was answered to have left, and is still there")
         due_ms = min(asked.sent_ms, sent.daemon.now_ms())
-        if row is not None and row.slot <= sent.slot and left.row == row.slot and row.deliver_at_ms <= due_ms:
-            self._breach(sent, f"{position} of {row.deliver_at_ms} was answered to have left, and was due at {due_ms}")
+        readable = key[:2] not in self._oracle.objects.unreadable
+        if readable and left is not None and left.row == row.slot and row.deliver_at_ms <= due_ms:
+            self._breach(sent, f"{key} of {row.deliver_at_ms} was answered to have left, and was due at {due_ms}")
 
     def _was_there(self, sent: Sent, position: Position, subscription: str | None) -> bool:
         """At some time since the request was sent."""
         row = sent.topic.rows.get(position)
+        number = self._number_of(sent, subscription)
+        if number is not None and oracle.index_of(position) not in (0, number):
+            return False
         if sent.topic.removed.get(position, 0) > sent.slot or position in sent.topic.missing:
             return True
-        number = self._number_of(sent, subscription)
         return row is not None and (number is None or row.acknowledged.get(number, sent.slot + 1) > sent.slot)
 
     def _was_there_all_the_time(
@@ -344,7 +422,7 @@ class Promises:
     def trim_answered(self, sent: Sent, positions: Callable[[Position], bool], subscription: str | None) -> None:
         """What was there when the request was sent is gone."""
         for position in sent.topic.rows:
-            if positions(position) and self._was_there_all_the_time(sent, position, subscription):
+            if positions(position[:2]) and self._was_there_all_the_time(sent, position, subscription):
                 self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
     def _check_former_owners(self, number: int, epoch: int, what: str) -> None:

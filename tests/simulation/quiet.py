@@ -12,7 +12,7 @@ from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, Position, TopicTruth
+from tests.simulation.oracle import Oracle, Position, TopicTruth, in_index
 from tests.support.engine_fixture import Daemon
 
 # What is due for so long must have been passed: the timer looks at the clock twice a second.
@@ -44,16 +44,17 @@ async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
         await asyncio.sleep(0.5)
     _compare_rows(truth, served.core, history)
     # Where a bucket does not say what it held, any add of its ledgers counts as one of what is missing.
-    known = all(bucket.positions_known for bucket in served.core.index.quarantined.values())
+    quarantined = [bucket for index in served.core.indexes.values() for bucket in index.quarantined.values()]
+    known = all(bucket.positions_known for bucket in quarantined)
     if truth.missing and known and not truth.trimmed and not served.core.rebuild_needed():
         history.breach(f"topic {truth.name}: {sorted(truth.missing)} are missing and nobody is told")
     stats = await daemon.call(daemon.engine.requests.topic_stats(truth.name))
-    if stats.pending != served.core.index.pending_rows:
+    if stats.pending != served.core.indexes.pending_rows:
         history.breach(f"topic {truth.name}: stats say {stats.pending} pending rows")
 
 
 def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Position | None:
-    passed = {position for bucket in core.index.buckets for position in _positions(core, bucket, passed=True)}
+    passed = {position for bucket in _buckets(core) for position in _positions(core, bucket, passed=True)}
     due_ms = daemon.now_ms() - PASSED_AFTER_MS
     return next(
         (position for position, row in truth.rows.items() if row.deliver_at_ms <= due_ms and position not in passed),
@@ -63,12 +64,18 @@ def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Posit
 
 def _positions(core: Topic, bucket: Bucket, *, passed: bool = False) -> list[Position]:
     ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.passed if passed else bucket.present))
-    return list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+    positions = zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
+    return [in_index(position, bucket.subscription_id) for position in positions]
+
+
+def _buckets(core: Topic) -> list[Bucket]:
+    """Of every index."""
+    return [bucket for index in core.indexes.values() for bucket in index.buckets]
 
 
 def _compare_rows(truth: TopicTruth, core: Topic, history: History) -> None:
     held: dict[Position, Bucket] = {}
-    for bucket in core.index.buckets:
+    for bucket in _buckets(core):
         for position in _positions(core, bucket):
             if position in held:
                 history.breach(f"topic {truth.name}: {position} has two rows in memory")
@@ -79,9 +86,9 @@ def _compare_rows(truth: TopicTruth, core: Topic, history: History) -> None:
         history.breach(f"topic {truth.name}: came back {extra}")
     if core.subscriptions.keys() != truth.subscriptions.keys():
         history.breach(f"topic {truth.name}: subscriptions {sorted(core.subscriptions)} in memory")
-    waiting = len(held) - sum(len(bucket.passed) for bucket in core.index.buckets)
-    if core.index.pending_rows != waiting:
-        history.breach(f"topic {truth.name}: {core.index.pending_rows} pending rows are counted, there are {waiting}")
+    waiting = len(held) - sum(len(bucket.passed) for bucket in _buckets(core))
+    if core.indexes.pending_rows != waiting:
+        history.breach(f"topic {truth.name}: {core.indexes.pending_rows} pending rows are counted, there are {waiting}")
     for number in sorted(truth.subscriptions.keys() & core.subscriptions.keys()):
         _compare_backlog(truth, core, number, history)
 
@@ -90,11 +97,11 @@ def _compare_backlog(truth: TopicTruth, core: Topic, number: int, history: Histo
     """What a subscription is owed is the same, and its backlog counts what is due of that."""
     since_ms = truth.subscriptions[number].since_ms
     due = 0
-    for bucket in core.index.buckets:
+    for bucket in _buckets(core):
         acknowledged = bucket.acknowledged.get(number, ())
         for key, position in zip(keys_of(bucket.present).tolist(), _positions(core, bucket), strict=True):
             row = truth.rows.get(position)
-            if row is None or row.deliver_at_ms <= since_ms:
+            if row is None or row.index not in (0, number) or (not row.index and row.deliver_at_ms <= since_ms):
                 continue
             owed = key not in acknowledged
             if owed is (number in row.acknowledged):

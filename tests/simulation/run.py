@@ -23,12 +23,13 @@ from typing import Any
 from daemon.durability import crash_points
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.commit import CommitOutcomeUnknown, Refused
+from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.object_store import StoreError
 from tests.simulation import quiet
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
+from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore, index_of
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
 from tests.simulation.workload import Clients, batch_of, held_positions, rows_of
@@ -250,15 +251,21 @@ class _Course:
 
     async def _heal(self, daemon: Daemon, truth: TopicTruth) -> None:
         """What is missing with damaged buckets is added again: each position is a row, and comes once."""
-        positions = sorted(truth.missing)
-        times = [daemon.now_ms() + 500] * len(positions)
-        sent = self._promises.sending_add(daemon, truth.name, positions, times)
-        outcome = await daemon.call(daemon.engine.requests.add(truth.name, batch_of(positions, times)))
-        self._promises.add_answered(sent, outcome)
-        if truth.missing or outcome.accepted != len(positions):
-            self._history.breach(
-                f"topic {truth.name}: {outcome.accepted} of {len(positions)} missing rows were accepted"
-            )
+        if not truth.shared_index:
+            await daemon.call(daemon.engine.requests.set_topic_policy(truth.name, TopicPolicy()))
+        for index in sorted({index_of(position) for position in truth.missing}):
+            positions = sorted(position[:2] for position in truth.missing if index_of(position) == index)
+            times = [daemon.now_ms() + 500] * len(positions)
+            name = truth.subscriptions[index].name if index else None
+            sent = self._promises.sending_add(daemon, truth.name, positions, times, name)
+            outcome = await daemon.call(daemon.engine.requests.add(truth.name, batch_of(positions, times), name))
+            self._promises.add_answered(sent, outcome, name)
+            if outcome.accepted != len(positions):
+                self._history.breach(
+                    f"topic {truth.name}: {outcome.accepted} of {len(positions)} missing rows were accepted"
+                )
+        if truth.missing:
+            self._history.breach(f"topic {truth.name}: {sorted(truth.missing)} are missing still")
         for number in list(truth.subscriptions):
             await self._drain_subscription(daemon, truth.name, number)
 

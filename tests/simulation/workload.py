@@ -23,6 +23,7 @@ from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions, LedgerRang
 from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
 from storage_backends.formats import names
+from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.formats.rows import U64, Rows
 from tests.simulation.cluster import Cluster
 from tests.simulation.history import History
@@ -40,6 +41,9 @@ LEDGERS = (1, 2, 3, 7, 1 << 40, (1 << 64) - 1)
 ENTRIES = 48
 # How far ahead rows are due, ms: (from, to).
 DELAYS = ((-2_000, 1_000), (0, 2_500), (0, 2_500), (2_000, 12_000), (5_000, 60_000))
+# So much of what is added, cancelled or rescheduled is for one subscription alone; so many topics share no index.
+FOR_ONE = 0.15
+COPIES = 0.2
 # How many processes beside the daemons merge a topic's buckets.
 MERGERS = (0, 0, 1, 2)
 
@@ -71,6 +75,8 @@ class Clients:
             self._begin(f"puller {topic}", functools.partial(self._pull, topic))
             self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
             self._begin(f"reader {topic}", functools.partial(self._read, topic))
+            if random.Random(f"copies of {topic} {self._seed}").random() < COPIES:
+                self._begin(f"policy {topic}", functools.partial(self._share_nothing, topic))
             for number in range(random.Random(f"mergers of {topic} {self._seed}").choice(MERGERS)):
                 self._begin(f"merger {topic} {number}", functools.partial(self._merge, topic, number))
             for subscription in ("a", "a", "b"):
@@ -134,21 +140,30 @@ class Clients:
             positions = [(ledger_id, entry_id) for entry_id in entries]
             low_ms, high_ms = draw.choice(DELAYS)
             delays = [draw.randrange(low_ms, high_ms) for _ in entries]
-            await self._add_batch(draw, daemon, topic, positions, delays)
+            subscription = draw.choice("ab") if draw.random() < FOR_ONE else None
+            await self._add_batch(draw, daemon, topic, positions, delays, subscription)
 
     async def _add_batch(
-        self, draw: random.Random, daemon: Daemon, topic: str, positions: Sequence[Position], delays: Sequence[int]
+        self,
+        draw: random.Random,
+        daemon: Daemon,
+        topic: str,
+        positions: Sequence[Position],
+        delays: Sequence[int],
+        subscription: str | None,
     ) -> None:
         by_delay = draw.random() < 0.2
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
         batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1)
         for _ in range(draw.choice((1, 1, 3))):
-            sent = self._promises.sending_add(daemon, topic, positions, [None] * len(times) if by_delay else times)
-            outcome = await self.call(daemon, daemon.engine.requests.add(topic, batch))
+            asked = [None] * len(times) if by_delay else times
+            sent = self._promises.sending_add(daemon, topic, positions, asked, subscription)
+            outcome = await self.call(daemon, daemon.engine.requests.add(topic, batch, subscription))
             if outcome is not None:
-                self._history.note(f"{daemon.name} add {topic} {positions} {times} -> {outcome.accepted}")
-                self._promises.add_answered(sent, outcome)
+                whose = subscription or "all"
+                self._history.note(f"{daemon.name} add {topic} {whose} {positions} {times} -> {outcome.accepted}")
+                self._promises.add_answered(sent, outcome, subscription)
                 return
             retry_at = await self.daemon(draw)
             if retry_at is None:
@@ -162,26 +177,34 @@ class Clients:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
-            known = sorted(self._oracle.topic(topic).rows)
+            known = sorted({position[:2] for position in self._oracle.topic(topic).rows})
+            subscription = draw.choice("ab") if draw.random() < FOR_ONE else None
             count = draw.choice((1, 2, 8))
             positions = draw.sample(known, min(len(known), count))
             if not positions or draw.random() < 0.2:
                 positions = list(dict.fromkeys((*positions, (draw.choice(LEDGERS), draw.randrange(ENTRIES)))))
             if draw.random() < 0.4:
-                await self._cancel(daemon, topic, positions)
+                await self._cancel(daemon, topic, subscription, positions)
             else:
+                # Rows of one position and one time, for everybody and for one alone, nobody can tell apart.
+                rows = self._oracle.topic(topic).rows
+                mixed = {position[:2] for position in rows if position[2:]} & rows.keys()
+                positions = [position for position in positions if position not in mixed]
                 low_ms, high_ms = draw.choice(DELAYS)
                 delays = [draw.randrange(low_ms, high_ms) for _ in positions]
-                await self._reschedule(daemon, topic, positions, delays, by_delay=draw.random() < 0.2)
+                by_delay = draw.random() < 0.2
+                await self._reschedule(daemon, topic, subscription, positions, delays, by_delay=by_delay)
             await asyncio.sleep(draw.random() * 1.5)
 
-    async def _cancel(self, daemon: Daemon, topic: str, positions: Sequence[Position]) -> None:
-        asked = self._promises.sending_withdrawal(daemon, topic, positions)
+    async def _cancel(
+        self, daemon: Daemon, topic: str, subscription: str | None, positions: Sequence[Position]
+    ) -> None:
+        asked = self._promises.sending_withdrawal(daemon, topic, positions, (), subscription)
         ledger_id, entry_id = columns_of(positions)
-        cancelling = functools.partial(daemon.engine.requests.cancel, topic, None, ledger_id, entry_id)
+        cancelling = functools.partial(daemon.engine.requests.cancel, topic, subscription, ledger_id, entry_id)
         # Who has no answer may ask again, and is told what is true then.
         number = next(self._numbers)
-        self._oracle.removals[number] = Removal(topic, None, frozenset(positions).__contains__, cancels=True)
+        self._oracle.removals[number] = Removal(topic, subscription, frozenset(positions).__contains__, cancels=True)
         outcome = await self.call(daemon, cancelling())
         if outcome is None:
             return
@@ -190,15 +213,23 @@ class Clients:
         self._withdrawn(daemon, asked, outcome.cancelled, outcome)
 
     async def _reschedule(
-        self, daemon: Daemon, topic: str, positions: Sequence[Position], delays: Sequence[int], *, by_delay: bool
+        self,
+        daemon: Daemon,
+        topic: str,
+        subscription: str | None,
+        positions: Sequence[Position],
+        delays: Sequence[int],
+        *,
+        by_delay: bool,
     ) -> None:
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
-        asked = self._promises.sending_withdrawal(daemon, topic, positions, [None] * len(times) if by_delay else times)
+        new = [None] * len(times) if by_delay else times
+        asked = self._promises.sending_withdrawal(daemon, topic, positions, new, subscription)
         ledger_id, entry_id = columns_of(positions)
         column = np.array(times, np.uint64)
         batch = RescheduleBatch(ledger_id, entry_id, None if by_delay else column, column if by_delay else None, None)
-        outcome = await self.call(daemon, daemon.engine.requests.reschedule(topic, None, batch))
+        outcome = await self.call(daemon, daemon.engine.requests.reschedule(topic, subscription, batch))
         if outcome is not None:
             self._history.note(f"{daemon.name} reschedule {topic} {positions} {times} -> {outcome.rescheduled}")
             self._withdrawn(daemon, asked, outcome.rescheduled, outcome)
@@ -425,6 +456,14 @@ class Clients:
             self._history.note(f"{daemon.name} removed {removal.topic} {removal.subscription} -> {answer[0]}")
             self._promises.trim_answered(sent, removal.positions, removal.subscription)
 
+    async def _share_nothing(self, topic: str, draw: random.Random) -> None:
+        """A row for everybody is one row for each from now on, until the topic is deleted."""
+        while not self._ended:
+            daemon = await self.daemon(draw)
+            if daemon is not None:
+                await self.call(daemon, daemon.engine.requests.set_topic_policy(topic, TopicPolicy(shared_index=False)))
+                await asyncio.sleep(draw.random() * 10)
+
     # ---- merging
 
     async def _merge(self, topic: str, number: int, draw: random.Random) -> None:
@@ -497,7 +536,7 @@ def entries_of(ranges: EntryRanges) -> list[Position]:
 def held_positions(held: dict[Position, int]) -> HeldPositions:
     claims = sorted(held.items())
     return HeldPositions(
-        np.array([ledger_id for (ledger_id, _), _ in claims], np.uint64),
-        np.array([entry_id for (_, entry_id), _ in claims], np.uint64),
+        np.array([position[0] for position, _ in claims], np.uint64),
+        np.array([position[1] for position, _ in claims], np.uint64),
         np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
     )
