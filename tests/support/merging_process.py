@@ -7,7 +7,7 @@ Does not own: what happens between the steps (the tests).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from daemon.durability import merging
 from storage_backends import collection, commit, topic_manifest
@@ -17,30 +17,53 @@ from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_merge import adjacent_order
 
+Operation = commit.Operation[TopicManifest]
+
 LIMITS = SegmentLimits(time_step_ms=10_000, rows_max=10, rows_min=0)
 
 
 class MergingProcess:
-    """Merges buckets of one topic of shard 0.
+    """Merges buckets of one topic. `name`: no other process has it; `now_ms`: its wall clock.
 
-    A merge ends in commit.Refused when the newest manifest does not allow it.
+    A merge ends in commit.Refused when the newest manifest does not allow it, in Corruption when a source is damaged.
     """
 
-    _numbers = itertools.count()
+    _processes = itertools.count()
 
-    def __init__(self, store: ObjectStore, topic: str = "t", *, limits: SegmentLimits = LIMITS) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        topic: str = "t",
+        *,
+        shard: int = 0,
+        name: str | None = None,
+        now_ms: Callable[[], int] = lambda: 0,
+        limits: SegmentLimits = LIMITS,
+    ) -> None:
+        self.name = f"other-{next(self._processes)}" if name is None else name
         self._store = store
+        self._shard = shard
         self._limits = limits
+        self._now_ms = now_ms
         self._topic_id = names.topic_id(topic)
+        self._ids = itertools.count()
         self._log = topic_manifest.topic_log(
             store,
-            0,
+            shard,
             self._topic_id,
             monotonic=lambda: 0.0,
             sleep=lambda _: None,
             jitter=lambda: 0.5,
-            new_id=lambda: f"other-{next(self._numbers):06d}",
+            new_id=self._new_id,
         )
+
+    def _new_id(self) -> str:
+        return f"{self.name}-{next(self._ids):04}"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the topic has a manifest."""
+        return self._log.read_tip() is not None
 
     def tip(self) -> TopicManifest:
         tip = self._log.read_tip()
@@ -60,16 +83,19 @@ class MergingProcess:
     def write(self, sources: Sequence[LiveBucket]) -> merging.WrittenMerge:
         """Plans a merge from the tip and writes its object."""
         tip = self.tip()
-        key = names.bucket_key(0, self._topic_id, tip.head.number, f"other-{next(self._numbers):06d}")
+        key = names.bucket_key(self._shard, self._topic_id, tip.head.number, self._new_id())
         plan = merging.MergePlan(tip, tuple(sources), key)
         read = [merging.read_source(self._store, live) for live in sources]
         made = merging.merged(self._store, plan, read, limits=self._limits, compatible=False)
-        return merging.write(self._store, plan, read, made, delete_after_ms=0)
+        return merging.write(self._store, plan, read, made, delete_after_ms=self._now_ms())
 
     def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
         """The merged bucket, None when no row was left."""
-        commit.commit(self._log, written.operation, writer="other", created_ms=0, deadline_s=1.0)
+        self._commit(written.operation)
         return written.operation.bucket
+
+    def _commit(self, operation: Operation) -> None:
+        commit.commit(self._log, operation, writer=self.name, created_ms=self._now_ms(), deadline_s=10.0)
 
     def merge(self, sources: Sequence[LiveBucket]) -> LiveBucket:
         merged = self.commit(self.write(sources))
@@ -89,7 +115,7 @@ class MergingProcess:
         for _ in range(2):
             # The floor is at most the tip before it.
             operation = collection.SetFloor[TopicManifest](floor=self.tip().head.number)
-            commit.commit(self._log, operation, writer="other", created_ms=0, deadline_s=1.0)
+            self._commit(operation)
 
     def collect(self, sources: Sequence[LiveBucket]) -> None:
         """Deletes their objects, as garbage collection does when their time is over."""
