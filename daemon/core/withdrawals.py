@@ -25,7 +25,7 @@ from daemon.core.index import Index
 from daemon.core.indexes import SHARED, Indexes
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
-from daemon.errors import InvariantViolated
+from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.journal import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 from storage_backends.formats.rows import U32, U64, Rows
 
@@ -141,9 +141,14 @@ class Withdrawals:
         leaving = self._indexes.leaving
         return bool(leaving) and any(leaving.intersect(part.named) for part in asked.parts)
 
-    def stage_cancel(self, asked: Asked) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
-        """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged."""
-        decision = self._decide(asked)
+    def stage_cancel(
+        self, asked: Asked, *, rows_max: int | None = None
+    ) -> tuple[tuple[GoneRecord, ...], CancelOutcome]:
+        """What may leave, as decisions for one slot. Everything due has been passed, and nothing is staged.
+
+        Raises InvalidArgument when several positions have more than `rows_max` rows, over all indexes.
+        """
+        decision = self._decide(asked, rows_max)
         self._leave(decision)
         records = tuple(
             GoneRecord(
@@ -160,12 +165,18 @@ class Withdrawals:
         )
 
     def stage_reschedule(
-        self, asked: Asked, rows: Rows, *, floor_ms: int, admit: adding.Admit = adding.admit_all
+        self,
+        asked: Asked,
+        rows: Rows,
+        *,
+        floor_ms: int,
+        admit: adding.Admit = adding.admit_all,
+        rows_max: int | None = None,
     ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
         """The same, for new rows of the positions, in their order. `floor_ms`: in the shared index all of them are
         stored later. `admit` is asked about what changes before anything does.
         """
-        decision = self._decide(asked)
+        decision = self._decide(asked, rows_max)
         records: list[RescheduleRecord] = []
         raised_index = np.empty(0, np.uint32)
         raised_rows, raised = adding.raised(rows, floor_ms)
@@ -188,8 +199,8 @@ class Withdrawals:
             raised_rows.deliver_at_ms[raised_index],
         )
 
-    def _decide(self, asked: Asked) -> _Decision:
-        """What may leave of each index."""
+    def _decide(self, asked: Asked, rows_max: int | None) -> _Decision:
+        """What may leave of each index. See `stage_cancel`."""
         waiting, due, held = (np.zeros(asked.rows, np.bool_) for _ in range(3))
         found: list[tuple[_Part, Mask]] = []
         for part in asked.parts:
@@ -201,9 +212,16 @@ class Withdrawals:
                 found.append((part, _members(part.keys, still_waiting)))
                 waiting |= found[-1][1]
         leaves = []
+        rows = 0
         for part, mask in found:
             chosen = mask & ~due
             if chosen.any():
+                rows += int(np.count_nonzero(chosen))
+                if rows_max is not None and rows > rows_max and asked.rows > 1:
+                    raise InvalidArgument(
+                        f"entry_id has {asked.rows} positions that are in up to {len(found)} indexes; a request may "
+                        f"take out {rows_max} rows: name fewer positions"
+                    )
                 keys = part.named if chosen.all() else bitmap_of(part.keys[chosen])
                 leaves.append(_Leave(part.index, chosen, keys))
         not_found = ~(waiting | due)

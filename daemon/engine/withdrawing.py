@@ -35,10 +35,11 @@ class Withdrawing:
         self._environment = environment
 
     async def cancel(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
-        """Takes positions out of the indexes; what became of each. Raises NotFound."""
+        """Takes positions out of the indexes; what became of each. Raises NotFound, InvalidArgument."""
         core = self._topic.core
         asked = await self._decidable(lambda: self._asked(subscription, ledger_id, entry_id))
-        records, outcome = core.withdrawals.stage_cancel(asked)
+        rows_max = self._topic.settings.request_limits.rows_max
+        records, outcome = core.withdrawals.stage_cancel(asked, rows_max=rows_max)
         await self._durable(records)
         self._environment.metrics.withdrawn(
             core.name,
@@ -51,7 +52,9 @@ class Withdrawing:
         return outcome
 
     async def reschedule(self, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
-        """Gives positions other times; what became of each. Raises NotFound, DelayTooLong, QuotaExceeded."""
+        """Gives positions other times; what became of each. Raises NotFound, InvalidArgument, DelayTooLong and
+        QuotaExceeded.
+        """
         topic, core = self._topic, self._topic.core
         await topic.quotas.counted()
         asked = await self._decidable(lambda: self._asked(subscription, batch.ledger_id, batch.entry_id))
@@ -65,7 +68,13 @@ class Withdrawing:
         )
         rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
         admission = topic.quotas.move(now_ms=now_ms)
-        records, outcome = core.withdrawals.stage_reschedule(asked, rows, floor_ms=core.floor_ms, admit=admission.admit)
+        records, outcome = core.withdrawals.stage_reschedule(
+            asked,
+            rows,
+            floor_ms=core.floor_ms,
+            admit=admission.admit,
+            rows_max=topic.settings.request_limits.rows_max,
+        )
         await self._durable(records, admission.staged)
         self._environment.metrics.withdrawn(
             core.name,

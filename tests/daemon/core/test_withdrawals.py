@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from daemon.errors import InvalidArgument
 from storage_backends.formats.journal import AddRecord, GoneReason, GoneRecord, RescheduleRecord
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import left_in, upto
-from tests.daemon.core.withdrawing import Result, cancel, reschedule, stage_cancel, stage_reschedule
+from tests.daemon.core.withdrawing import Result, cancel, decidable, reschedule, stage_cancel, stage_reschedule
 
 LATER_MS = NOW_MS + 500
 # Where a row may be when it is withdrawn.
@@ -381,6 +382,22 @@ def test_a_position_leaves_every_index_or_none(then: Put) -> None:
         1: [(NOW_MS, Q), (NOW_MS, R), (NOW_MS + 20, R), (NOW_MS + 50, Q)],
         2: [(NOW_MS, R), (NOW_MS + 50, Q)],
     }
+
+
+def test_a_request_takes_no_more_rows_out_than_one_may_over_all_indexes() -> None:
+    topic = with_subscriptions(2)
+    for subscription_id in (0, 1, 2):
+        topic.add([P, Q], NOW_MS + 20, subscription_id)
+    withdrawals = topic.core.withdrawals
+    asked = decidable(topic, [P, Q], None)
+    with pytest.raises(InvalidArgument, match=r"2 positions that are in up to 3 indexes; .* out 5 rows"):
+        withdrawals.stage_cancel(asked, rows_max=5)
+    assert not topic.core.indexes.leaving
+    one = decidable(topic, [P], None)
+    _, outcome = withdrawals.stage_cancel(one, rows_max=1)
+    assert outcome.cancelled == 1, "one position is always few enough"
+    _, outcome = withdrawals.stage_cancel(decidable(topic, [Q], None), rows_max=3)
+    assert outcome.cancelled == 1
 
 
 @afterwards
