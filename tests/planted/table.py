@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from tests.daemon.core import test_merging_states as merging
 from tests.daemon.core import test_planted_bugs as core
 from tests.daemon.core import test_planted_bugs_of_departures as departures
+from tests.daemon.core import test_planted_bugs_of_own_indexes as own_indexes
 from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
 from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
@@ -21,6 +23,7 @@ from tests.planted import rules, state
 from tests.planted.bug import Bug
 from tests.storage_backends import test_commit_interleavings as commits
 from tests.storage_backends import test_topic_manifest_interleavings as owners
+from tests.storage_backends import test_topic_merge_interleavings as mergers
 
 BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS)
 
@@ -39,6 +42,9 @@ WAITS = {
 }
 
 
+TOPIC = (core, departures, own_indexes, withdrawals, merging)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """A planted bug whose own suite proves that it is found."""
@@ -50,16 +56,11 @@ class Row:
 def of_other_suites() -> tuple[Row, ...]:
     """The planted bugs of the other suites."""
     return (
-        *_rows(
-            "state machine of a topic",
-            _names((*core.BY_ANY_ORDER, *departures.BY_ANY_ORDER, *withdrawals.BY_ANY_ORDER)),
-        ),
-        *_rows(
-            "stories of a topic",
-            _names(plant for plant, _ in (*core.BY_A_STORY, *departures.BY_A_STORY, *withdrawals.BY_A_STORY)),
-        ),
+        *_rows("state machine of a topic", _names(plant for suite in TOPIC for plant in suite.BY_ANY_ORDER)),
+        *_rows("stories of a topic", _names(plant for suite in TOPIC for plant, _ in suite.BY_A_STORY)),
         *_rows("orders of two committers", _names(commits.BUGS)),
         *_rows("orders of an owner and its successor", owners.BUGS),
+        *_rows("orders of an owner, mergers and a collector", mergers.BUGS),
         *_rows("orders of an owner and a collector", _names(collectors.BUGS)),
         *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
         *_rows("races of cancellations and reschedules", _names(plant for plant, _ in races.PLANTED)),
