@@ -16,27 +16,25 @@ from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
 from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
-from tests.daemon.engine import test_planted_bugs_of_buckets as buckets
+from tests.daemon.engine import test_planted_bugs_of_buckets as lives
 from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
 from tests.models import test_protocol_models as models
-from tests.planted import rules, state
+from tests.planted import buckets, rules, state
 from tests.planted.bug import Bug
 from tests.storage_backends import test_commit_interleavings as commits
 from tests.storage_backends import test_topic_manifest_interleavings as owners
 from tests.storage_backends import test_topic_merge_interleavings as mergers
 
-BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS)
+BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS)
 
 # Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
 BY_OTHERS = {
     "R3": "orders of two committers: WithoutVerify, no VERIFY_AFTER_S",
-    "R4": "orders of an owner and a collector: the_floor_is_not_committed",
     "entitlement at replay": "stories of a topic: who_came_later_is_asked_for_its_acknowledgement_too",
 }
 
 # What has no mechanism yet.
 WAITS = {
-    "merged buckets, kept": "merge",
     "nacks, dead letters": "negative acknowledgement",
     "pending deletes, in-use records": "two-phase deletion",
 }
@@ -64,7 +62,7 @@ def of_other_suites() -> tuple[Row, ...]:
         *_rows("orders of an owner and a collector", _names(collectors.BUGS)),
         *_rows("orders of a takeover", (name for name in vars(takeovers) if name.endswith("_is_found_out"))),
         *_rows("races of cancellations and reschedules", _names(plant for plant, _ in races.PLANTED)),
-        *_rows("own indexes, and merges by others", _names(plant for plant, _ in buckets.PLANTED)),
+        *_rows("own indexes, and merges by others", _names(plant for plant, _ in lives.PLANTED)),
         *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
         *_rows("model of commits", models.COMMITS_BUGS),
         *_rows("model of shards", models.SHARD_BUGS),

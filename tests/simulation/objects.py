@@ -131,6 +131,9 @@ class Objects:
             kept = merged.kept.get(source, frozenset())
             if lost := sorted(held - kept - gone):
                 self._history.breach(f"merged bucket {name} lacks {lost} of {source}, which were not gone")
+            for former, positions in self.buckets[source].kept.items():
+                if forgotten := sorted(positions & kept - merged.kept.get(former, frozenset())):
+                    self._history.breach(f"merged bucket {name} does not say that {forgotten} come from {former}")
             if kept - held or kept - merged.positions:
                 self._history.breach(f"merged bucket {name} kept {sorted(kept)} of {source}, which has {sorted(held)}")
 

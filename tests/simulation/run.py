@@ -62,7 +62,8 @@ class Result:
 class Directed:
     """What a run has whatever its seed says, to look for something in particular.
 
-    `daemons`: how many. `settings`: of the daemons. `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
+    `daemons`: how many; `mergers`: processes beside them that merge, for each topic. `settings`: of the daemons.
+    `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
     """
 
     troubles: tuple[Trouble, ...] = ()
@@ -71,6 +72,7 @@ class Directed:
     settings: tuple[str, ...] = ()
     daemons: int | None = None
     chaos_s: float | None = None
+    mergers: int | None = None
 
 
 AS_IT_COMES = Directed()
@@ -143,7 +145,8 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
         troubles=directed.troubles,
         weights=directed.weights,
     )
-    course = _Course(seed, draw, directed.chaos_s or draw.uniform(*CHAOS_S), machines, cluster, oracle, history)
+    chaos_s = directed.chaos_s or draw.uniform(*CHAOS_S)
+    course = _Course(seed, draw, chaos_s, machines, cluster, oracle, history, directed.mergers)
     with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history, everything):
         await _until(course.run(), broken)
         machines.faults.end()
@@ -171,7 +174,9 @@ class _Course:
         cluster: Cluster,
         oracle: Oracle,
         history: History,
+        mergers: int | None,
     ) -> None:
+        self._mergers = mergers
         self._seed = seed
         self._draw = draw
         self._chaos_s = chaos_s
@@ -183,7 +188,7 @@ class _Course:
 
     async def run(self) -> None:
         topics = ("t", "u")[: self._draw.choice((1, 2))]
-        clients = Clients(self._seed, self._cluster, self._oracle, self._promises, self._history, topics)
+        clients = Clients(self._seed, self._cluster, self._oracle, self._promises, self._history, topics, self._mergers)
         self._cluster.start_all()
         clients.start()
         await asyncio.sleep(self._chaos_s)

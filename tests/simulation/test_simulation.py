@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.run import run
 
-SEEDS = 60
+SEEDS = 40
 LONG_SEEDS = 2_000
 TWICE = (2, 5, 11, 17)
 

@@ -49,11 +49,19 @@ MERGERS = (0, 0, 1, 2)
 
 
 class Clients:
-    """Every client of a run. `end` lets each finish what it is doing."""
+    """Every client of a run. `end` lets each finish what it is doing. `mergers`: of each topic, None: as the seed says."""
 
     def __init__(
-        self, seed: int, cluster: Cluster, oracle: Oracle, promises: Promises, history: History, topics: Sequence[str]
+        self,
+        seed: int,
+        cluster: Cluster,
+        oracle: Oracle,
+        promises: Promises,
+        history: History,
+        topics: Sequence[str],
+        mergers: int | None,
     ) -> None:
+        self._mergers = mergers
         self._seed = seed
         self._cluster = cluster
         self._oracle = oracle
@@ -77,7 +85,8 @@ class Clients:
             self._begin(f"reader {topic}", functools.partial(self._read, topic))
             if random.Random(f"copies of {topic} {self._seed}").random() < COPIES:
                 self._begin(f"policy {topic}", functools.partial(self._share_nothing, topic))
-            for number in range(random.Random(f"mergers of {topic} {self._seed}").choice(MERGERS)):
+            drawn = random.Random(f"mergers of {topic} {self._seed}").choice(MERGERS)
+            for number in range(drawn if self._mergers is None else self._mergers):
                 self._begin(f"merger {topic} {number}", functools.partial(self._merge, topic, number))
             for subscription in ("a", "a", "b"):
                 self._begin(
