@@ -8,9 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis.stateful import run_state_machine_as_test
 from pyroaring import BitMap64
 
 from daemon.core import merging
@@ -20,13 +18,13 @@ from daemon.core.index import Index
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import SortedRun
 from daemon.core.sealed_bucket import SealedBucket
-from daemon.errors import InvariantViolated
 from storage_backends.formats import merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.merge import Bits
 from tests.daemon.core import test_merging
 from tests.daemon.core.merging_machine import MergingMachine
+from tests.daemon.core.test_planted_bugs import found_by_the_state_machine
 from tests.daemon.core.test_topic_states import run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -194,16 +192,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    settings = hypothesis.settings(
-        max_examples=RUNS,
-        stateful_step_count=60,
-        phases=(hypothesis.Phase.generate,),
-        suppress_health_check=list(hypothesis.HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    with pytest.raises((AssertionError, KeyError, InvariantViolated)):
-        run_state_machine_as_test(MergingMachine, settings=settings)
+    found_by_the_state_machine(MergingMachine, runs=RUNS)
 
 
 @pytest.mark.parametrize(("plant", "story"), BY_A_STORY, ids=lambda each: each.__name__)

@@ -320,9 +320,9 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
 )
 
 
-def found_by_the_state_machine() -> None:
+def found_by_the_state_machine(machine: type[TopicMachine] = TopicMachine, *, runs: int = RUNS) -> None:
     settings = hypothesis.settings(
-        max_examples=RUNS,
+        max_examples=runs,
         stateful_step_count=60,
         phases=(hypothesis.Phase.generate,),
         suppress_health_check=list(hypothesis.HealthCheck),
@@ -330,7 +330,7 @@ def found_by_the_state_machine() -> None:
         print_blob=False,
     )
     with pytest.raises((AssertionError, KeyError, InvariantViolated)):
-        run_state_machine_as_test(TopicMachine, settings=settings)
+        run_state_machine_as_test(machine, settings=settings)
 
 
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
