@@ -106,6 +106,8 @@ class DueLoop:
                 began_s = ended_s
                 if ended_s - turn_began_s >= TURN_S:
                     await self.pace.give_way()
+                    # The clock may have been set meanwhile.
+                    now_ms = self._clock.now_ms()
                     began_s = turn_began_s = loop.time()
             await self._sleep()
 

@@ -148,6 +148,27 @@ async def test_who_has_more_to_do_goes_on_though_the_clock_is_set_back() -> None
     assert busy.woken - before > 50
 
 
+async def test_who_is_woken_after_others_had_their_turn_is_told_the_time_as_it_is_then() -> None:
+    clock = WallClock()
+    clock.set_ms = 10_000_000
+    told_ms: list[int] = []
+
+    class Told(Busy):
+        def wake(self, now_ms: int) -> int | None:
+            told_ms.append(now_ms - clock.now_ms())
+            # The next one is woken when the clock was set.
+            asyncio.get_running_loop().call_soon(setattr, clock, "set_ms", clock.set_ms - 3_600_000)
+            super().wake(now_ms)
+            return None
+
+    due_loop = DueLoop(clock)
+    for sleeper in (sleepers := [Told(takes_s=2 * TURN_S) for _ in range(2)]):
+        due_loop.schedule(sleeper, clock.now_ms())
+    await run_for(due_loop, 0.5)
+    assert [sleeper.woken for sleeper in sleepers] == [1, 1]
+    assert told_ms == [0, 0]
+
+
 async def test_the_loop_of_the_daemon_has_a_turn_between_many_sleepers() -> None:
     clock = WallClock()
     due_loop = DueLoop(clock)
