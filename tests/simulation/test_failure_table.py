@@ -25,7 +25,7 @@ from storage_backends.memory import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
 from tests.daemon.engine.calling import cancel, reschedule
-from tests.daemon.engine.test_collection import collect, pass_hours, topic_tip
+from tests.daemon.engine.test_collection import collect, pass_hours
 from tests.daemon.engine.test_merging import merge
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
@@ -504,17 +504,17 @@ async def test_tombstone_deleted_and_not_dropped(machines: EngineFixture) -> Non
     one, receiver = await with_three_buckets(machines)
     await receiver.acknowledge((await receiver.received(40))[:40])
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
-    assert len(topic_tip(machines).tombstones) == 2
+    assert len(machines.topic_tip().tombstones) == 2
     pass_hours(machines, 2)
     held = one.pause("put_if_absent", f"{names.topic_id('t')}/manifest")
     collecting = one.call(collect(one))
     await held.reached()
     one.kill()
     await asyncio.wait([collecting])
-    assert (len(machines.keys(BUCKETS)), len(topic_tip(machines).tombstones)) == (1, 2)
+    assert (len(machines.keys(BUCKETS)), len(machines.topic_tip().tombstones)) == (1, 2)
     two = await machines.served_by("one", *SMALL)
     assert (await collect(two)).summary.tombstones.objects == 2
-    assert not topic_tip(machines).tombstones
+    assert not machines.topic_tip().tombstones
     await everything(two, 20)
 
 
@@ -531,6 +531,6 @@ async def test_reader_holds_an_old_manifest(machines: EngineFixture) -> None:
     # Its segments are loaded now, from buckets that it still serves.
     rows = await receiver.received(60)
     assert len(receiver.positions) == len(rows) == 60
-    assert not any(live.quarantined for live in topic_tip(machines).live)
+    assert not any(live.quarantined for live in machines.topic_tip().live)
     assert machines.loop.time() < 1_000 + 60, "before it would have looked by itself"
     assert not one.topic("t").core.rebuild_needed()

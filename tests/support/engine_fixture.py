@@ -28,6 +28,13 @@ from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.shard import ServedShard
+from storage_backends.formats import names
+from storage_backends.formats.manifest import (
+    ShardManifest,
+    TopicManifest,
+    decode_shard_manifest,
+    decode_topic_manifest,
+)
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.support.fault_store import Call, Decide, Fault, FaultStore, Pause, Script
@@ -367,6 +374,15 @@ class EngineFixture:
     def keys(self, part: str) -> list[str]:
         """The keys of the store that contain `part`, in order."""
         return sorted(each.key for each in self.store.list("") if part in each.key)
+
+    def topic_tip(self, topic: str = "t", shard: int = 0) -> TopicManifest:
+        """The newest manifest of a topic."""
+        prefix = names.topic_manifest_prefix(shard, names.topic_id(topic))
+        return decode_topic_manifest(self.store.get(self.keys(prefix)[-1]))
+
+    def shard_tip(self, shard: int = 0) -> ShardManifest:
+        """The newest manifest of a shard."""
+        return decode_shard_manifest(self.store.get(self.keys(names.shard_manifest_prefix(shard))[-1]))
 
 
 def no_positions() -> HeldPositions:

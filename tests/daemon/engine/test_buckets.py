@@ -11,7 +11,7 @@ from daemon.engine import bucket_life
 from daemon.engine.served_topic import SEALING_MAX
 from daemon.errors import QuotaExceeded
 from storage_backends.formats import names
-from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
+from storage_backends.formats.manifest import decode_topic_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
 
@@ -21,11 +21,6 @@ SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 
 def buckets(daemon: Daemon, topic: str = "t") -> int:
     return len(daemon.topic(topic).core.index.sealed)
-
-
-def tip_of(machines: EngineFixture, topic: str = "t") -> TopicManifest:
-    prefix = names.topic_manifest_prefix(0, names.topic_id(topic))
-    return decode_topic_manifest(machines.store.get(machines.keys(prefix)[-1]))
 
 
 # ---- triggers
@@ -39,7 +34,7 @@ async def test_a_bucket_with_enough_rows_is_sealed_when_a_higher_ledger_arrives(
     assert buckets(one) == 0
     await one.add("t", 6, range(3))
     await one.until(lambda: buckets(one) == 1)
-    (live,) = tip_of(machines).live
+    (live,) = machines.topic_tip().live
     assert (live.rows, live.first_ledger_id, live.last_ledger_id) == (30, 4, 5)
     assert one.topic("t").core.index.mutable.present_rows == 3
 
@@ -64,7 +59,7 @@ async def test_a_bucket_is_sealed_by_its_size_whatever_the_ledger(
     assert not machines.keys(BUCKETS)
     await one.add("t", 1, [rows], delay_ms=50_000)
     await one.until(lambda: buckets(one) == 1)
-    assert tip_of(machines).live[0].rows == rows
+    assert machines.topic_tip().live[0].rows == rows
 
 
 async def test_a_bucket_is_sealed_by_age_without_any_traffic(machines: EngineFixture) -> None:
@@ -73,14 +68,14 @@ async def test_a_bucket_is_sealed_by_age_without_any_traffic(machines: EngineFix
     await asyncio.sleep(58)
     assert not machines.keys(BUCKETS)
     await asyncio.sleep(5)
-    assert tip_of(machines).live[0].rows == 5
+    assert machines.topic_tip().live[0].rows == 5
 
 
 async def test_the_orderly_end_seals_what_is_left(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await one.add("t", 1, range(5), delay_ms=500_000)
     await one.stop()
-    assert tip_of(machines).live[0].rows == 5
+    assert machines.topic_tip().live[0].rows == 5
     two = await machines.served_by("two")
     assert two.topic("t").core.index.pending_rows == 5
 
@@ -92,7 +87,7 @@ async def test_the_form_of_a_bucket_is_that_of_the_configuration_and_both_are_se
     one = await machines.served_by("one", *SMALL, f"bucket.form={form}")
     await one.add("t", 1, range(20), delay_ms=5_000)
     await one.until(lambda: buckets(one) == 1)
-    assert tip_of(machines).live[0].compatible_form is compatible
+    assert machines.topic_tip().live[0].compatible_form is compatible
     one.kill()
     two = await machines.served_by("one")
     await (await two.receiver("t")).received(20)
@@ -176,7 +171,7 @@ async def test_progress_that_is_too_large_for_the_manifest_is_an_object(
     await receiver.acknowledge(receiver.rows[::2])
     await one.add("t", 2, range(20))
     await one.until(lambda: buckets(one) == 2)
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert tip.progress is None
     assert tip.progress_object is not None
     left = {row[:2] for row in receiver.rows[1:20:2]} | {(2, entry) for entry in range(20)}
@@ -204,7 +199,7 @@ async def test_a_bucket_leaves_the_manifest_when_every_row_is_acknowledged_and_i
     assert buckets(one) == 1, "handing out is not enough"
     await receiver.acknowledge(rows[19:])
     await one.until(lambda: buckets(one) == 0)
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert not tip.live
     assert [each.object.name for each in tip.tombstones] == machines.keys(BUCKETS)
     assert (await one.add("t", 1, range(20))).accepted == 20, "a position that is gone may be added again"

@@ -8,17 +8,12 @@ import logging
 import pytest
 
 from storage_backends.formats import names
-from storage_backends.formats.manifest import ShardManifest, decode_shard_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
 
 JOURNAL = "/journal/"
 CHECKPOINTS = "/checkpoint/"
 OFTEN = ("journal.checkpoint_slots=5",)
-
-
-def tip_of(machines: EngineFixture) -> ShardManifest:
-    return decode_shard_manifest(machines.store.get(machines.keys(names.shard_manifest_prefix(0))[-1]))
 
 
 def slots(machines: EngineFixture, kind: str) -> list[int]:
@@ -45,7 +40,7 @@ async def test_a_checkpoint_is_written_after_so_many_slots(machines: EngineFixtu
     assert not machines.keys(CHECKPOINTS)
     await add_slots(one, 4, 2)
     assert len(machines.keys(CHECKPOINTS)) == 1
-    reference = tip_of(machines).checkpoint
+    reference = machines.shard_tip().checkpoint
     assert reference is not None
     assert reference.replay_from >= 5
 
@@ -64,7 +59,7 @@ async def test_slots_that_the_checkpoint_before_covers_are_deleted_and_fences_st
         await add_slots(one, len(machines.keys(JOURNAL)) * 10, 12)
         one.kill()
     await machines.served_by("one", *OFTEN)
-    tip = tip_of(machines)
+    tip = machines.shard_tip()
     assert tip.previous_checkpoint is not None
     assert len(slots(machines, "fence")) == 4
     assert min(slots(machines, "data")) == tip.previous_checkpoint.replay_from + 1
@@ -81,7 +76,7 @@ async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_journal_lon
             await one.add("t", 10 * life + number, entries, delay_ms=100_000)
         await asyncio.sleep(1)
         one.kill()
-    tip = tip_of(machines)
+    tip = machines.shard_tip()
     assert tip.checkpoint is not None
     assert max(slots(machines, "data")) - tip.replay_from < 12
     assert len(slots(machines, "data")) < 24
@@ -117,7 +112,7 @@ async def test_a_damaged_checkpoint_falls_back_to_the_one_before(machines: Engin
     one = await machines.served_by("one", *OFTEN)
     await add_slots(one, 0, 5 * checkpoints + 2)
     one.kill()
-    reference = tip_of(machines).checkpoint
+    reference = machines.shard_tip().checkpoint
     assert reference is not None
     assert len(machines.keys(CHECKPOINTS)) == checkpoints
     flip(machines, reference.object.name, reference.object.size_bytes // 2)
@@ -132,7 +127,7 @@ async def test_two_damaged_checkpoints_refuse_the_shard_by_name(machines: Engine
     one = await machines.served_by("one", *OFTEN)
     await add_slots(one, 0, 17)
     one.kill()
-    tip = tip_of(machines)
+    tip = machines.shard_tip()
     assert tip.checkpoint is not None
     assert tip.previous_checkpoint is not None
     for reference in (tip.checkpoint, tip.previous_checkpoint):
@@ -184,7 +179,7 @@ async def test_the_orderly_end_leaves_nothing_to_replay_and_nobody_to_wait_for(m
     two = await machines.served_by("two")
     assert machines.loop.time() - asked_s < 1
     assert two.topic("t").core.index.pending_rows == 15
-    tip = tip_of(machines)
+    tip = machines.shard_tip()
     assert tip.replay_from >= 6
 
 

@@ -12,8 +12,6 @@ from daemon.errors import NotOwner, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (
     DeadObject,
-    ShardManifest,
-    TopicManifest,
     decode_shard_manifest,
     decode_topic_manifest,
     encode_dead_object,
@@ -47,15 +45,6 @@ async def collect(
         return progress[-1]
 
     return await daemon.call(last())
-
-
-def shard_tip(machines: EngineFixture) -> ShardManifest:
-    return decode_shard_manifest(machines.store.get(machines.keys(names.shard_manifest_prefix(0))[-1]))
-
-
-def topic_tip(machines: EngineFixture, topic: str = "t") -> TopicManifest:
-    prefix = names.topic_manifest_prefix(0, names.topic_id(topic))
-    return decode_topic_manifest(machines.store.get(machines.keys(prefix)[-1]))
 
 
 def data_slots(machines: EngineFixture) -> list[str]:
@@ -165,9 +154,9 @@ async def test_a_shard_that_has_fallen_silent_keeps_only_fences_of_its_journal(m
     assert done.summary.journal_slots.size_bytes > slots * 20
     assert not data_slots(machines)
     assert len(machines.keys(JOURNAL)) == 1
-    number = shard_tip(machines).head.number
+    number = machines.shard_tip().head.number
     await collect(one)
-    assert shard_tip(machines).head.number == number, "and then no checkpoint more"
+    assert machines.shard_tip().head.number == number, "and then no checkpoint more"
     one.kill()
     two = await machines.served_by("one", *ON_REQUEST)
     assert two.topic("t").core.indexes.pending_rows == 5
@@ -217,7 +206,7 @@ async def test_after_an_orderly_end_a_damaged_checkpoint_can_be_done_without(mac
     await receiver.received(30)
     await receiver.acknowledge(receiver.rows[:10])
     await one.stop()
-    newest = shard_tip(machines).checkpoint
+    newest = machines.shard_tip().checkpoint
     assert newest is not None
     machines.store.put(newest.object.name, b"nothing")
     two = await machines.served_by("one", *ON_REQUEST)
@@ -286,17 +275,17 @@ async def test_an_owner_seals_on_though_the_floor_was_moved_behind_its_last_mani
     one = await machines.served_by("one", *ON_REQUEST)
     await one.add("t", 1, range(20), delay_ms=FAR_MS)
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 1)
-    epoch = shard_tip(machines).epoch
-    known = topic_tip(machines).head.number
+    epoch = machines.shard_tip().epoch
+    known = machines.topic_tip().head.number
     for number in range(3):
-        base = topic_tip(machines).head.number
+        base = machines.topic_tip().head.number
         machines.store.put(names.bucket_key(0, names.topic_id("t"), base, f"LEFT{number}"), b"rows")
         pass_hours(machines, 25)
         await collect(one)
-    assert topic_tip(machines).head.orphan_floor > known
+    assert machines.topic_tip().head.orphan_floor > known
     await one.add("t", 2, range(20), delay_ms=FAR_MS)
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 2)
-    assert shard_tip(machines).epoch == epoch
+    assert machines.shard_tip().epoch == epoch
     assert one.engine.health.serving
 
 
@@ -317,7 +306,7 @@ async def test_a_seal_that_takes_longer_than_the_floor_is_begun_anew_and_loses_n
     assert (await collect(one)).summary.orphans.objects == 1
     held.release()
     # The shard is taken over anew: the rows are in the journal still.
-    await one.until(lambda: shard_tip(machines).epoch == 2 and one.engine.health.serving and one.engine.loaded)
+    await one.until(lambda: machines.shard_tip().epoch == 2 and one.engine.health.serving and one.engine.loaded)
     await one.until(lambda: len(one.topic("t").core.indexes.sealed) == 2)
     assert one.topic("t").core.indexes.pending_rows == 30
     again = await one.receiver("t")
@@ -334,7 +323,7 @@ async def test_checkpoints_that_were_replaced_go_after_their_grace(machines: Eng
     assert len(machines.keys(CHECKPOINTS)) > 3
     pass_hours(machines, 2)
     await collect(one)
-    tip = shard_tip(machines)
+    tip = machines.shard_tip()
     assert tip.checkpoint is not None
     assert tip.previous_checkpoint is not None
     assert machines.keys(CHECKPOINTS) == sorted([tip.checkpoint.object.name, tip.previous_checkpoint.object.name])
@@ -498,7 +487,7 @@ async def test_a_collector_whose_shard_was_lost_stops_and_has_harmed_nobody(mach
     await asyncio.sleep(30)
     assert two.engine.health.serving
     there = machines.keys(BUCKETS)
-    assert {each.object.name for each in topic_tip(machines).live} <= set(there)
+    assert {each.object.name for each in machines.topic_tip().live} <= set(there)
     two.kill()
     three = await machines.served_by("two", *ON_REQUEST)
     assert three.topic("t").core.indexes.pending_rows == 60

@@ -12,8 +12,8 @@ import pytest
 
 from daemon.engine import engine
 from daemon.errors import Corruption, NotOwner
-from storage_backends.formats import bucket, manifest, names
-from storage_backends.formats.manifest import LiveBucket, ShardManifest, TopicManifest
+from storage_backends.formats import bucket, names
+from storage_backends.formats.manifest import LiveBucket
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
 
@@ -45,16 +45,6 @@ def alter_part(machines: EngineFixture, live: LiveBucket, part: str) -> None:
     alter(machines, live.object.name, middle / size)
 
 
-def topic_tip(machines: EngineFixture, topic: str = "t", shard: int = 0) -> TopicManifest:
-    prefix = names.topic_manifest_prefix(shard, names.topic_id(topic))
-    return manifest.decode_topic_manifest(machines.store.get(machines.keys(prefix)[-1]))
-
-
-def shard_tip(machines: EngineFixture, shard: int) -> ShardManifest:
-    key = machines.keys(names.shard_manifest_prefix(shard))[-1]
-    return manifest.decode_shard_manifest(machines.store.get(key))
-
-
 def damage_found(daemon: Daemon, kind: str) -> float:
     return daemon.metrics.registry.get_sample_value("tarry_damage_found_total", {"kind": kind}) or 0.0
 
@@ -73,7 +63,7 @@ async def with_two_buckets(machines: EngineFixture) -> tuple[LiveBucket, LiveBuc
         await one.add("t", ledger_id, range(20), delay_ms=60_000)
     await one.until(lambda: len(one.topic("t").core.index.sealed) == 2)
     one.kill()
-    first, second = topic_tip(machines).live
+    first, second = machines.topic_tip().live
     return first, second
 
 
@@ -100,7 +90,7 @@ async def heals(machines: EngineFixture, daemon: Daemon, damaged: LiveBucket) ->
 
 
 def quarantined(machines: EngineFixture) -> list[LiveBucket]:
-    return [live for live in topic_tip(machines).live if live.quarantined]
+    return [live for live in machines.topic_tip().live if live.quarantined]
 
 
 @pytest.mark.parametrize("part", ["footer", "metadata"])
@@ -170,7 +160,7 @@ async def test_what_was_acknowledged_of_a_damaged_bucket_is_not_missing(machines
     await receiver.received(20)
     await one.until(lambda: len(one.topic("t").core.index.sealed) == 1)
     assert await receiver.acknowledge(receiver.rows[:15]) == 0
-    (live,) = topic_tip(machines).live
+    (live,) = machines.topic_tip().live
     one.kill()
     alter_part(machines, live, "footer")
     two = await machines.served_by("one", *SMALL)
@@ -225,9 +215,9 @@ async def test_a_quarantine_and_a_seal_are_committed_one_after_the_other(machine
     assert not quarantined(machines)
     held.release()
     await two.until(lambda: bool(quarantined(machines)))
-    assert len(topic_tip(machines).live) == 3
+    assert len(machines.topic_tip().live) == 3
     await two.add("t", 4, range(20), delay_ms=FAR_MS)
-    await two.until(lambda: len(topic_tip(machines).live) == 4)
+    await two.until(lambda: len(machines.topic_tip().live) == 4)
     two.kill()
     three = await machines.served_by("one", *SMALL)
     assert three.topic("t").core.index.pending_rows == 40
@@ -241,7 +231,7 @@ async def test_a_quarantined_bucket_is_not_dropped_when_all_of_it_has_gone(machi
     await receiver.received(40)
     assert await receiver.acknowledge(receiver.rows) == 0
     await two.stop()
-    assert first.object.name in {live.object.name for live in topic_tip(machines).live}
+    assert first.object.name in {live.object.name for live in machines.topic_tip().live}
     three = await machines.served_by("one", *SMALL)
     assert not three.topic("t").core.rebuild_needed()
 
@@ -348,7 +338,7 @@ async def test_a_damaged_shard_manifest_refuses_its_shard_alone_until_it_is_mend
 
 async def test_two_damaged_checkpoints_refuse_their_shard_alone(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines, *OFTEN, slots=17)
-    tip = shard_tip(machines, 1)
+    tip = machines.shard_tip(1)
     assert tip.checkpoint is not None
     assert tip.previous_checkpoint is not None
     for reference in (tip.checkpoint, tip.previous_checkpoint):
@@ -382,7 +372,7 @@ async def test_a_damaged_shard_belongs_to_nobody_and_keeps_no_successor_waiting(
     key = journal_of(machines, 2)[2]
     alter(machines, key)
     two = await machines.served_by("two", *SEVERAL)
-    assert shard_tip(machines, 2).owner == ""
+    assert machines.shard_tip(2).owner == ""
     await two.stop()
     asked_s = machines.loop.time()
     three = await machines.served_by("three", *SEVERAL)

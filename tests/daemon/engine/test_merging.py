@@ -8,8 +8,6 @@ import pytest
 
 from daemon.engine.calls import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
-from storage_backends.formats import names
-from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.engine.calling import clear
 from tests.daemon.engine.test_damage import alter, alter_part
@@ -26,11 +24,6 @@ ONE_SEGMENT = SegmentLimits()
 
 def limit(buckets_max: int) -> str:
     return f"bucket.max_num_buckets={buckets_max}"
-
-
-def tip_of(machines: EngineFixture, topic: str = "t") -> TopicManifest:
-    prefix = names.topic_manifest_prefix(0, names.topic_id(topic))
-    return decode_topic_manifest(machines.store.get(machines.keys(prefix)[-1]))
 
 
 def buckets(daemon: Daemon, topic: str = "t") -> int:
@@ -55,7 +48,7 @@ async def test_above_the_limit_neighbours_are_merged_by_themselves(machines: Eng
     one = await machines.served_by("one", *SMALL, limit(4))
     await fill(one, 12)
     await one.until(lambda: buckets(one) <= 4)
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert len(tip.live) == 4
     assert sum(live.rows for live in tip.live) == 120
     assert max(live.level for live in tip.live) >= 1
@@ -85,14 +78,14 @@ async def test_a_limit_of_minus_one_merges_nothing_until_it_is_asked_for(machine
     assert (asked.merges, asked.buckets) == (0, 7)
     asked = await merge(one, 3)
     assert (asked.merges, asked.merged_buckets, asked.buckets) == (1, 5, 3)
-    assert len(tip_of(machines).live) == 3
+    assert len(machines.topic_tip().live) == 3
 
 
 async def test_500_buckets_of_one_row_a_year_away_end_at_the_limit(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "bucket.min_index_count_per_bucket=1", "bucket.rows_max=1", limit(20))
     await fill(one, 500, delay_ms=365 * 86_400_000, rows=1)
     await one.until(lambda: buckets(one) <= 20)
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert len(tip.live) == 20
     assert sum(live.rows for live in tip.live) == 500
 
@@ -106,7 +99,7 @@ async def test_a_merge_waits_while_a_seal_waits(machines: EngineFixture) -> None
     asked = merge(one, 1)
     await asyncio.sleep(20)
     assert not asked.done()
-    assert len(tip_of(machines).live) == 2
+    assert len(machines.topic_tip().live) == 2
     held.release()
     assert (await asked).buckets == 1
 
@@ -164,7 +157,7 @@ async def test_what_was_acknowledged_between_plan_and_commit_does_not_come_again
     await receiver.acknowledge(acknowledged)
     held.release()
     await asked
-    assert tip_of(machines).live[0].rows == 40, "a merge drops what was gone when it was planned, and nothing else"
+    assert machines.topic_tip().live[0].rows == 40, "a merge drops what was gone when it was planned, and nothing else"
     one.kill()
     two = await machines.served_by("two")
     again = await two.receiver("t")
@@ -184,7 +177,7 @@ async def test_what_is_gone_when_a_merge_is_planned_is_not_copied(machines: Engi
     # A seal stores what is gone.
     await fill(one, 1, first=4)
     assert (await merge(one, 1)).buckets == 1
-    (live,) = tip_of(machines).live
+    (live,) = machines.topic_tip().live
     assert live.rows == 50 - 13
 
 
@@ -198,7 +191,7 @@ async def test_a_merge_of_which_every_row_is_gone_leaves_no_bucket(machines: Eng
     held.release()
     await asked
     await one.until(lambda: not buckets(one))
-    assert not tip_of(machines).live
+    assert not machines.topic_tip().live
 
 
 async def test_each_index_of_a_topic_is_merged_by_itself(machines: EngineFixture) -> None:
@@ -212,7 +205,7 @@ async def test_each_index_of_a_topic_is_merged_by_itself(machines: EngineFixture
     assert buckets(one) == 8
     asked = await merge(one, 1)
     assert (asked.merges, asked.merged_buckets, asked.buckets) == (2, 8, 2)
-    assert sorted(live.subscription_id for live in tip_of(machines).live) == [0, 2]
+    assert sorted(live.subscription_id for live in machines.topic_tip().live) == [0, 2]
     await own.received(40)
     await shared.received(20)
     await asyncio.sleep(10)
@@ -239,7 +232,7 @@ async def test_the_own_index_of_a_subscription_leaves_while_it_is_merged(machine
     await one.call(one.engine.requests.delete_subscription("t", "b"))
     held.release()
     assert (await asked).buckets == 0
-    assert not tip_of(machines).live
+    assert not machines.topic_tip().live
     assert (await one.add("t", 1, range(3), delay_ms=1_000)).accepted == 3
 
 
@@ -253,20 +246,20 @@ async def test_a_merge_is_tried_again_when_the_store_fails(machines: EngineFixtu
     for operation, part in (("get_with_metadata", BUCKETS), ("put", BUCKETS), ("put_if_absent", MANIFESTS)):
         one.script.plan(operation, fault, key_part=part)
     assert (await merge(one, 2)).buckets == 2
-    assert len(tip_of(machines).live) == 2
+    assert len(machines.topic_tip().live) == 2
     assert not one.script.unmet()
 
 
 async def test_a_damaged_source_is_quarantined_and_the_others_are_merged(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SMALL, limit(-1))
     await fill(one, 5)
-    damaged = tip_of(machines).live[1].object.name
+    damaged = machines.topic_tip().live[1].object.name
     alter(machines, damaged)
     asked = await merge(one, 1)
     await one.until(lambda: damaged in one.topic("t").core.index.quarantined)
     asked = await merge(one, 1)
     assert asked.buckets == 1
-    live = {live.object.name: live for live in tip_of(machines).live}
+    live = {live.object.name: live for live in machines.topic_tip().live}
     assert len(live) == 2
     assert live[damaged].quarantined
     (needed,) = one.topic("t").core.rebuild_needed()
@@ -284,7 +277,7 @@ async def test_a_topic_is_deleted_while_its_buckets_are_merged(machines: EngineF
     held.release()
     with pytest.raises(Unavailable):
         await asked
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert tip.deleted
     assert not tip.live
 
@@ -308,7 +301,7 @@ async def test_the_orderly_end_does_not_wait_for_a_merge(machines: EngineFixture
 
 async def until_learned(daemon: Daemon, machines: EngineFixture) -> None:
     """The owner serves what the manifest names."""
-    live = {live.object.name for live in tip_of(machines).live}
+    live = {live.object.name for live in machines.topic_tip().live}
     await daemon.until(lambda: daemon.topic("t").core.indexes.sealed.keys() == live)
 
 
@@ -334,7 +327,7 @@ async def test_an_owner_learns_two_merges_one_on_the_other_at_once(machines: Eng
     other.merge_run(3)
     other.merge_run(2)
     other.merge_run(2, place=1)
-    assert len(tip_of(machines).live) == 2
+    assert len(machines.topic_tip().live) == 2
     await until_learned(one, machines)
     await receiver.received(60)
     assert len(receiver.rows) == 60
@@ -374,7 +367,7 @@ async def test_a_source_that_is_collected_before_the_owner_learns_of_its_merge_i
     one = await machines.served_by("one", *SMALL, limit(-1))
     receiver = await one.receiver("t")
     await fill(one, 3, delay_ms=45_000)
-    sources = [live.object.name for live in tip_of(machines).live]
+    sources = [live.object.name for live in machines.topic_tip().live]
     MergingProcess(machines.store).merge_run(3)
     for name in sources:
         machines.store.delete(name)
@@ -392,7 +385,7 @@ async def test_a_source_that_is_damaged_is_healed_by_the_bucket_that_it_was_merg
     one = await machines.served_by("one", *SMALL, limit(-1))
     receiver = await one.receiver("t")
     await fill(one, 3, delay_ms=45_000)
-    sources = [live.object.name for live in tip_of(machines).live]
+    sources = [live.object.name for live in machines.topic_tip().live]
     MergingProcess(machines.store).merge_run(3)
     alter(machines, sources[1])
     await merge(one, 1)

@@ -30,10 +30,6 @@ def manifests(machines: EngineFixture, topic: str = "t") -> list[TopicManifest]:
     return [decode_topic_manifest(machines.store.get(key)) for key in machines.keys(prefix)]
 
 
-def tip_of(machines: EngineFixture, topic: str = "t") -> TopicManifest:
-    return manifests(machines, topic)[-1]
-
-
 def indexes_of(tip: TopicManifest) -> list[int]:
     """Whose the live buckets are."""
     return sorted(live.subscription_id for live in tip.live)
@@ -76,7 +72,7 @@ async def test_one_seal_makes_a_bucket_of_every_index_that_has_rows(machines: En
     await one.add("t", 2, range(3), FAR_MS, subscription="c")
     before = len(manifests(machines))
     await seal(one)
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert [(live.subscription_id, live.rows) for live in tip.live] == [(0, 10), (1, 10), (3, 3)]
     assert len(manifests(machines)) == before + 1
     assert tip.applied == one.shards[0].applied_slot
@@ -92,7 +88,7 @@ async def test_the_limits_of_a_seal_count_the_rows_of_all_indexes_together(machi
     await asyncio.sleep(2)
     assert not machines.keys(BUCKETS)
     await one.add("t", 9, [1], FAR_MS)
-    await one.until(lambda: len(tip_of(machines).live) == 3)
+    await one.until(lambda: len(machines.topic_tip().live) == 3)
 
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["in memory", "sealed"])
@@ -275,7 +271,7 @@ async def check_deleted(machines: EngineFixture, daemon: Daemon, *, waiting: Set
     """`a` is no more, `b` is owed all that it was, and `a` created again starts with what is `waiting` for all."""
     with pytest.raises(NotFound):
         await daemon.call(daemon.engine.requests.open_dispatch("t", "a", no_positions()))
-    assert 1 not in indexes_of(tip_of(machines))
+    assert 1 not in indexes_of(machines.topic_tip())
     created = await daemon.call(daemon.engine.requests.create_subscription("t", "a"))
     assert created.created
     assert created.subscription_id > 2
@@ -290,11 +286,11 @@ async def test_a_subscription_leaves_with_its_own_rows_and_starts_empty_when_it_
     core = one.topic("t").core
     assert set(core.indexes) == {0, 1, 2}
     receiver = await one.receiver("t", "a")
-    buckets = {live.object.name for live in tip_of(machines).live if live.subscription_id == 1}
+    buckets = {live.object.name for live in machines.topic_tip().live if live.subscription_id == 1}
     await delete(one, "a")
     assert isinstance(receiver.ended, NotFound)
     assert set(core.indexes) == {0, 2}
-    tip = tip_of(machines)
+    tip = machines.topic_tip()
     assert buckets <= {tombstone.object.name for tombstone in tip.tombstones}
     assert indexes_of(tip) == [0, 2]
     await check_deleted(machines, one)
@@ -363,7 +359,7 @@ async def test_a_seal_that_was_cut_before_a_deletion_and_lands_after_it_does_not
     await delete(one, "a")
     held.release()
     assert (await sealing).rows == 50
-    assert indexes_of(tip_of(machines)) == [0, 2]
+    assert indexes_of(machines.topic_tip()) == [0, 2]
     assert set(one.topic("t").core.indexes) == {0, 2}
     if crash:
         one.kill()
@@ -386,7 +382,7 @@ async def test_a_seal_of_nothing_but_a_deleted_subscription_is_committed_once_wh
     held.release()
     await sealing
     assert one.engine.health.serving
-    assert not tip_of(machines).live
+    assert not machines.topic_tip().live
     assert (await one.add("t", 9, range(5), 1_000)).accepted == 5
 
 
@@ -399,7 +395,7 @@ async def test_deleting_a_subscription_while_its_segments_are_being_read_ends_th
     await seal(one)
     one.kill()
     two = await machines.served_by("one", "delivery.lookahead_ms=1000")
-    own = next(live.object.name for live in tip_of(machines).live if live.subscription_id == 1)
+    own = next(live.object.name for live in machines.topic_tip().live if live.subscription_id == 1)
     held = two.pause("get_range", own)
     await held.reached()
     deleting = two.call(two.engine.requests.delete_subscription("t", "a"))
@@ -413,5 +409,5 @@ async def test_deleting_a_subscription_while_its_segments_are_being_read_ends_th
 async def test_a_topic_that_is_cleared_drops_the_buckets_of_all_indexes(machines: EngineFixture) -> None:
     one = await filled(await machines.served_by("one"))
     assert await clear(one) == 70
-    await one.until(lambda: not tip_of(machines).live)
+    await one.until(lambda: not machines.topic_tip().live)
     assert not (await get(one, subscription="a")).handed_out.rows.ledger_id.tolist()

@@ -19,7 +19,6 @@ from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import names
 from storage_backends.formats.checkpoint import Checkpoint
 from storage_backends.formats.journal import SlotKind
-from storage_backends.formats.manifest import ShardManifest, decode_shard_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture, Held, no_positions
 from tests.support.fault_store import Fault
 
@@ -230,12 +229,8 @@ async def test_how_far_loading_is_is_told(machines: EngineFixture, caplog: pytes
 # ---- what is carried over
 
 
-def tip_of(machines: EngineFixture) -> ShardManifest:
-    return decode_shard_manifest(machines.store.get(machines.keys(names.shard_manifest_prefix(0))[-1]))
-
-
 def newest_checkpoint(machines: EngineFixture) -> Checkpoint:
-    reference = tip_of(machines).checkpoint
+    reference = machines.shard_tip().checkpoint
     assert reference is not None
     return checkpoint_format.decode_checkpoint(machines.store.get(reference.object.name))
 
@@ -289,11 +284,11 @@ async def story_of_a_carried_topic(
         (carried,) = (part for part in newest_checkpoint(machines).topics if part.topic_id == names.topic_id("t"))
         assert carried.slot is not None
         part_slot = carried.slot
-        assert part_slot < tip_of(machines).replay_from
+        assert part_slot < machines.shard_tip().replay_from
         between.kill()
     assert min(data_slots(machines)) > part_slot, "its slots are deleted: what is carried is all there is"
     if checkpoint_damaged:
-        reference = tip_of(machines).checkpoint
+        reference = machines.shard_tip().checkpoint
         assert reference is not None
         flip(machines, reference.object.name)
 

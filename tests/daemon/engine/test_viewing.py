@@ -18,7 +18,7 @@ from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.rows import Rows
 from storage_backends.object_store import ObjectStore
 from tests.daemon.engine.calling import acknowledge, cancel, create, get, rows_of, stats
-from tests.daemon.engine.test_damage import alter_part, topic_tip
+from tests.daemon.engine.test_damage import alter_part
 from tests.support import real_engine
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
@@ -338,7 +338,7 @@ async def test_a_damaged_bucket_is_named_and_quarantined_and_the_others_are_show
     machines: EngineFixture,
 ) -> None:
     one, added = await with_buckets(machines, 3, *NOTHING_AHEAD)
-    damaged = topic_tip(machines).live[0]
+    damaged = machines.topic_tip().live[0]
     alter_part(machines, damaged, "segment")
     with pytest.raises(Corruption, match=damaged.object.name):
         await scheduled(one)
