@@ -81,9 +81,9 @@ def what_one_subscription_holds_is_seen_of_the_first_only(patch: pytest.MonkeyPa
 def a_position_leaves_where_it_waits_though_it_is_due_elsewhere(patch: pytest.MonkeyPatch) -> None:
     decide = Withdrawals._decide
 
-    def each_index_alone(self: Withdrawals, asked: withdrawals.Asked) -> withdrawals._Decision:
-        decisions = [decide(self, dataclasses.replace(asked, parts=(part,))) for part in asked.parts]
-        whole = decide(self, asked)
+    def each_index_alone(self: Withdrawals, asked: withdrawals.Asked, rows_max: int | None) -> withdrawals._Decision:
+        decisions = [decide(self, dataclasses.replace(asked, parts=(part,)), rows_max) for part in asked.parts]
+        whole = decide(self, asked, rows_max)
         return dataclasses.replace(whole, leaves=tuple(leave for each in decisions for leave in each.leaves))
 
     patch.setattr(Withdrawals, "_decide", each_index_alone)
