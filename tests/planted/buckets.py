@@ -45,7 +45,7 @@ def a_tombstone_is_dropped_before_its_object_is_deleted(patch: pytest.MonkeyPatc
 
     def later(self: garbage.Collector[Any], warm: Any, *, dry_run: bool = False) -> Any:
         late: list[str] = []
-        self._delete = lambda keys: late.extend(keys) or {}  # type: ignore[assignment,method-assign,func-returns-value]
+        self._delete = lambda keys: late.extend(keys) or {}  # type: ignore[method-assign,func-returns-value]
         try:
             return collect(self, warm, dry_run=dry_run)
         finally:

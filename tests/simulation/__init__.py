@@ -13,6 +13,7 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
     cluster.py     daemons that end and come back         objects.py    merges and deletions against the truth
     workload.py    the clients                            quiet.py      a daemon's memory against the truth
     mergers.py     who merges beside the daemons          run.py        the course of one run
+    columns.py     rows in calls and in the truth
     history.py     the record of a run                    test_failure_table.py   one case for each row of that table
 
 What is checked: nothing is early by the clock of the daemon that hands out; what was answered OK has landed, and is

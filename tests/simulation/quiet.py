@@ -11,6 +11,8 @@ import asyncio
 from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
+from daemon.engine.calls import View
+from tests.simulation.columns import rows_of
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Position, TopicTruth, in_index
 from tests.support.engine_fixture import Daemon
@@ -19,6 +21,8 @@ from tests.support.engine_fixture import Daemon
 PASSED_AFTER_MS = 1_000
 # Segments must have been read within this time, virtual seconds.
 SETTLED_AFTER_S = 60.0
+# More than there ever are.
+VIEW_ROWS = 1_000
 
 
 async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
@@ -26,6 +30,8 @@ async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
     for truth in oracle.topics.values():
         if truth.incarnation and not truth.deleted:
             await _compare(daemon, truth, history)
+            if not oracle.objects.unreadable:
+                await _compare_views(daemon, truth, history)
 
 
 async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
@@ -51,6 +57,29 @@ async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
     stats = await daemon.call(daemon.engine.requests.topic_stats(truth.name))
     if stats.pending != served.core.indexes.pending_rows:
         history.breach(f"topic {truth.name}: stats say {stats.pending} pending rows")
+
+
+async def _compare_views(daemon: Daemon, truth: TopicTruth, history: History) -> None:
+    """What people are shown. Not where a bucket is damaged: they are told that it cannot be read."""
+    if not any(truth.name in shard.topics for shard in daemon.shards.values()):
+        return
+    page = await daemon.call(daemon.engine.requests.list_scheduled(truth.name, View(), VIEW_ROWS, None))
+    shown = [(time, *position) for *position, time in rows_of(page.rows)]
+    waiting = [
+        (row.deliver_at_ms, *position[:2]) for position, row in truth.rows.items() if row.deliver_at_ms > page.as_of_ms
+    ]
+    if shown != sorted(waiting):
+        history.breach(f"topic {truth.name}: {shown} are shown as scheduled, and {sorted(waiting)} are")
+    for number, stored in truth.subscriptions.items():
+        backlog = await daemon.call(daemon.engine.requests.list_backlog(truth.name, stored.name, None, VIEW_ROWS, None))
+        due = [
+            (row.deliver_at_ms, *position[:2])
+            for position, row in truth.rows.items()
+            if row.deliver_at_ms <= backlog.as_of_ms and number in truth.owes(row)
+        ]
+        shown = [(time, *position) for *position, time in rows_of(backlog.rows)]
+        if sorted(shown) != sorted(due):
+            history.breach(f"topic {truth.name}: {shown} are shown as the backlog of {stored.name}, {due} are")
 
 
 def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Position | None:

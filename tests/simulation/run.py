@@ -27,12 +27,13 @@ from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.object_store import StoreError
 from tests.simulation import quiet
 from tests.simulation.cluster import Cluster, Machines
+from tests.simulation.columns import batch_of, held_positions, rows_of
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore, index_of
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
-from tests.simulation.workload import Clients, batch_of, held_positions, rows_of
+from tests.simulation.workload import Clients
 from tests.support.engine_fixture import Daemon, Killed
 from tests.support.fault_store import Fault
 from tests.support.virtual_loop import VirtualLoop

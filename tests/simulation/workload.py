@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
-from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions, LedgerRanges
+from daemon.engine.calls import EntryRanges, LedgerRanges
 from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
-from storage_backends.formats.rows import U64, Rows
 from tests.simulation.cluster import Cluster
+from tests.simulation.columns import batch_of, columns_of, entries_of, held_positions, rows_of
 from tests.simulation.history import History
 from tests.simulation.mergers import Merger
 from tests.simulation.oracle import Oracle, Position, Removal, everything
@@ -49,7 +49,7 @@ MERGERS = (0, 0, 1, 2)
 
 
 class Clients:
-    """Every client of a run. `end` lets each finish what it is doing. `mergers`: of each topic, None: as the seed says."""
+    """Every client of a run. `end` lets each finish what it does. `mergers`: of each topic; None: as the seed says."""
 
     def __init__(
         self,
@@ -78,7 +78,6 @@ class Clients:
             self._begin(f"subscriber {topic}", functools.partial(self._change_subscriptions, topic))
             for number in range(2):
                 self._begin(f"adder {topic} {number}", functools.partial(self._add, topic))
-            for number in range(2):
                 self._begin(f"withdrawer {topic} {number}", functools.partial(self._withdraw, topic))
             self._begin(f"puller {topic}", functools.partial(self._pull, topic))
             self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
@@ -195,7 +194,7 @@ class Clients:
             if draw.random() < 0.4:
                 await self._cancel(daemon, topic, subscription, positions)
             else:
-                # Rows of one position and one time, for everybody and for one alone, nobody can tell apart.
+                # One for all and one for one alone, both at one time: nobody can tell them apart.
                 rows = self._oracle.topic(topic).rows
                 mixed = {position[:2] for position in rows if position[2:]} & rows.keys()
                 positions = [position for position in positions if position not in mixed]
@@ -211,7 +210,6 @@ class Clients:
         asked = self._promises.sending_withdrawal(daemon, topic, positions, (), subscription)
         ledger_id, entry_id = columns_of(positions)
         cancelling = functools.partial(daemon.engine.requests.cancel, topic, subscription, ledger_id, entry_id)
-        # Who has no answer may ask again, and is told what is true then.
         number = next(self._numbers)
         self._oracle.removals[number] = Removal(topic, subscription, frozenset(positions).__contains__, cancels=True)
         outcome = await self.call(daemon, cancelling())
@@ -476,10 +474,9 @@ class Clients:
     # ---- merging
 
     async def _merge(self, topic: str, number: int, draw: random.Random) -> None:
-        shard = names.shard_of(topic, self._cluster.machines.shards_total)
-        merger = Merger(
-            self._cluster.store, topic, shard, f"merger-{number}", self._history, self._cluster.machines.now_ms
-        )
+        machines, name = self._cluster.machines, f"merger-{number}"
+        shard = names.shard_of(topic, machines.shards_total)
+        merger = Merger(self._cluster.store, topic, shard, name, self._history, machines.now_ms)
         await merger.run(draw, lambda: self._ended)
 
     # ---- asking
@@ -501,51 +498,3 @@ class Clients:
                 asked = [(ledger_id, entry_id) for entry_id in range(first, last + 1)]
                 self._promises.contains_answered(sent, asked, said, subscription)
             await asyncio.sleep(draw.random() * 2)
-
-
-def batch_of(
-    positions: Sequence[Position], times: Sequence[int], *, by_delay: bool = False, return_already_due: bool = False
-) -> AddBatch:
-    """`times`: when each is due, or its delay, in ms."""
-    column = np.array(times, np.uint64)
-    ledger_id, entry_id = columns_of(positions)
-    return AddBatch(
-        ledger_id=ledger_id,
-        entry_id=entry_id,
-        deliver_at_ms=None if by_delay else column,
-        delay_ms=column if by_delay else None,
-        key_hash=None,
-        return_already_due=return_already_due,
-    )
-
-
-def columns_of(positions: Sequence[Position]) -> tuple[U64, U64]:
-    """Ledgers and entries."""
-    return (
-        np.array([ledger_id for ledger_id, _ in positions], np.uint64),
-        np.array([entry_id for _, entry_id in positions], np.uint64),
-    )
-
-
-def rows_of(rows: Rows) -> list[tuple[int, int, int]]:
-    """(ledger, entry, deliver_at_ms) of each row."""
-    columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-    return list(zip(*columns, strict=True))
-
-
-def entries_of(ranges: EntryRanges) -> list[Position]:
-    columns = (ranges.ledger_id.tolist(), ranges.first_entry_id.tolist(), ranges.last_entry_id.tolist())
-    return [
-        (ledger_id, entry_id)
-        for ledger_id, first, last in zip(*columns, strict=True)
-        for entry_id in range(first, last + 1)
-    ]
-
-
-def held_positions(held: dict[Position, int]) -> HeldPositions:
-    claims = sorted(held.items())
-    return HeldPositions(
-        np.array([position[0] for position, _ in claims], np.uint64),
-        np.array([position[1] for position, _ in claims], np.uint64),
-        np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
-    )
