@@ -62,6 +62,7 @@ class Checkpointing:
         # The newest manifest that this process has committed or seen; a probe may not have seen it yet.
         self._known = claim.tip
         self._work: asyncio.Task[None] | None = None
+        self._truncating: asyncio.Future[int] | None = None
         # One checkpoint, and one deletion of slots, at a time.
         self._turn = asyncio.Lock()
         self._truncation = JournalTruncation(
@@ -200,9 +201,13 @@ class Checkpointing:
             pass
 
     async def _truncate_some(self) -> int:
+        while self._truncating is not None and not self._truncating.done():
+            # Who began it was cancelled; a thread that deletes slots cannot be.
+            await asyncio.wait([self._truncating])
         newest = self.newest.manifest
         before = self._truncation.deleted
-        looked_at = await self._environment.run(lambda: self._truncation.truncate(newest))
+        self._truncating = asyncio.ensure_future(self._environment.run(lambda: self._truncation.truncate(newest)))
+        looked_at = await asyncio.shield(self._truncating)
         deleted = self._truncation.deleted - before
         self._environment.metrics.collected("journal_slot", objects=deleted.objects, size_bytes=deleted.size_bytes)
         return looked_at

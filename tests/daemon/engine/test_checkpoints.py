@@ -84,6 +84,27 @@ async def test_owners_that_live_for_a_few_slots_only_do_not_make_the_journal_lon
     assert two.topic("t").core.index.pending_rows == 36 * 1000
 
 
+async def test_slots_are_deleted_by_one_thread_also_when_who_waited_for_it_was_cancelled(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", "journal.checkpoint_slots=1000")
+    for number in range(4):
+        await one.add("t", 1, [number], delay_ms=900_000)
+    one.kill()
+    two = await machines.served_by("one", "journal.checkpoint_slots=1")
+    held = two.pause("delete", "/journal/")
+    for number in range(4, 8):
+        await two.add("t", 1, [number], delay_ms=900_000)
+    await held.reached()
+    checkpoints = two.shards[0].checkpoints
+    checkpoints.close()
+    collecting = two.call(checkpoints.collect())
+    await asyncio.sleep(1)
+    assert not collecting.done()
+    held.release()
+    await collecting
+
+
 async def test_after_truncation_everything_is_still_there(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *OFTEN)
     await add_slots(one, 0, 30)
