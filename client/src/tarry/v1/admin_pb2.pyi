@@ -137,9 +137,9 @@ class SealBucketResponse(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
-    """Rows that are in the new bucket; 0 when there was nothing to seal."""
+    """Rows that are in the new buckets, one of each index that had rows; 0 when there was nothing to seal."""
     bucket: _builtins.str
-    """The object's name, empty when there was nothing to seal."""
+    """The object's name, that of the shared index if it had rows; empty when there was nothing to seal."""
     def __init__(
         self,
         *,

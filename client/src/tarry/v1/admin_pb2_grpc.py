@@ -87,7 +87,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SealBucket(self, request, context):
-        """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic.
+        """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

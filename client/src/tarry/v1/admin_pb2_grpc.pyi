@@ -40,7 +40,7 @@ class AdminStub:
     GetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
     SealBucket: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]
-    """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+    """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic."""
     MergeBuckets: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]
     """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
     within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
@@ -69,7 +69,7 @@ class AdminAsyncStub(AdminStub):
     GetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]  # type: ignore[assignment]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
     SealBucket: _aio.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]  # type: ignore[assignment]
-    """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+    """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic."""
     MergeBuckets: _aio.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]  # type: ignore[assignment]
     """Merges neighbouring sealed buckets until each index of the topic has at most `buckets_max`, or no two may be merged
     within the policy's `merge_rows_max`. Hand-out goes on. Answered when that is so; UNKNOWN when it takes longer than
@@ -113,7 +113,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SealBucketRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SealBucketResponse, _abc.Awaitable[_admin_pb2.SealBucketResponse]]:
-        """Seals the mutable bucket now; answered when the bucket is committed. NOT_FOUND: no such topic."""
+        """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic."""
 
     @_abc_1.abstractmethod
     def MergeBuckets(
