@@ -226,7 +226,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     rows_of_one_subscription_are_handed_to_all,
     own_rows_are_owed_by_their_time_too,
     an_acknowledgement_names_the_shared_index_always,
-    a_claim_is_for_the_own_index_first,
     keys_of_two_indexes_collide,
     a_row_is_a_duplicate_when_one_subscription_has_it,
     own_rows_never_come_due,
