@@ -240,9 +240,13 @@ class Viewing:
         try:
             return await self._run(work)
         except Corruption as error:
-            if topic.core.indexes.bucket(bucket.name) is not bucket:
+            name = topic.core.name
+            # Others may have merged it, and collection deleted it, before this owner has looked at the manifest.
+            missing = isinstance(error, bucket_objects.BucketMissing)
+            gone = missing and not await topic.shard.bucket_is_live(name, bucket.name)
+            if gone or topic.core.indexes.bucket(bucket.name) is not bucket:
                 raise _LeftError(f"bucket {bucket.name} was merged or dropped while it was looked at") from error
-            topic.shard.bucket_damaged(topic.core.name, bucket.name, str(error))
+            topic.shard.bucket_damaged(name, bucket.name, str(error))
             raise
         except StoreError as error:
             raise Unavailable(f"bucket {bucket.name} cannot be read, try again: {error}") from error

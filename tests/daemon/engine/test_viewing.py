@@ -22,6 +22,7 @@ from tests.daemon.engine.test_damage import alter_part
 from tests.support import real_engine
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
+from tests.support.merging_process import MergingProcess
 
 SMALL = (
     "bucket.min_index_count_per_bucket=20",
@@ -367,6 +368,18 @@ async def test_a_bucket_that_is_merged_and_collected_while_it_is_looked_at_is_lo
             assert shown(found.rows) == added
         else:
             assert found.rows.sum() == len(added)
+    assert not one.topic("t").core.rebuild_needed()
+
+
+async def test_what_took_the_place_of_a_bucket_that_others_merged_and_deleted_is_read(
+    machines: EngineFixture,
+) -> None:
+    one, added = await with_buckets(machines, 3, *NOTHING_AHEAD, "bucket.max_num_buckets=-1")
+    other = MergingProcess(machines.store)
+    sources = other.live()
+    other.merge_all()
+    other.collect(sources)
+    assert shown((await scheduled(one)).rows) == added
     assert not one.topic("t").core.rebuild_needed()
 
 
