@@ -30,6 +30,7 @@ UNKNOWN_SLOTS = 100
 class Row:
     """A row that is not gone. `slot`: the slot that brought it, `since`: the one since which its position has had a
     row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
+    `was_due_ms`: the earliest time that it had before it was rescheduled.
     """
 
     deliver_at_ms: int
@@ -37,6 +38,11 @@ class Row:
     since: int
     acknowledged: dict[int, int] = dataclasses.field(default_factory=dict)
     index: int = 0
+    was_due_ms: int | None = None
+
+    @property
+    def earliest_ms(self) -> int:
+        return self.deliver_at_ms if self.was_due_ms is None else min(self.was_due_ms, self.deliver_at_ms)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class TopicTruth:
     `keys`: by ledger and entry, the positions in any index that have ever had a row.
     `missing`: rows of those that were quarantined, until they are added again. Where a bucket does not say any more
     what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one. `left`: how the latest
-    row of a position left before it was due, if it did.
+    row of a position left before it was due, if it did. `sharing_changed`: whether the policy has ever said otherwise
+    than before if subscriptions share an index.
     """
 
     name: str = ""
@@ -77,6 +84,7 @@ class TopicTruth:
     buckets: dict[str, int] = dataclasses.field(default_factory=dict)
     quarantined: set[str] = dataclasses.field(default_factory=set)
     trimmed: bool = False
+    sharing_changed: bool = False
 
     @property
     def shared_index(self) -> bool:
@@ -171,7 +179,9 @@ class Oracle:
     def _topic_manifest(self, shard: int, landed: manifest.TopicManifest) -> None:
         topic = self.topics.setdefault(landed.topic_id, TopicTruth())
         self.objects.topic_landed(shard, topic.newest, landed)
+        shared = topic.shared_index
         topic.newest = landed
+        topic.sharing_changed |= topic.shared_index != shared
         topic.name = landed.topic
         if landed.owner_epoch < topic.epoch:
             self._history.breach(
@@ -282,7 +292,9 @@ class Oracle:
             self._history.breach(f"topic {topic.name}: nobody rescheduled {position} to {deliver_at_ms}")
         self._leave(topic, header, position, row)
         # Who is not owed it any more, since it was trimmed for them, is not owed it at another time.
-        topic.rows[position] = Row(deliver_at_ms, header.slot, row.since, dict(row.acknowledged), row.index)
+        topic.rows[position] = Row(
+            deliver_at_ms, header.slot, row.since, dict(row.acknowledged), row.index, row.earliest_ms
+        )
         topic.added[position] = header.slot
 
     def _leave(self, topic: TopicTruth, header: journal.SlotHeader, position: Position, row: Row) -> None:
@@ -364,7 +376,9 @@ class Oracle:
             if row is None or record.subscription_id in row.acknowledged:
                 # A row that was trimmed before says so again when it is rescheduled.
                 continue
-            if not any(positions(position[:2]) for positions in asked):
+            # It was not owed the row that was rescheduled: that one came due before the subscription was created.
+            never_owed = row.earliest_ms <= stored.since_ms
+            if not never_owed and not any(positions(position[:2]) for positions in asked):
                 self._history.breach(
                     f"topic {topic.name}: {position} is waived and nobody trimmed it for {stored.name}"
                 )

@@ -145,9 +145,17 @@ class Promises:
         )
         if outcome.duplicates - repeated < there_all_the_time:
             self._breach(sent, f"{outcome.duplicates} duplicates, {there_all_the_time} rows were there")
-        for position in sorted({key for each in stored for key in keys[each]} - topic.missing.keys()):
-            if position not in topic.rows and topic.removed.get(position, 0) <= sent.slot:
-                self._breach(sent, f"{position} was answered OK and is nowhere")
+        for position in sorted(stored):
+            nowhere = [key for key in sorted(keys[position]) if self._is_nowhere(sent, key)]
+            # A policy counts from its answer on: it may have landed before that, and adds go by the one before.
+            elsewhere = topic.sharing_changed and not all(self._is_nowhere(sent, key) for key in of_any[position])
+            if nowhere and not elsewhere:
+                self._breach(sent, f"{nowhere} was answered OK and is nowhere")
+
+    @staticmethod
+    def _is_nowhere(sent: Sent, key: Position) -> bool:
+        topic = sent.topic
+        return key not in topic.rows and key not in topic.missing and topic.removed.get(key, 0) <= sent.slot
 
     @staticmethod
     def _there_since(topic: TopicTruth, position: Position, slot: int) -> bool:
