@@ -153,9 +153,7 @@ class Collector(Generic[M]):
         )
         key = names.dead_object_key(given_up.object)
         try:
-            self._tools.store.put_if_absent(key, manifest.encode_dead_object(given_up), metadata={})
-        except object_store.AlreadyExists:
-            pass
+            self._create(key, manifest.encode_dead_object(given_up))
         except object_store.StoreError as failure:
             log.warning("object %s is not given up yet: %s", given_up.object, failure)
             return False
@@ -163,6 +161,14 @@ class Collector(Generic[M]):
             "object %s cannot be deleted and is given up attempts=%d: %s", given_up.object, given_up.attempts, error
         )
         return True
+
+    def _create(self, key: str, body: bytes) -> None:
+        """That there is one already is success. Raises the store's errors when it is not known that there is one."""
+        try:
+            self._tools.store.put_if_absent(key, body, metadata={})
+        except object_store.AlreadyExists:
+            # 409 is answered also while nobody has won.
+            self._tools.store.head(key)
 
     def _drop(self, outcome: Outcome, tip: commit.Tip[M]) -> commit.Tip[M]:
         """Drops the tombstones of what is deleted or given up, and counts the attempts of what is neither."""
