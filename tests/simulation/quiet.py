@@ -7,6 +7,8 @@ Does not own: the truth (`oracle`), and when it is quiet (`run`).
 from __future__ import annotations
 
 import asyncio
+import collections
+from collections.abc import Mapping, Set
 
 from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
@@ -15,7 +17,7 @@ from daemon.engine.calls import View
 from daemon.errors import Corruption
 from tests.simulation.columns import rows_of
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, Position, TopicTruth, in_index
+from tests.simulation.oracle import Oracle, Position, Row, TopicTruth, in_index
 from tests.support.engine_fixture import Daemon
 
 # What is due for so long must have been passed: the timer looks at the clock twice a second.
@@ -26,6 +28,9 @@ SETTLED_AFTER_S = 60.0
 LOOKED_AFTER_S = 70.0
 # More than there ever are.
 VIEW_ROWS = 1_000
+
+# Of a row that people are shown: when it is due, ledger and entry.
+Shown = tuple[int, ...]
 
 
 async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
@@ -68,30 +73,56 @@ async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
 
 
 async def _compare_views(daemon: Daemon, truth: TopicTruth, history: History) -> None:
-    """What people are shown. Not where a bucket is damaged: they are told that it cannot be read."""
-    if not any(truth.name in shard.topics for shard in daemon.shards.values()):
+    """What people are shown. Not where a bucket is damaged: they are told that it cannot be read.
+
+    What counts as due is what was passed, a moment later than it is due. Whoever looks does not stop the timer: what is
+    passed meanwhile may be shown as either.
+    """
+    served = next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
+    if served is None:
         return
-    page = await daemon.call(daemon.engine.requests.list_scheduled(truth.name, View(), VIEW_ROWS, None))
-    shown = [(time, *position) for *position, time in rows_of(page.rows)]
-    waiting = [
-        (row.deliver_at_ms, *position[:2]) for position, row in truth.rows.items() if row.deliver_at_ms > page.as_of_ms
-    ]
-    if shown != sorted(waiting):
-        history.breach(f"topic {truth.name}: {shown} are shown as scheduled, and {sorted(waiting)} are")
+    requests = daemon.engine.requests
+    most = _as_shown(truth.rows, truth.rows.keys() - _passed(served.core))
+    scheduled = await daemon.call(requests.list_scheduled(truth.name, View(), VIEW_ROWS, None))
+    least = _as_shown(truth.rows, truth.rows.keys() - _passed(served.core))
+    shown = [(time, *position) for *position, time in rows_of(scheduled.rows)]
+    if shown != sorted(shown):
+        history.breach(f"topic {truth.name}: {shown} are shown as scheduled, and they are not in order")
+    _compare_shown(f"topic {truth.name}, scheduled", shown, least, most, history)
     for number, stored in truth.subscriptions.items():
-        backlog = await daemon.call(daemon.engine.requests.list_backlog(truth.name, stored.name, None, VIEW_ROWS, None))
-        due = [
-            (row.deliver_at_ms, *position[:2])
-            for position, row in truth.rows.items()
-            if row.deliver_at_ms <= backlog.as_of_ms and number in truth.owes(row)
-        ]
+        owed = {position: row for position, row in truth.rows.items() if number in truth.owes(row)}
+        least = _as_shown(owed, owed.keys() & _passed(served.core))
+        backlog = await daemon.call(requests.list_backlog(truth.name, stored.name, None, VIEW_ROWS, None))
+        most = _as_shown(owed, owed.keys() & _passed(served.core))
         shown = [(time, *position) for *position, time in rows_of(backlog.rows)]
-        if sorted(shown) != sorted(due):
-            history.breach(f"topic {truth.name}: {shown} are shown as the backlog of {stored.name}, {due} are")
+        _compare_shown(f"topic {truth.name}, backlog of {stored.name}", shown, least, most, history)
+
+
+def _as_shown(rows: Mapping[Position, Row], positions: Set[Position]) -> collections.Counter[Shown]:
+    """A position may have a row in several indexes: all of them look alike."""
+    return collections.Counter((rows[each].deliver_at_ms, *each[:2]) for each in positions)
+
+
+def _compare_shown(
+    place: str,
+    shown: list[Shown],
+    least: collections.Counter[Shown],
+    most: collections.Counter[Shown],
+    history: History,
+) -> None:
+    counted = collections.Counter(shown)
+    if lacking := sorted((least - counted).elements()):
+        history.breach(f"{place}: {lacking} are not shown")
+    if extra := sorted((counted - most).elements()):
+        history.breach(f"{place}: {extra} are shown")
+
+
+def _passed(core: Topic) -> set[Position]:
+    return {position for bucket in _buckets(core) for position in _positions(core, bucket, passed=True)}
 
 
 def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Position | None:
-    passed = {position for bucket in _buckets(core) for position in _positions(core, bucket, passed=True)}
+    passed = _passed(core)
     due_ms = daemon.now_ms() - PASSED_AFTER_MS
     return next(
         (position for position, row in truth.rows.items() if row.deliver_at_ms <= due_ms and position not in passed),
