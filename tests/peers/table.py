@@ -21,12 +21,11 @@ class Standing(enum.Enum):
     HERE = "has its equivalent"
     DIFFERS = "differs on purpose: the equivalent tests our rule"
     MEASURED = "is measured: never an assertion on time in a test"
-    WAITS = "waits for a capability"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """`tests`: `module:name` under this repository. `note`: the rule that differs, or what it waits for."""
+    """`tests`: `module:name` under this repository. `note`: the rule that differs, or why."""
 
     name: str
     tests: tuple[str, ...] = ()
@@ -52,11 +51,8 @@ def measured(name: str, *places: str, note: str) -> Peer:
     return Peer(name, places, Standing.MEASURED, note)
 
 
-def waits(name: str, capability: str, *so_far: str) -> Peer:
-    return Peer(name, so_far, Standing.WAITS, capability)
-
-
 TIMERS = "tests.peers.test_pulsar_timers:"
+COLLECTION = "tests.daemon.engine.test_collection:"
 TRACKERS = "tests.peers.test_pulsar_trackers:"
 DEPARTURES = "tests.peers.test_pulsar_departures:"
 MERGES = "tests.peers.test_pulsar_merges:"
@@ -347,12 +343,13 @@ DELIVERY = Section(
             "'unsubscribe after a restart removes every snapshot'",
             TOPICS + "test_deleting_the_last_subscription_after_a_restart_buries_each_bucket_that_was_due_and_no_other",
             rule="Rule 10: the index is shared. Deleting the last subscription makes what was due gone; what is "
-            "pending waits for the next one. Objects leave storage by their tombstones: that waits for collection.",
+            "pending waits for the next one. Objects leave storage by their tombstones, when their grace is over.",
         ),
         here(
             "'deleting a topic removes every snapshot'",
             TOPICS + "test_deleting_a_topic_after_a_restart_buries_every_bucket",
-            note="Every object has its tombstone; that it leaves storage waits for collection.",
+            COLLECTION + "test_when_everything_is_delivered_and_collected_exactly_this_is_left",
+            note="Every object has its tombstone, and leaves storage when its grace is over.",
         ),
         differs(
             "'metrics of subscriptions sum to topic and namespace: 101 messages, 3 buckets'",
@@ -423,10 +420,10 @@ NOBODYS = Section(
             note="At 10^7: what is read at a start is the manifests, the heads of buckets and the journal's tail, so "
             "that the time follows the buckets and the tail, not the rows; merging bounds the buckets.",
         ),
-        waits(
+        here(
             "orphans swept to zero",
-            "collection",
-            TOPICS + "test_deleting_a_topic_after_a_restart_buries_every_bucket",
+            COLLECTION + "test_when_everything_is_delivered_and_collected_exactly_this_is_left",
+            "tests.daemon.durability.test_orphans:test_what_no_manifest_named_for_a_day_is_an_orphan",
         ),
     ),
 )

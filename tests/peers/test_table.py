@@ -25,10 +25,7 @@ def test_a_test_that_is_not_there_is_missed() -> None:
     assert table.missing([f"{module}:test_a_test_that_is_not_there_is_missed", *absent]) == absent
 
 
-def test_each_entry_has_a_test_or_says_what_it_waits_for() -> None:
+def test_each_entry_has_a_test_and_says_why_where_it_differs() -> None:
     for peer in table.peers():
-        if peer.standing is Standing.WAITS:
-            assert peer.note == "collection", peer.name
-            continue
         assert peer.tests, peer.name
         assert peer.note or peer.standing is Standing.HERE, f"{peer.name} says no reason"
