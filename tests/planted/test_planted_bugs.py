@@ -9,7 +9,7 @@ import pytest
 from tests.planted import bug, table
 from tests.simulation.run import run
 
-SEEDS_MAX = 40
+SEEDS_MAX = 120
 UNHARMED = 4
 
 
