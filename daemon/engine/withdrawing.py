@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from daemon.core import limits
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
@@ -41,14 +41,7 @@ class Withdrawing:
         rows_max = self._topic.settings.request_limits.rows_max
         records, outcome = core.withdrawals.stage_cancel(asked, rows_max=rows_max)
         await self._durable(records)
-        self._environment.metrics.withdrawn(
-            core.name,
-            "cancelled",
-            rows=outcome.cancelled,
-            not_found=len(outcome.not_found),
-            already_due=len(outcome.already_due),
-            in_flight=len(outcome.in_flight),
-        )
+        self._count("cancelled", outcome.cancelled, outcome)
         return outcome
 
     async def reschedule(self, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
@@ -76,14 +69,7 @@ class Withdrawing:
             rows_max=topic.settings.request_limits.rows_max,
         )
         await self._durable(records, admission.staged)
-        self._environment.metrics.withdrawn(
-            core.name,
-            "rescheduled",
-            rows=outcome.rescheduled,
-            not_found=len(outcome.not_found),
-            already_due=len(outcome.already_due),
-            in_flight=len(outcome.in_flight),
-        )
+        self._count("rescheduled", outcome.rescheduled, outcome)
         return outcome
 
     async def none_leaving(self, ledger_id: U64, entry_id: U64) -> None:
@@ -130,6 +116,18 @@ class Withdrawing:
             await self._topic.shard.acknowledgements_open()
         else:
             await commits.confirmed()
+
+    def _count(
+        self, result: Literal["cancelled", "rescheduled"], rows: int, outcome: CancelOutcome | RescheduleOutcome
+    ) -> None:
+        self._environment.metrics.withdrawn(
+            self._topic.core.name,
+            result,
+            rows=rows,
+            not_found=len(outcome.not_found),
+            already_due=len(outcome.already_due),
+            in_flight=len(outcome.in_flight),
+        )
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
