@@ -56,6 +56,10 @@ class Record(_message.Message):
     GONE_FIELD_NUMBER: _builtins.int
     WAIVE_FIELD_NUMBER: _builtins.int
     RESCHEDULE_FIELD_NUMBER: _builtins.int
+    NEGATIVE_ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
+    PURGE_FIELD_NUMBER: _builtins.int
     topic_id: _builtins.str
     incarnation: _builtins.int
     """Records of an older incarnation of the topic are dropped."""
@@ -70,6 +74,14 @@ class Record(_message.Message):
     def waive(self) -> Global___Waive: ...
     @_builtins.property
     def reschedule(self) -> Global___Reschedule: ...
+    @_builtins.property
+    def negative_acknowledge(self) -> Global___NegativeAcknowledge: ...
+    @_builtins.property
+    def dead_letter(self) -> Global___DeadLetter: ...
+    @_builtins.property
+    def replay(self) -> Global___Replay: ...
+    @_builtins.property
+    def purge(self) -> Global___Purge: ...
     def __init__(
         self,
         *,
@@ -81,12 +93,16 @@ class Record(_message.Message):
         gone: Global___Gone | None = ...,
         waive: Global___Waive | None = ...,
         reschedule: Global___Reschedule | None = ...,
+        negative_acknowledge: Global___NegativeAcknowledge | None = ...,
+        dead_letter: Global___DeadLetter | None = ...,
+        replay: Global___Replay | None = ...,
+        purge: Global___Purge | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "dead_letter", b"dead_letter", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "negative_acknowledge", b"negative_acknowledge", "purge", b"purge", "replay", b"replay", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add", b"add", "dead_letter", b"dead_letter", "decision", b"decision", "gone", b"gone", "incarnation", b"incarnation", "negative_acknowledge", b"negative_acknowledge", "purge", b"purge", "replay", b"replay", "reschedule", b"reschedule", "rows", b"rows", "topic_id", b"topic_id", "waive", b"waive"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone", "waive", "reschedule"]  # noqa: Y015
+    _WhichOneofReturnType_decision: _TypeAlias = _typing.Literal["add", "acknowledge", "gone", "waive", "reschedule", "negative_acknowledge", "dead_letter", "replay", "purge"]  # noqa: Y015
     _WhichOneofArgType_decision: _TypeAlias = _typing.Literal["decision", b"decision"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_decision) -> _WhichOneofReturnType_decision | None: ...
 
@@ -103,13 +119,18 @@ class Add(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    DELAY_LEVEL_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
-    """0 = the shared index."""
+    """The index: 0 = the shared one; a subscription's id = its own; 2^63 more = that of its batch indexes, where the entry id
+    of a row is the entry's, times 2^16, plus the batch index.
+    """
     deliver_at_ms: _builtins.bytes
     ledger_id: _builtins.bytes
     entry_id: _builtins.bytes
     key_hash: _builtins.bytes
     """Absent when no row has one."""
+    delay_level: _builtins.int
+    """The delay level that the rows were added by; 0 = none."""
     def __init__(
         self,
         *,
@@ -118,10 +139,11 @@ class Add(_message.Message):
         ledger_id: _builtins.bytes | None = ...,
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
+        delay_level: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -138,12 +160,15 @@ class Acknowledge(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     OWN_INDEX_FIELD_NUMBER: _builtins.int
+    OF_BATCH_INDEXES_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     deliver_at_ms: _builtins.bytes
     ledger_id: _builtins.bytes
     entry_id: _builtins.bytes
     own_index: _builtins.bool
     """The rows are in the subscription's own index, not in the shared one."""
+    of_batch_indexes: _builtins.bool
+    """The rows are in the index of its batch indexes."""
     def __init__(
         self,
         *,
@@ -152,14 +177,200 @@ class Acknowledge(_message.Message):
         ledger_id: _builtins.bytes | None = ...,
         entry_id: _builtins.bytes | None = ...,
         own_index: _builtins.bool | None = ...,
+        of_batch_indexes: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "of_batch_indexes", b"of_batch_indexes", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "of_batch_indexes", b"of_batch_indexes", "own_index", b"own_index", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
+
+@_typing.final
+class NegativeAcknowledge(_message.Message):
+    """Positions that a subscription negatively acknowledged, and when they come back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    ADDED_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    index_id: _builtins.int
+    """The index, as in `Add`."""
+    added: _builtins.bool
+    """The rows are new in the index, and due."""
+    deliver_at_ms: _builtins.bytes
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    key_hash: _builtins.bytes
+    """Absent when no row has one."""
+    redeliver_at_ms: _builtins.bytes
+    redelivery_count: _builtins.bytes
+    """How often each was negatively acknowledged, this time included."""
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        index_id: _builtins.int | None = ...,
+        added: _builtins.bool | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+        redeliver_at_ms: _builtins.bytes | None = ...,
+        redelivery_count: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NegativeAcknowledge: _TypeAlias = NegativeAcknowledge  # noqa: Y015
+
+@_typing.final
+class DeadLetter(_message.Message):
+    """Positions that became dead letters of a subscription: they leave its backlog."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Reason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DeadLetter._Reason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNSPECIFIED: DeadLetter._Reason.ValueType  # 0
+        TOO_OFTEN: DeadLetter._Reason.ValueType  # 1
+        """Negatively acknowledged too often."""
+        REJECTED: DeadLetter._Reason.ValueType  # 2
+
+    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
+    UNSPECIFIED: DeadLetter.Reason.ValueType  # 0
+    TOO_OFTEN: DeadLetter.Reason.ValueType  # 1
+    """Negatively acknowledged too often."""
+    REJECTED: DeadLetter.Reason.ValueType  # 2
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    DEAD_AT_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    index_id: _builtins.int
+    """The index, as in `Add`; they need not have rows in it."""
+    deliver_at_ms: _builtins.bytes
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    key_hash: _builtins.bytes
+    """Absent when no row has one."""
+    redelivery_count: _builtins.bytes
+    dead_letter_id: _builtins.bytes
+    dead_at_ms: _builtins.bytes
+    reason: Global___DeadLetter.Reason.ValueType
+    text: _builtins.str
+    """What the dispatcher said."""
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        index_id: _builtins.int | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+        redelivery_count: _builtins.bytes | None = ...,
+        dead_letter_id: _builtins.bytes | None = ...,
+        dead_at_ms: _builtins.bytes | None = ...,
+        reason: Global___DeadLetter.Reason.ValueType | None = ...,
+        text: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
+
+@_typing.final
+class Replay(_message.Message):
+    """Dead letters that are delivered again: rows of an index of the subscription."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    index_id: _builtins.int
+    """As in `Add`; never the shared one."""
+    deliver_at_ms: _builtins.bytes
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    key_hash: _builtins.bytes
+    """Absent when no row has one."""
+    dead_letter_id: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        index_id: _builtins.int | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+        dead_letter_id: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replay: _TypeAlias = Replay  # noqa: Y015
+
+@_typing.final
+class Purge(_message.Message):
+    """Dead letters that are forgotten."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    dead_letter_id: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        dead_letter_id: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Purge: _TypeAlias = Purge  # noqa: Y015
 
 @_typing.final
 class Reschedule(_message.Message):

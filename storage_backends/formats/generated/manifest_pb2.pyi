@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from storage_backends.formats.generated import bucket_pb2 as _bucket_pb2
 import builtins as _builtins
 import sys
@@ -259,6 +260,7 @@ class TopicManifest(_message.Message):
     PROGRESS_OBJECT_FIELD_NUMBER: _builtins.int
     DELETED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    DELAY_LEVELS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     incarnation: _builtins.int
@@ -284,6 +286,10 @@ class TopicManifest(_message.Message):
     def progress_object(self) -> Global___ObjectReference: ...
     @_builtins.property
     def policy(self) -> Global___TopicPolicy: ...
+    @_builtins.property
+    def delay_levels(self) -> Global___DelayLevels:
+        """Absent: the daemon's."""
+
     def __init__(
         self,
         *,
@@ -301,14 +307,39 @@ class TopicManifest(_message.Message):
         progress_object: Global___ObjectReference | None = ...,
         deleted: _builtins.bool | None = ...,
         policy: Global___TopicPolicy | None = ...,
+        delay_levels: Global___DelayLevels | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TopicManifest: _TypeAlias = TopicManifest  # noqa: Y015
+
+@_typing.final
+class DelayLevels(_message.Message):
+    """The topic's table of delays."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    CLAMP_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    clamp: _builtins.bool
+    def __init__(
+        self,
+        *,
+        table: _builtins.str | None = ...,
+        clamp: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["clamp", b"clamp", "table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clamp", b"clamp", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DelayLevels: _TypeAlias = DelayLevels  # noqa: Y015
 
 @_typing.final
 class TopicPolicy(_message.Message):
@@ -489,26 +520,100 @@ class SubscriptionPolicy(_message.Message):
     IN_FLIGHT_ROWS_MAX_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PROPERTIES_FIELD_NUMBER: _builtins.int
+    REDELIVERY_FIELD_NUMBER: _builtins.int
+    MAX_REDELIVER_COUNT_FIELD_NUMBER: _builtins.int
+    ACK_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    NACK_PRECISION_BITS_FIELD_NUMBER: _builtins.int
     in_flight_rows_max: _builtins.int
     lease_ms: _builtins.int
+    max_redeliver_count: _builtins.int
+    ack_timeout_ms: _builtins.int
+    nack_precision_bits: _builtins.int
     @_builtins.property
     def properties(self) -> _containers.RepeatedCompositeFieldContainer[Global___Property]:
         """In the order of their names."""
 
+    @_builtins.property
+    def redelivery(self) -> Global___RedeliveryPolicy: ...
     def __init__(
         self,
         *,
         in_flight_rows_max: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
         properties: _abc.Iterable[Global___Property] | None = ...,
+        redelivery: Global___RedeliveryPolicy | None = ...,
+        max_redeliver_count: _builtins.int | None = ...,
+        ack_timeout_ms: _builtins.int | None = ...,
+        nack_precision_bits: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "properties", b"properties"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+@_typing.final
+class RedeliveryPolicy(_message.Message):
+    """The fields that its kind has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RedeliveryPolicy._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNSPECIFIED: RedeliveryPolicy._Kind.ValueType  # 0
+        CONSTANT: RedeliveryPolicy._Kind.ValueType  # 1
+        LINEAR: RedeliveryPolicy._Kind.ValueType  # 2
+        EXPONENTIAL: RedeliveryPolicy._Kind.ValueType  # 3
+        LIST: RedeliveryPolicy._Kind.ValueType  # 4
+        LADDER: RedeliveryPolicy._Kind.ValueType  # 5
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    UNSPECIFIED: RedeliveryPolicy.Kind.ValueType  # 0
+    CONSTANT: RedeliveryPolicy.Kind.ValueType  # 1
+    LINEAR: RedeliveryPolicy.Kind.ValueType  # 2
+    EXPONENTIAL: RedeliveryPolicy.Kind.ValueType  # 3
+    LIST: RedeliveryPolicy.Kind.ValueType  # 4
+    LADDER: RedeliveryPolicy.Kind.ValueType  # 5
+
+    KIND_FIELD_NUMBER: _builtins.int
+    INITIAL_MS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    MAX_MS_FIELD_NUMBER: _builtins.int
+    MULTIPLIER_FIELD_NUMBER: _builtins.int
+    JITTER_FIELD_NUMBER: _builtins.int
+    DELAYS_MS_FIELD_NUMBER: _builtins.int
+    kind: Global___RedeliveryPolicy.Kind.ValueType
+    initial_ms: _builtins.int
+    step_ms: _builtins.int
+    max_ms: _builtins.int
+    multiplier: _builtins.float
+    jitter: _builtins.float
+    @_builtins.property
+    def delays_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        kind: Global___RedeliveryPolicy.Kind.ValueType | None = ...,
+        initial_ms: _builtins.int | None = ...,
+        step_ms: _builtins.int | None = ...,
+        max_ms: _builtins.int | None = ...,
+        multiplier: _builtins.float | None = ...,
+        jitter: _builtins.float | None = ...,
+        delays_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["initial_ms", b"initial_ms", "jitter", b"jitter", "kind", b"kind", "max_ms", b"max_ms", "multiplier", b"multiplier", "step_ms", b"step_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delays_ms", b"delays_ms", "initial_ms", b"initial_ms", "jitter", b"jitter", "kind", b"kind", "max_ms", b"max_ms", "multiplier", b"multiplier", "step_ms", b"step_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedeliveryPolicy: _TypeAlias = RedeliveryPolicy  # noqa: Y015
 
 @_typing.final
 class Property(_message.Message):
@@ -534,25 +639,231 @@ Global___Property: _TypeAlias = Property  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """What is gone and acknowledged, as of a slot."""
+    """Everything of a topic that is not rows, as of a slot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BUCKETS_FIELD_NUMBER: _builtins.int
+    REDELIVERIES_FIELD_NUMBER: _builtins.int
+    LEVELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___BucketProgress]: ...
+    @_builtins.property
+    def redeliveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Redeliveries]:
+        """By subscription id, of those that have any."""
+
+    @_builtins.property
+    def levels(self) -> _containers.RepeatedCompositeFieldContainer[Global___LevelRows]: ...
     def __init__(
         self,
         *,
         buckets: _abc.Iterable[Global___BucketProgress] | None = ...,
+        redeliveries: _abc.Iterable[Global___Redeliveries] | None = ...,
+        levels: _abc.Iterable[Global___LevelRows] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "levels", b"levels", "redeliveries", b"redeliveries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class Redeliveries(_message.Message):
+    """What a subscription negatively acknowledged, and its dead letters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
+    NACKED_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    LAST_DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    subscription_id: _builtins.int
+    last_dead_letter_id: _builtins.int
+    """The highest id ever given."""
+    @_builtins.property
+    def nacked(self) -> _containers.RepeatedCompositeFieldContainer[Global___NackedRows]:
+        """Positions that wait for their redelivery, by index."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CountPlane]:
+        """How often positions of the backlog were negatively acknowledged, by index."""
+
+    @_builtins.property
+    def dead_letters(self) -> Global___DeadLetters: ...
+    def __init__(
+        self,
+        *,
+        subscription_id: _builtins.int | None = ...,
+        nacked: _abc.Iterable[Global___NackedRows] | None = ...,
+        counts: _abc.Iterable[Global___CountPlane] | None = ...,
+        dead_letters: Global___DeadLetters | None = ...,
+        last_dead_letter_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters", "last_dead_letter_id", b"last_dead_letter_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "dead_letters", b"dead_letters", "last_dead_letter_id", b"last_dead_letter_id", "nacked", b"nacked", "subscription_id", b"subscription_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Redeliveries: _TypeAlias = Redeliveries  # noqa: Y015
+
+@_typing.final
+class NackedRows(_message.Message):
+    """Columns are encoded as described in the storage format document."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    index_id: _builtins.int
+    """As in the journal's `Add`."""
+    rows: _builtins.int
+    deliver_at_ms: _builtins.bytes
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    key_hash: _builtins.bytes
+    """Absent when no row has one."""
+    redeliver_at_ms: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        index_id: _builtins.int | None = ...,
+        rows: _builtins.int | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+        redeliver_at_ms: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NackedRows: _TypeAlias = NackedRows  # noqa: Y015
+
+@_typing.final
+class CountPlane(_message.Message):
+    """The positions whose count has a bit, 0 = the lowest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    BIT_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    index_id: _builtins.int
+    bit: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_bucket_pb2.PositionBitmap]: ...
+    def __init__(
+        self,
+        *,
+        index_id: _builtins.int | None = ...,
+        bit: _builtins.int | None = ...,
+        positions: _abc.Iterable[_bucket_pb2.PositionBitmap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bit", b"bit", "index_id", b"index_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bit", b"bit", "index_id", b"index_id", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CountPlane: _TypeAlias = CountPlane  # noqa: Y015
+
+@_typing.final
+class DeadLetters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    DEAD_AT_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    dead_letter_id: _builtins.bytes
+    """Ascending."""
+    ledger_id: _builtins.bytes
+    entry_id: _builtins.bytes
+    batch_index: _builtins.bytes
+    """2^32 - 1 = the entry as a whole."""
+    deliver_at_ms: _builtins.bytes
+    key_hash: _builtins.bytes
+    """0 where a position has none."""
+    redelivery_count: _builtins.bytes
+    dead_at_ms: _builtins.bytes
+    reason: _builtins.bytes
+    """The numbers of the journal's `DeadLetter.Reason`."""
+    text_index: _builtins.bytes
+    """What the dispatcher said, as an index of `texts`."""
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int | None = ...,
+        dead_letter_id: _builtins.bytes | None = ...,
+        ledger_id: _builtins.bytes | None = ...,
+        entry_id: _builtins.bytes | None = ...,
+        batch_index: _builtins.bytes | None = ...,
+        deliver_at_ms: _builtins.bytes | None = ...,
+        key_hash: _builtins.bytes | None = ...,
+        redelivery_count: _builtins.bytes | None = ...,
+        dead_at_ms: _builtins.bytes | None = ...,
+        reason: _builtins.bytes | None = ...,
+        text_index: _builtins.bytes | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "text_index", b"text_index"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "text_index", b"text_index", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetters: _TypeAlias = DeadLetters  # noqa: Y015
+
+@_typing.final
+class LevelRows(_message.Message):
+    """Rows of an index that were added by a delay level and are not gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_ID_FIELD_NUMBER: _builtins.int
+    DELAY_LEVEL_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    index_id: _builtins.int
+    delay_level: _builtins.int
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[_bucket_pb2.PositionBitmap]: ...
+    def __init__(
+        self,
+        *,
+        index_id: _builtins.int | None = ...,
+        delay_level: _builtins.int | None = ...,
+        positions: _abc.Iterable[_bucket_pb2.PositionBitmap] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "index_id", b"index_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "index_id", b"index_id", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LevelRows: _TypeAlias = LevelRows  # noqa: Y015
 
 @_typing.final
 class BucketProgress(_message.Message):

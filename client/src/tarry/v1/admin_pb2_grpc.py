@@ -45,6 +45,26 @@ class AdminStub(object):
                 request_serializer=tarry_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.FromString,
                 _registered_method=True)
+        self.SetDelayLevels = channel.unary_unary(
+                '/tarry.v1.Admin/SetDelayLevels',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.SetDelayLevelsRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.SetDelayLevelsResponse.FromString,
+                _registered_method=True)
+        self.GetDelayLevels = channel.unary_unary(
+                '/tarry.v1.Admin/GetDelayLevels',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.GetDelayLevelsRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.GetDelayLevelsResponse.FromString,
+                _registered_method=True)
+        self.ReplayDeadLetters = channel.unary_unary(
+                '/tarry.v1.Admin/ReplayDeadLetters',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersResponse.FromString,
+                _registered_method=True)
+        self.PurgeDeadLetters = channel.unary_unary(
+                '/tarry.v1.Admin/PurgeDeadLetters',
+                request_serializer=tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersResponse.FromString,
+                _registered_method=True)
         self.SealBucket = channel.unary_unary(
                 '/tarry.v1.Admin/SealBucket',
                 request_serializer=tarry_dot_v1_dot_admin__pb2.SealBucketRequest.SerializeToString,
@@ -81,6 +101,38 @@ class AdminServicer(object):
 
     def GetTopicPolicy(self, request, context):
         """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDelayLevels(self, request, context):
+        """Replaces the delay levels of a topic, and creates the topic if it is new; they count from the answer on. A table that
+        cannot be read is refused as a whole, INVALID_ARGUMENT with the place. What is pending keeps its time.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDelayLevels(self, request, context):
+        """The delay levels in force: of a topic, or, where none is named, the daemon's. NOT_FOUND: no such topic.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplayDeadLetters(self, request, context):
+        """Has dead letters delivered again: each becomes a row of its subscription alone, with the count of redeliveries at 0.
+        Answered when durable. UNKNOWN when it takes longer than the call may: it goes on, and asking again is safe.
+        INVALID_ARGUMENT: a filter's range that ends before it begins. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such
+        topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeDeadLetters(self, request, context):
+        """Forgets dead letters. Answered when durable; errors as in `ReplayDeadLetters`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +184,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetTopicPolicy,
                     request_deserializer=tarry_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.SerializeToString,
+            ),
+            'SetDelayLevels': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDelayLevels,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.SetDelayLevelsRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.SetDelayLevelsResponse.SerializeToString,
+            ),
+            'GetDelayLevels': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDelayLevels,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.GetDelayLevelsRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.GetDelayLevelsResponse.SerializeToString,
+            ),
+            'ReplayDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayDeadLetters,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersResponse.SerializeToString,
+            ),
+            'PurgeDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeDeadLetters,
+                    request_deserializer=tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersResponse.SerializeToString,
             ),
             'SealBucket': grpc.unary_unary_rpc_method_handler(
                     servicer.SealBucket,
@@ -209,6 +281,114 @@ class Admin(object):
             '/tarry.v1.Admin/GetTopicPolicy',
             tarry_dot_v1_dot_admin__pb2.GetTopicPolicyRequest.SerializeToString,
             tarry_dot_v1_dot_admin__pb2.GetTopicPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDelayLevels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Admin/SetDelayLevels',
+            tarry_dot_v1_dot_admin__pb2.SetDelayLevelsRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.SetDelayLevelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDelayLevels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Admin/GetDelayLevels',
+            tarry_dot_v1_dot_admin__pb2.GetDelayLevelsRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.GetDelayLevelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Admin/ReplayDeadLetters',
+            tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.ReplayDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Admin/PurgeDeadLetters',
+            tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersRequest.SerializeToString,
+            tarry_dot_v1_dot_admin__pb2.PurgeDeadLettersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,20 @@ class AdminStub:
     """
     GetTopicPolicy: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
+    SetDelayLevels: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetDelayLevelsRequest, _admin_pb2.SetDelayLevelsResponse]
+    """Replaces the delay levels of a topic, and creates the topic if it is new; they count from the answer on. A table that
+    cannot be read is refused as a whole, INVALID_ARGUMENT with the place. What is pending keeps its time.
+    """
+    GetDelayLevels: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetDelayLevelsRequest, _admin_pb2.GetDelayLevelsResponse]
+    """The delay levels in force: of a topic, or, where none is named, the daemon's. NOT_FOUND: no such topic."""
+    ReplayDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReplayDeadLettersRequest, _admin_pb2.ReplayDeadLettersResponse]
+    """Has dead letters delivered again: each becomes a row of its subscription alone, with the count of redeliveries at 0.
+    Answered when durable. UNKNOWN when it takes longer than the call may: it goes on, and asking again is safe.
+    INVALID_ARGUMENT: a filter's range that ends before it begins. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such
+    topic or subscription.
+    """
+    PurgeDeadLetters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PurgeDeadLettersRequest, _admin_pb2.PurgeDeadLettersResponse]
+    """Forgets dead letters. Answered when durable; errors as in `ReplayDeadLetters`."""
     SealBucket: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]
     """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic."""
     MergeBuckets: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]
@@ -68,6 +82,20 @@ class AdminAsyncStub(AdminStub):
     """
     GetTopicPolicy: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTopicPolicyRequest, _admin_pb2.GetTopicPolicyResponse]  # type: ignore[assignment]
     """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
+    SetDelayLevels: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetDelayLevelsRequest, _admin_pb2.SetDelayLevelsResponse]  # type: ignore[assignment]
+    """Replaces the delay levels of a topic, and creates the topic if it is new; they count from the answer on. A table that
+    cannot be read is refused as a whole, INVALID_ARGUMENT with the place. What is pending keeps its time.
+    """
+    GetDelayLevels: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetDelayLevelsRequest, _admin_pb2.GetDelayLevelsResponse]  # type: ignore[assignment]
+    """The delay levels in force: of a topic, or, where none is named, the daemon's. NOT_FOUND: no such topic."""
+    ReplayDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReplayDeadLettersRequest, _admin_pb2.ReplayDeadLettersResponse]  # type: ignore[assignment]
+    """Has dead letters delivered again: each becomes a row of its subscription alone, with the count of redeliveries at 0.
+    Answered when durable. UNKNOWN when it takes longer than the call may: it goes on, and asking again is safe.
+    INVALID_ARGUMENT: a filter's range that ends before it begins. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such
+    topic or subscription.
+    """
+    PurgeDeadLetters: _aio.UnaryUnaryMultiCallable[_admin_pb2.PurgeDeadLettersRequest, _admin_pb2.PurgeDeadLettersResponse]  # type: ignore[assignment]
+    """Forgets dead letters. Answered when durable; errors as in `ReplayDeadLetters`."""
     SealBucket: _aio.UnaryUnaryMultiCallable[_admin_pb2.SealBucketRequest, _admin_pb2.SealBucketResponse]  # type: ignore[assignment]
     """Seals the mutable buckets now; answered when the new buckets are committed. NOT_FOUND: no such topic."""
     MergeBuckets: _aio.UnaryUnaryMultiCallable[_admin_pb2.MergeBucketsRequest, _admin_pb2.MergeBucketsResponse]  # type: ignore[assignment]
@@ -106,6 +134,44 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.GetTopicPolicyResponse, _abc.Awaitable[_admin_pb2.GetTopicPolicyResponse]]:
         """The policy as it was set, and what is in force with the daemon's defaults. NOT_FOUND: no such topic."""
+
+    @_abc_1.abstractmethod
+    def SetDelayLevels(
+        self,
+        request: _admin_pb2.SetDelayLevelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetDelayLevelsResponse, _abc.Awaitable[_admin_pb2.SetDelayLevelsResponse]]:
+        """Replaces the delay levels of a topic, and creates the topic if it is new; they count from the answer on. A table that
+        cannot be read is refused as a whole, INVALID_ARGUMENT with the place. What is pending keeps its time.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDelayLevels(
+        self,
+        request: _admin_pb2.GetDelayLevelsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetDelayLevelsResponse, _abc.Awaitable[_admin_pb2.GetDelayLevelsResponse]]:
+        """The delay levels in force: of a topic, or, where none is named, the daemon's. NOT_FOUND: no such topic."""
+
+    @_abc_1.abstractmethod
+    def ReplayDeadLetters(
+        self,
+        request: _admin_pb2.ReplayDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReplayDeadLettersResponse, _abc.Awaitable[_admin_pb2.ReplayDeadLettersResponse]]:
+        """Has dead letters delivered again: each becomes a row of its subscription alone, with the count of redeliveries at 0.
+        Answered when durable. UNKNOWN when it takes longer than the call may: it goes on, and asking again is safe.
+        INVALID_ARGUMENT: a filter's range that ends before it begins. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such
+        topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def PurgeDeadLetters(
+        self,
+        request: _admin_pb2.PurgeDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.PurgeDeadLettersResponse, _abc.Awaitable[_admin_pb2.PurgeDeadLettersResponse]]:
+        """Forgets dead letters. Answered when durable; errors as in `ReplayDeadLetters`."""
 
     @_abc_1.abstractmethod
     def SealBucket(

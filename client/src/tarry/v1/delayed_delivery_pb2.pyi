@@ -46,7 +46,7 @@ Global___AlreadyDue: _TypeAlias = AlreadyDue  # noqa: Y015
 
 @_typing.final
 class AddMessagesRequest(_message.Message):
-    """`ledger_id` and `entry_id` name the positions. Exactly one of `deliver_at_ms` and `delay_ms` is given."""
+    """`ledger_id` and `entry_id` name the positions. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -58,6 +58,7 @@ class AddMessagesRequest(_message.Message):
     KEY_HASH_FIELD_NUMBER: _builtins.int
     ALREADY_DUE_FIELD_NUMBER: _builtins.int
     SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    DELAY_LEVEL_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """UTF-8, 1 to 1,024 bytes."""
     already_due: Global___AlreadyDue.ValueType
@@ -86,6 +87,12 @@ class AddMessagesRequest(_message.Message):
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Murmur3 32-bit, seed 0, of the ordering key or else the key; one per row, one for all rows, or none."""
 
+    @_builtins.property
+    def delay_level(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Levels of the topic's table of delays, 1 = its first; 0 = no delay; one per row, or one for all rows. Above the last
+        one it is the last one, or, where the table does not clamp, INVALID_ARGUMENT; so is a negative one.
+        """
+
     def __init__(
         self,
         *,
@@ -97,10 +104,11 @@ class AddMessagesRequest(_message.Message):
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
         already_due: Global___AlreadyDue.ValueType = ...,
         subscription: _builtins.str = ...,
+        delay_level: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["already_due", b"already_due", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,7 +87,7 @@ class DelayedDeliveryServicer(object):
         Answered when every accepted row is durable.
 
         INVALID_ARGUMENT: a column of another length, no rows, more rows than the limit, a name that is empty, too long or
-        not UTF-8, both or none of the time columns. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
+        not UTF-8, several or none of the time columns, a delay level that there is not. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
         `retry-after-ms` in the trailing metadata. FAILED_PRECONDITION: not the owner, `owner-address` in the metadata.
         UNAVAILABLE: the store cannot be reached or the daemon stops; nothing is known to be stored, retry.
         UNKNOWN: may or may not be durable; a retry is safe.

@@ -43,7 +43,7 @@ class DelayedDeliveryStub:
     Answered when every accepted row is durable.
 
     INVALID_ARGUMENT: a column of another length, no rows, more rows than the limit, a name that is empty, too long or
-    not UTF-8, both or none of the time columns. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
+    not UTF-8, several or none of the time columns, a delay level that there is not. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
     `retry-after-ms` in the trailing metadata. FAILED_PRECONDITION: not the owner, `owner-address` in the metadata.
     UNAVAILABLE: the store cannot be reached or the daemon stops; nothing is known to be stored, retry.
     UNKNOWN: may or may not be durable; a retry is safe.
@@ -101,7 +101,7 @@ class DelayedDeliveryAsyncStub(DelayedDeliveryStub):
     Answered when every accepted row is durable.
 
     INVALID_ARGUMENT: a column of another length, no rows, more rows than the limit, a name that is empty, too long or
-    not UTF-8, both or none of the time columns. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
+    not UTF-8, several or none of the time columns, a delay level that there is not. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
     `retry-after-ms` in the trailing metadata. FAILED_PRECONDITION: not the owner, `owner-address` in the metadata.
     UNAVAILABLE: the store cannot be reached or the daemon stops; nothing is known to be stored, retry.
     UNKNOWN: may or may not be durable; a retry is safe.
@@ -162,7 +162,7 @@ class DelayedDeliveryServicer(metaclass=_abc_1.ABCMeta):
         Answered when every accepted row is durable.
 
         INVALID_ARGUMENT: a column of another length, no rows, more rows than the limit, a name that is empty, too long or
-        not UTF-8, both or none of the time columns. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
+        not UTF-8, several or none of the time columns, a delay level that there is not. OUT_OF_RANGE: a delay over the limit. RESOURCE_EXHAUSTED: a quota, with
         `retry-after-ms` in the trailing metadata. FAILED_PRECONDITION: not the owner, `owner-address` in the metadata.
         UNAVAILABLE: the store cannot be reached or the daemon stops; nothing is known to be stored, retry.
         UNKNOWN: may or may not be durable; a retry is safe.

@@ -33,7 +33,13 @@ class _SubscriptionTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Subs
     """Any position to any dispatcher that has permits."""
 
 class SubscriptionType(_SubscriptionType, metaclass=_SubscriptionTypeEnumTypeWrapper):
-    """How a subscription divides positions among its dispatchers."""
+    """Batch indexes. An entry may hold a batch of messages. A negative acknowledgement that names one of them, by its index
+    from 0, has it come back by itself, beside the others and beside the entry as a whole: it is handed out with its batch
+    index, and acknowledged or negatively acknowledged with it. An acknowledgement of the entry as a whole ends them all.
+    In a column of batch indexes 2^32 - 1 is the entry as a whole; an empty column: all rows are.
+
+    How a subscription divides positions among its dispatchers.
+    """
 
 SUBSCRIPTION_TYPE_UNSPECIFIED: SubscriptionType.ValueType  # 0
 SUBSCRIPTION_TYPE_SHARED: SubscriptionType.ValueType  # 1
@@ -47,24 +53,32 @@ class SubscribeRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     FLOW_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    NEGATIVE_ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
+    EXTEND_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
     def flow(self) -> Global___Flow: ...
     @_builtins.property
     def acknowledge(self) -> Global___Acknowledge: ...
+    @_builtins.property
+    def negative_acknowledge(self) -> Global___NegativeAcknowledge: ...
+    @_builtins.property
+    def extend(self) -> Global___Extend: ...
     def __init__(
         self,
         *,
         open: Global___Open | None = ...,
         flow: Global___Flow | None = ...,
         acknowledge: Global___Acknowledge | None = ...,
+        negative_acknowledge: Global___NegativeAcknowledge | None = ...,
+        extend: Global___Extend | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "flow", b"flow", "open", b"open", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "extend", b"extend", "flow", b"flow", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "flow", b"flow", "open", b"open", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "extend", b"extend", "flow", b"flow", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "flow", "acknowledge"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "flow", "acknowledge", "negative_acknowledge", "extend"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -118,6 +132,7 @@ class Open(_message.Message):
     HELD_LEDGER_ID_FIELD_NUMBER: _builtins.int
     HELD_ENTRY_ID_FIELD_NUMBER: _builtins.int
     HELD_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    HELD_BATCH_INDEX_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     type: Global___SubscriptionType.ValueType
@@ -132,6 +147,8 @@ class Open(_message.Message):
     def held_entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def held_deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def held_batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -141,10 +158,11 @@ class Open(_message.Message):
         held_ledger_id: _abc.Iterable[_builtins.int] | None = ...,
         held_entry_id: _abc.Iterable[_builtins.int] | None = ...,
         held_deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        held_batch_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_ledger_id", b"held_ledger_id", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_batch_index", b"held_batch_index", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_ledger_id", b"held_ledger_id", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,6 +230,7 @@ class Acknowledge(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Unique among the requests in flight on the stream; 0 = not to be answered."""
     @_builtins.property
@@ -220,6 +239,10 @@ class Acknowledge(_message.Message):
     def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ends a batch index that was negatively acknowledged; of one that never was nothing is known: it is ignored."""
+
     def __init__(
         self,
         *,
@@ -227,14 +250,131 @@ class Acknowledge(_message.Message):
         ledger_id: _abc.Iterable[_builtins.int] | None = ...,
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Acknowledge: _TypeAlias = Acknowledge  # noqa: Y015
+
+@_typing.final
+class NegativeAcknowledge(_message.Message):
+    """The positions are not READY and not IN_FLIGHT until their redelivery time: they use no permits and none of the policy's
+    `in_flight_rows_max`. How often that happened comes with every hand-out. One that is waiting for its redelivery gets the
+    new time, and does not count again. Answered by `Done` when durable.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    DELAY_LEVEL_FIELD_NUMBER: _builtins.int
+    REJECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """Unique among the requests in flight on the stream; 0 = not to be answered."""
+    reject: _builtins.bool
+    """They become dead letters now."""
+    reason: _builtins.str
+    """Why, of rejected ones; at most 1,024 bytes in UTF-8."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position, or one for all."""
+
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position; no position twice."""
+
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As handed out. 0, or an empty column: Tarry has not handed it out: it is a message that the caller took from its log;
+        it enters the backlog, and is handed out with 0. It is ignored where the subscription is owed a row of that position.
+        """
+
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The delay until the redelivery in ms, counted from the moment the daemon decides; one per position, one for all, or
+        none: by the subscription's policy. The redelivery time is rounded up as the policy's `nack_precision_bits` says.
+        """
+
+    @_builtins.property
+    def delay_level(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The same as levels of the topic's table of delays, as in `AddMessagesRequest`; 0 = at once."""
+
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of positions that Tarry has not handed out, as in `AddMessagesRequest`; one per position, one for all, or none."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        delay_ms: _abc.Iterable[_builtins.int] | None = ...,
+        delay_level: _abc.Iterable[_builtins.int] | None = ...,
+        reject: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "reject", b"reject", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NegativeAcknowledge: _TypeAlias = NegativeAcknowledge  # noqa: Y015
+
+@_typing.final
+class Extend(_message.Message):
+    """Positions IN_FLIGHT at this stream: their ack time-out begins anew. Answered by `Done`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As handed out."""
+
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Extend: _TypeAlias = Extend  # noqa: Y015
 
 @_typing.final
 class Messages(_message.Message):
@@ -247,6 +387,8 @@ class Messages(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -258,6 +400,14 @@ class Messages(_message.Message):
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty when no row has one; rows without one have 0 here."""
 
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often each was negatively acknowledged or timed out; empty when none was."""
+
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty when all rows are entries as a whole."""
+
     def __init__(
         self,
         *,
@@ -266,10 +416,12 @@ class Messages(_message.Message):
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,10 +437,13 @@ class Done(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     IGNORED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     epoch: _builtins.int
     ignored: _builtins.int
     """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    dead_lettered: _builtins.int
+    """Positions of a negative acknowledgement that became dead letters."""
     @_builtins.property
     def error(self) -> _status_pb2.Status: ...
     def __init__(
@@ -298,10 +453,11 @@ class Done(_message.Message):
         epoch: _builtins.int = ...,
         ignored: _builtins.int = ...,
         error: _status_pb2.Status | None = ...,
+        dead_lettered: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "ignored", b"ignored", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "epoch", b"epoch", "error", b"error", "ignored", b"ignored", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,12 +564,17 @@ Global___DeleteSubscriptionRequest: _TypeAlias = DeleteSubscriptionRequest  # no
 class DeleteSubscriptionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    dead_letters: _builtins.int
+    """Dead letters that left with it."""
     def __init__(
         self,
+        *,
+        dead_letters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letters", b"dead_letters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +701,7 @@ class AcknowledgeRequest(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     @_builtins.property
@@ -550,6 +712,10 @@ class AcknowledgeRequest(_message.Message):
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As handed out."""
 
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in `Acknowledge`."""
+
     def __init__(
         self,
         *,
@@ -558,10 +724,11 @@ class AcknowledgeRequest(_message.Message):
         ledger_id: _abc.Iterable[_builtins.int] | None = ...,
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -588,6 +755,88 @@ class AcknowledgeResponse(_message.Message):
 Global___AcknowledgeResponse: _TypeAlias = AcknowledgeResponse  # noqa: Y015
 
 @_typing.final
+class NegativeAcknowledgeRequest(_message.Message):
+    """The fields are those of `NegativeAcknowledge`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    DELAY_LEVEL_FIELD_NUMBER: _builtins.int
+    REJECT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    reject: _builtins.bool
+    reason: _builtins.str
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def delay_level(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        delay_ms: _abc.Iterable[_builtins.int] | None = ...,
+        delay_level: _abc.Iterable[_builtins.int] | None = ...,
+        reject: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "reject", b"reject", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NegativeAcknowledgeRequest: _TypeAlias = NegativeAcknowledgeRequest  # noqa: Y015
+
+@_typing.final
+class NegativeAcknowledgeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IGNORED_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERED_FIELD_NUMBER: _builtins.int
+    ignored: _builtins.int
+    """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    dead_lettered: _builtins.int
+    """Positions that became dead letters."""
+    def __init__(
+        self,
+        *,
+        ignored: _builtins.int = ...,
+        dead_lettered: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "ignored", b"ignored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NegativeAcknowledgeResponse: _TypeAlias = NegativeAcknowledgeResponse  # noqa: Y015
+
+@_typing.final
 class ExtendLeaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -597,6 +846,7 @@ class ExtendLeaseRequest(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     lease_ms: _builtins.int
@@ -609,6 +859,8 @@ class ExtendLeaseRequest(_message.Message):
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As handed out."""
 
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -618,10 +870,11 @@ class ExtendLeaseRequest(_message.Message):
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         lease_ms: _builtins.int = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "lease_ms", b"lease_ms", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "lease_ms", b"lease_ms", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,11 @@ class DispatchStub(object):
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.FromString,
                 _registered_method=True)
+        self.NegativeAcknowledge = channel.unary_unary(
+                '/tarry.v1.Dispatch/NegativeAcknowledge',
+                request_serializer=tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeResponse.FromString,
+                _registered_method=True)
         self.ExtendLease = channel.unary_unary(
                 '/tarry.v1.Dispatch/ExtendLease',
                 request_serializer=tarry_dot_v1_dot_dispatch__pb2.ExtendLeaseRequest.SerializeToString,
@@ -131,9 +136,21 @@ class DispatchServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def NegativeAcknowledge(self, request, context):
+        """Has positions of streams or leases come back later, or makes them dead letters; also positions that Tarry never handed
+        out. Answered when durable. See the message `NegativeAcknowledge`.
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice, several of
+        `delay_ms`, `delay_level` and `reject`, a delay level that there is not, a batch index above 65,535 or of an entry id
+        of 2^48 or more. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ExtendLease(self, request, context):
         """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
-        that are not leased with that time are ignored and counted.
+        that are not leased with that time are ignored and counted. Their ack time-out begins anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,6 +188,11 @@ def add_DispatchServicer_to_server(servicer, server):
                     servicer.Acknowledge,
                     request_deserializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.SerializeToString,
+            ),
+            'NegativeAcknowledge': grpc.unary_unary_rpc_method_handler(
+                    servicer.NegativeAcknowledge,
+                    request_deserializer=tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeResponse.SerializeToString,
             ),
             'ExtendLease': grpc.unary_unary_rpc_method_handler(
                     servicer.ExtendLease,
@@ -341,6 +363,33 @@ class Dispatch(object):
             '/tarry.v1.Dispatch/Acknowledge',
             tarry_dot_v1_dot_dispatch__pb2.AcknowledgeRequest.SerializeToString,
             tarry_dot_v1_dot_dispatch__pb2.AcknowledgeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def NegativeAcknowledge(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Dispatch/NegativeAcknowledge',
+            tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeRequest.SerializeToString,
+            tarry_dot_v1_dot_dispatch__pb2.NegativeAcknowledgeResponse.FromString,
             options,
             channel_credentials,
             insecure,

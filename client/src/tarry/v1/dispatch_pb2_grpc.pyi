@@ -62,9 +62,17 @@ class DispatchStub:
     """
     Acknowledge: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]
     """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
+    NegativeAcknowledge: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.NegativeAcknowledgeRequest, _dispatch_pb2.NegativeAcknowledgeResponse]
+    """Has positions of streams or leases come back later, or makes them dead letters; also positions that Tarry never handed
+    out. Answered when durable. See the message `NegativeAcknowledge`.
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice, several of
+    `delay_ms`, `delay_level` and `reject`, a delay level that there is not, a batch index above 65,535 or of an entry id
+    of 2^48 or more. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such topic or subscription.
+    """
     ExtendLease: _grpc.UnaryUnaryMultiCallable[_dispatch_pb2.ExtendLeaseRequest, _dispatch_pb2.ExtendLeaseResponse]
     """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
-    that are not leased with that time are ignored and counted.
+    that are not leased with that time are ignored and counted. Their ack time-out begins anew.
     """
 
 @_typing.type_check_only
@@ -101,9 +109,17 @@ class DispatchAsyncStub(DispatchStub):
     """
     Acknowledge: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.AcknowledgeRequest, _dispatch_pb2.AcknowledgeResponse]  # type: ignore[assignment]
     """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
+    NegativeAcknowledge: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.NegativeAcknowledgeRequest, _dispatch_pb2.NegativeAcknowledgeResponse]  # type: ignore[assignment]
+    """Has positions of streams or leases come back later, or makes them dead letters; also positions that Tarry never handed
+    out. Answered when durable. See the message `NegativeAcknowledge`.
+
+    INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice, several of
+    `delay_ms`, `delay_level` and `reject`, a delay level that there is not, a batch index above 65,535 or of an entry id
+    of 2^48 or more. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such topic or subscription.
+    """
     ExtendLease: _aio.UnaryUnaryMultiCallable[_dispatch_pb2.ExtendLeaseRequest, _dispatch_pb2.ExtendLeaseResponse]  # type: ignore[assignment]
     """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
-    that are not leased with that time are ignored and counted.
+    that are not leased with that time are ignored and counted. Their ack time-out begins anew.
     """
 
 class DispatchServicer(metaclass=_abc_1.ABCMeta):
@@ -175,13 +191,27 @@ class DispatchServicer(metaclass=_abc_1.ABCMeta):
         """Acknowledges positions with the times they were handed out with, by a stream or a lease. Answered when durable."""
 
     @_abc_1.abstractmethod
+    def NegativeAcknowledge(
+        self,
+        request: _dispatch_pb2.NegativeAcknowledgeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_dispatch_pb2.NegativeAcknowledgeResponse, _abc.Awaitable[_dispatch_pb2.NegativeAcknowledgeResponse]]:
+        """Has positions of streams or leases come back later, or makes them dead letters; also positions that Tarry never handed
+        out. Answered when durable. See the message `NegativeAcknowledge`.
+
+        INVALID_ARGUMENT: no positions, more than the limit, columns of another length, a position named twice, several of
+        `delay_ms`, `delay_level` and `reject`, a delay level that there is not, a batch index above 65,535 or of an entry id
+        of 2^48 or more. OUT_OF_RANGE: a delay over the limit. NOT_FOUND: no such topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
     def ExtendLease(
         self,
         request: _dispatch_pb2.ExtendLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_dispatch_pb2.ExtendLeaseResponse, _abc.Awaitable[_dispatch_pb2.ExtendLeaseResponse]]:
         """Moves the end of leases: the positions stay IN_FLIGHT for `lease_ms` from now; 0 makes them READY at once. Positions
-        that are not leased with that time are ignored and counted.
+        that are not leased with that time are ignored and counted. Their ack time-out begins anew.
         """
 
 def add_DispatchServicer_to_server(servicer: DispatchServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

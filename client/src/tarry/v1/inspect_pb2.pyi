@@ -31,6 +31,8 @@ class _BacklogStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BacklogS
     """Due, and at no dispatcher."""
     BACKLOG_STATE_IN_FLIGHT: _BacklogState.ValueType  # 2
     """Handed out, on a stream or under a lease."""
+    BACKLOG_STATE_NACKED: _BacklogState.ValueType  # 3
+    """Negatively acknowledged, until its redelivery time."""
 
 class BacklogState(_BacklogState, metaclass=_BacklogStateEnumTypeWrapper): ...
 
@@ -39,7 +41,31 @@ BACKLOG_STATE_READY: BacklogState.ValueType  # 1
 """Due, and at no dispatcher."""
 BACKLOG_STATE_IN_FLIGHT: BacklogState.ValueType  # 2
 """Handed out, on a stream or under a lease."""
+BACKLOG_STATE_NACKED: BacklogState.ValueType  # 3
+"""Negatively acknowledged, until its redelivery time."""
 Global___BacklogState: _TypeAlias = BacklogState  # noqa: Y015
+
+class _DeadLetterReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeadLetterReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeadLetterReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEAD_LETTER_REASON_UNSPECIFIED: _DeadLetterReason.ValueType  # 0
+    DEAD_LETTER_REASON_TOO_OFTEN: _DeadLetterReason.ValueType  # 1
+    """It was negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
+    DEAD_LETTER_REASON_REJECTED: _DeadLetterReason.ValueType  # 2
+    """A dispatcher rejected it."""
+
+class DeadLetterReason(_DeadLetterReason, metaclass=_DeadLetterReasonEnumTypeWrapper):
+    """Why a position became a dead letter."""
+
+DEAD_LETTER_REASON_UNSPECIFIED: DeadLetterReason.ValueType  # 0
+DEAD_LETTER_REASON_TOO_OFTEN: DeadLetterReason.ValueType  # 1
+"""It was negatively acknowledged, or timed out, more often than the policy's `max_redeliver_count`."""
+DEAD_LETTER_REASON_REJECTED: DeadLetterReason.ValueType  # 2
+"""A dispatcher rejected it."""
+Global___DeadLetterReason: _TypeAlias = DeadLetterReason  # noqa: Y015
 
 @_typing.final
 class LedgerRange(_message.Message):
@@ -300,6 +326,9 @@ class ListBacklogResponse(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     AS_OF_MS_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    REDELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Empty on the last page."""
     as_of_ms: _builtins.int
@@ -315,6 +344,16 @@ class ListBacklogResponse(_message.Message):
 
     @_builtins.property
     def state(self) -> _containers.RepeatedScalarFieldContainer[Global___BacklogState.ValueType]: ...
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in `Messages`."""
+
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def redeliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a NACKED row its redelivery time, else 0; empty when no row is NACKED."""
+
     def __init__(
         self,
         *,
@@ -325,14 +364,172 @@ class ListBacklogResponse(_message.Message):
         state: _abc.Iterable[Global___BacklogState.ValueType] | None = ...,
         next_page_token: _builtins.str = ...,
         as_of_ms: _builtins.int = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        redeliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "next_page_token", b"next_page_token", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "next_page_token", b"next_page_token", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListBacklogResponse: _TypeAlias = ListBacklogResponse  # noqa: Y015
+
+@_typing.final
+class DeadLetterFilter(_message.Message):
+    """Which dead letters: those that everything that is given holds for. Nothing is given: all."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    LEDGERS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FROM_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    reason: Global___DeadLetterReason.ValueType
+    from_ms: _builtins.int
+    """Unix time in ms; from_ms <= dead_at_ms < until_ms. 0 = no limit on that side."""
+    until_ms: _builtins.int
+    @_builtins.property
+    def dead_letter_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ascending, no id twice; at most 100,000."""
+
+    @_builtins.property
+    def ledgers(self) -> Global___LedgerRange: ...
+    def __init__(
+        self,
+        *,
+        dead_letter_id: _abc.Iterable[_builtins.int] | None = ...,
+        ledgers: Global___LedgerRange | None = ...,
+        reason: Global___DeadLetterReason.ValueType = ...,
+        from_ms: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "from_ms", b"from_ms", "ledgers", b"ledgers", "reason", b"reason", "until_ms", b"until_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetterFilter: _TypeAlias = DeadLetterFilter  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0 = 1,000, at most 10,000."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    @_builtins.property
+    def filter(self) -> Global___DeadLetterFilter: ...
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        filter: Global___DeadLetterFilter | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "page_size", b"page_size", "page_token", b"page_token", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersRequest: _TypeAlias = ListDeadLettersRequest  # noqa: Y015
+
+@_typing.final
+class ListDeadLettersResponse(_message.Message):
+    """Columns of one length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    DEAD_AT_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TEXT_INDEX_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def dead_letter_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ascending; of one subscription an id is never used again."""
+
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As it was handed out last."""
+
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """0 where a position has none."""
+
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How often it was negatively acknowledged or timed out, the last time included."""
+
+    @_builtins.property
+    def dead_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """When it became a dead letter."""
+
+    @_builtins.property
+    def reason(self) -> _containers.RepeatedScalarFieldContainer[Global___DeadLetterReason.ValueType]: ...
+    @_builtins.property
+    def text_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the dispatcher said, as an index of `texts`; 0 = nothing."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The first one is empty."""
+
+    def __init__(
+        self,
+        *,
+        dead_letter_id: _abc.Iterable[_builtins.int] | None = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        dead_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _abc.Iterable[Global___DeadLetterReason.ValueType] | None = ...,
+        text_index: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "next_page_token", b"next_page_token", "reason", b"reason", "redelivery_count", b"redelivery_count", "text_index", b"text_index", "texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadLettersResponse: _TypeAlias = ListDeadLettersResponse  # noqa: Y015
 
 @_typing.final
 class ListTopicsRequest(_message.Message):
@@ -588,11 +785,14 @@ class SubscriptionStats(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     OWN_PENDING_FIELD_NUMBER: _builtins.int
+    NACKED_FIELD_NUMBER: _builtins.int
+    NEXT_REDELIVERY_MS_FIELD_NUMBER: _builtins.int
+    DEAD_LETTERS_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     subscription_id: _builtins.int
     since_ms: _builtins.int
     backlog: _builtins.int
-    """Due and not acknowledged: READY or IN_FLIGHT."""
+    """Due and not acknowledged: READY, IN_FLIGHT or NACKED."""
     in_flight: _builtins.int
     dispatchers: _builtins.int
     """Open streams."""
@@ -601,6 +801,11 @@ class SubscriptionStats(_message.Message):
     """Of `in_flight`, positions that are leased."""
     own_pending: _builtins.int
     """Of the topic's `pending`, rows of this subscription's own index."""
+    nacked: _builtins.int
+    """Of `backlog`, positions that wait for their redelivery time, or, when it has come, for room at the dispatchers."""
+    next_redelivery_ms: _builtins.int
+    """When the next of these comes back; 0 when there is none."""
+    dead_letters: _builtins.int
     @_builtins.property
     def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
     def __init__(
@@ -616,10 +821,13 @@ class SubscriptionStats(_message.Message):
         leased: _builtins.int = ...,
         policy: _policy_pb2.SubscriptionPolicy | None = ...,
         own_pending: _builtins.int = ...,
+        nacked: _builtins.int = ...,
+        next_redelivery_ms: _builtins.int = ...,
+        dead_letters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "own_pending", b"own_pending", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dead_letters", b"dead_letters", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "nacked", b"nacked", "next_redelivery_ms", b"next_redelivery_ms", "own_pending", b"own_pending", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

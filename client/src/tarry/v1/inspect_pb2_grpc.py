@@ -70,6 +70,11 @@ class InspectStub(object):
                 request_serializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.FromString,
                 _registered_method=True)
+        self.ListDeadLetters = channel.unary_unary(
+                '/tarry.v1.Inspect/ListDeadLetters',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServicer(object):
@@ -129,6 +134,14 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDeadLetters(self, request, context):
+        """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
+        begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -166,6 +179,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.ListBacklog,
                     request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.SerializeToString,
+            ),
+            'ListDeadLetters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDeadLetters,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -358,6 +376,33 @@ class Inspect(object):
             '/tarry.v1.Inspect/ListBacklog',
             tarry_dot_v1_dot_inspect__pb2.ListBacklogRequest.SerializeToString,
             tarry_dot_v1_dot_inspect__pb2.ListBacklogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDeadLetters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListDeadLetters',
+            tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class InspectStub:
     """
     ListBacklog: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListBacklogRequest, _inspect_pb2.ListBacklogResponse]
     """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
+    ListDeadLetters: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListDeadLettersRequest, _inspect_pb2.ListDeadLettersResponse]
+    """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
+    begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+    """
 
 @_typing.type_check_only
 class InspectAsyncStub(InspectStub):
@@ -81,6 +85,10 @@ class InspectAsyncStub(InspectStub):
     """
     ListBacklog: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListBacklogRequest, _inspect_pb2.ListBacklogResponse]  # type: ignore[assignment]
     """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
+    ListDeadLetters: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListDeadLettersRequest, _inspect_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
+    """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
+    begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+    """
 
 class InspectServicer(metaclass=_abc_1.ABCMeta):
     """People and dashboards. Answers may be a little stale and say as of when."""
@@ -147,5 +155,15 @@ class InspectServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inspect_pb2.ListBacklogResponse, _abc.Awaitable[_inspect_pb2.ListBacklogResponse]]:
         """What a subscription is owed that is due and not acknowledged, in the order in which it came due."""
+
+    @_abc_1.abstractmethod
+    def ListDeadLetters(
+        self,
+        request: _inspect_pb2.ListDeadLettersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListDeadLettersResponse, _abc.Awaitable[_inspect_pb2.ListDeadLettersResponse]]:
+        """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
+        begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+        """
 
 def add_InspectServicer_to_server(servicer: InspectServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

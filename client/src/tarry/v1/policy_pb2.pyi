@@ -229,15 +229,29 @@ class SubscriptionPolicy(_message.Message):
     IN_FLIGHT_ROWS_MAX_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PROPERTIES_FIELD_NUMBER: _builtins.int
+    REDELIVERY_FIELD_NUMBER: _builtins.int
+    MAX_REDELIVER_COUNT_FIELD_NUMBER: _builtins.int
+    ACK_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    NACK_PRECISION_BITS_FIELD_NUMBER: _builtins.int
     in_flight_rows_max: _builtins.int
     """Positions that may be IN_FLIGHT at all dispatchers together; no more are handed out until some are acknowledged or
     come back. At least 1.
     """
     lease_ms: _builtins.int
     """Lease of `GetScheduledMessages` that names none; 1 ms to 12 hours."""
+    max_redeliver_count: _builtins.int
+    """A position that was negatively acknowledged more often becomes a dead letter; 0: at the first time. Absent: never."""
+    ack_timeout_ms: _builtins.int
+    """What stays IN_FLIGHT for so long is negatively acknowledged by the policy; 100 ms to 12 hours. Absent: never."""
+    nack_precision_bits: _builtins.int
+    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 = exact, at most 20. Absent: 8, which is 256 ms."""
     @_builtins.property
     def properties(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free for the user: at most 64, names of 1 to 128 bytes, values of at most 1,024 bytes."""
+
+    @_builtins.property
+    def redelivery(self) -> Global___RedeliveryPolicy:
+        """When a negatively acknowledged position that names no delay comes back; absent: the daemon's `redelivery.delay_ms`."""
 
     def __init__(
         self,
@@ -245,18 +259,198 @@ class SubscriptionPolicy(_message.Message):
         in_flight_rows_max: _builtins.int | None = ...,
         lease_ms: _builtins.int | None = ...,
         properties: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        redelivery: Global___RedeliveryPolicy | None = ...,
+        max_redeliver_count: _builtins.int | None = ...,
+        ack_timeout_ms: _builtins.int | None = ...,
+        nack_precision_bits: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "properties", b"properties"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ack_timeout_ms: _TypeAlias = _typing.Literal["ack_timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__ack_timeout_ms: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType__in_flight_rows_max: _TypeAlias = _typing.Literal["in_flight_rows_max"]  # noqa: Y015
     _WhichOneofArgType__in_flight_rows_max: _TypeAlias = _typing.Literal["_in_flight_rows_max", b"_in_flight_rows_max"]  # noqa: Y015
     _WhichOneofReturnType__lease_ms: _TypeAlias = _typing.Literal["lease_ms"]  # noqa: Y015
     _WhichOneofArgType__lease_ms: _TypeAlias = _typing.Literal["_lease_ms", b"_lease_ms"]  # noqa: Y015
+    _WhichOneofReturnType__max_redeliver_count: _TypeAlias = _typing.Literal["max_redeliver_count"]  # noqa: Y015
+    _WhichOneofArgType__max_redeliver_count: _TypeAlias = _typing.Literal["_max_redeliver_count", b"_max_redeliver_count"]  # noqa: Y015
+    _WhichOneofReturnType__nack_precision_bits: _TypeAlias = _typing.Literal["nack_precision_bits"]  # noqa: Y015
+    _WhichOneofArgType__nack_precision_bits: _TypeAlias = _typing.Literal["_nack_precision_bits", b"_nack_precision_bits"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ack_timeout_ms) -> _WhichOneofReturnType__ack_timeout_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__in_flight_rows_max) -> _WhichOneofReturnType__in_flight_rows_max | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lease_ms) -> _WhichOneofReturnType__lease_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_redeliver_count) -> _WhichOneofReturnType__max_redeliver_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nack_precision_bits) -> _WhichOneofReturnType__nack_precision_bits | None: ...
 
 Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+@_typing.final
+class RedeliveryPolicy(_message.Message):
+    """The delay of a redelivery by how often the position was negatively acknowledged: n = 1 at the first time. Exactly one is
+    given. Delays are at most the limit on delays.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSTANT_FIELD_NUMBER: _builtins.int
+    LINEAR_FIELD_NUMBER: _builtins.int
+    EXPONENTIAL_FIELD_NUMBER: _builtins.int
+    LIST_FIELD_NUMBER: _builtins.int
+    LADDER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def constant(self) -> Global___ConstantDelay: ...
+    @_builtins.property
+    def linear(self) -> Global___LinearDelay: ...
+    @_builtins.property
+    def exponential(self) -> Global___ExponentialDelay: ...
+    @_builtins.property
+    def list(self) -> Global___DelayList: ...
+    @_builtins.property
+    def ladder(self) -> Global___DelayLadder: ...
+    def __init__(
+        self,
+        *,
+        constant: Global___ConstantDelay | None = ...,
+        linear: Global___LinearDelay | None = ...,
+        exponential: Global___ExponentialDelay | None = ...,
+        list: Global___DelayList | None = ...,
+        ladder: Global___DelayLadder | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constant", b"constant", "delay", b"delay", "exponential", b"exponential", "ladder", b"ladder", "linear", b"linear", "list", b"list"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant", b"constant", "delay", b"delay", "exponential", b"exponential", "ladder", b"ladder", "linear", b"linear", "list", b"list"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_delay: _TypeAlias = _typing.Literal["constant", "linear", "exponential", "list", "ladder"]  # noqa: Y015
+    _WhichOneofArgType_delay: _TypeAlias = _typing.Literal["delay", b"delay"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_delay) -> _WhichOneofReturnType_delay | None: ...
+
+Global___RedeliveryPolicy: _TypeAlias = RedeliveryPolicy  # noqa: Y015
+
+@_typing.final
+class ConstantDelay(_message.Message):
+    """Always the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    delay_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        delay_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_ms", b"delay_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConstantDelay: _TypeAlias = ConstantDelay  # noqa: Y015
+
+@_typing.final
+class LinearDelay(_message.Message):
+    """initial_ms + (n - 1) * step_ms, at most max_ms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INITIAL_MS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    MAX_MS_FIELD_NUMBER: _builtins.int
+    initial_ms: _builtins.int
+    step_ms: _builtins.int
+    max_ms: _builtins.int
+    """0 = the limit on delays."""
+    def __init__(
+        self,
+        *,
+        initial_ms: _builtins.int = ...,
+        step_ms: _builtins.int = ...,
+        max_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_ms", b"initial_ms", "max_ms", b"max_ms", "step_ms", b"step_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinearDelay: _TypeAlias = LinearDelay  # noqa: Y015
+
+@_typing.final
+class ExponentialDelay(_message.Message):
+    """initial_ms * multiplier^(n - 1), at most max_ms; of that a random part of up to `jitter` is taken off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INITIAL_MS_FIELD_NUMBER: _builtins.int
+    MULTIPLIER_FIELD_NUMBER: _builtins.int
+    MAX_MS_FIELD_NUMBER: _builtins.int
+    JITTER_FIELD_NUMBER: _builtins.int
+    initial_ms: _builtins.int
+    """At least 1."""
+    multiplier: _builtins.float
+    """1 to 100; 0 = 2."""
+    max_ms: _builtins.int
+    """0 = the limit on delays."""
+    jitter: _builtins.float
+    """0 to 1: the delay is drawn evenly from [(1 - jitter) * d, d]."""
+    def __init__(
+        self,
+        *,
+        initial_ms: _builtins.int = ...,
+        multiplier: _builtins.float = ...,
+        max_ms: _builtins.int = ...,
+        jitter: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["initial_ms", b"initial_ms", "jitter", b"jitter", "max_ms", b"max_ms", "multiplier", b"multiplier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExponentialDelay: _TypeAlias = ExponentialDelay  # noqa: Y015
+
+@_typing.final
+class DelayList(_message.Message):
+    """One delay for each time, 1 to 100 of them; the last one from then on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def delay_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        delay_ms: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_ms", b"delay_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DelayList: _TypeAlias = DelayList  # noqa: Y015
+
+@_typing.final
+class DelayLadder(_message.Message):
+    """The topic's delay levels, from the third: level 3 at the first time, then 4, ..., and the highest from then on (RocketMQ)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DelayLadder: _TypeAlias = DelayLadder  # noqa: Y015
