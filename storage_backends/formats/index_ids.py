@@ -1,0 +1,50 @@
+"""The numbers of a topic's indexes, and of the messages of a batch.
+
+Owns: which number an index has, and the entry id under which one message of a batch is a position of its own.
+Does not own: what is in an index (`daemon.core.index`).
+
+0 is the shared index, a subscription's id its own one, and that plus 2^63 the one of its batch parts: there a position is
+one message of an entry, with the entry id `entry_id * 2^16 + batch_index`. Positions of one entry are neighbours there, in
+the order of entries.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from storage_backends.formats.rows import U32, U64
+
+SHARED: Final = 0
+_BATCH_PARTS: Final = 1 << 63
+# Where a column has a batch index for each row: the entry as a whole.
+NO_BATCH_INDEX: Final = (1 << 32) - 1
+BATCH_BITS: Final = 16
+BATCH_INDEX_MAX: Final = (1 << BATCH_BITS) - 1
+# Entries beyond cannot be named in parts.
+BATCHED_ENTRY_ID_MAX: Final = (1 << (64 - BATCH_BITS)) - 1
+
+
+def batch_parts_of(subscription_id: int) -> int:
+    """The index of a subscription's batch parts."""
+    return subscription_id | _BATCH_PARTS
+
+
+def subscription_of(index_id: int) -> int:
+    """Whose index it is; 0 for the shared one."""
+    return index_id & ~_BATCH_PARTS
+
+
+def is_of_batch_parts(index_id: int) -> bool:
+    return bool(index_id & _BATCH_PARTS)
+
+
+def part_entry_id(entry_id: U64, batch_index: U32) -> U64:
+    """The entry ids of batch parts."""
+    return (entry_id << np.uint64(BATCH_BITS)) | batch_index.astype(np.uint64)
+
+
+def of_part(entry_id: U64) -> tuple[U64, U32]:
+    """(entry_id, batch_index) of batch parts."""
+    return entry_id >> np.uint64(BATCH_BITS), (entry_id & np.uint64(BATCH_INDEX_MAX)).astype(np.uint32)
