@@ -103,10 +103,15 @@ def contained(keys: U64, bitmap: BitMap64) -> npt.NDArray[np.bool_]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class KeyedRows:
-    """Rows with the keys of their positions, u64[n]."""
+    """Rows with the keys of their positions, u64[n].
+
+    `redelivery_count`: u32[n], how often each was negatively acknowledged; None when none was, or where it does not
+    matter.
+    """
 
     rows: Rows
     keys: U64
+    redelivery_count: U32 | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -116,7 +121,12 @@ class KeyedRows:
         return np.zeros(len(self), np.uint32) if self.rows.key_hash is None else self.rows.key_hash
 
     def take(self, index: Index) -> KeyedRows:
-        return KeyedRows(self.rows.take(index), self.keys[index])
+        counts = None if self.redelivery_count is None else self.redelivery_count[index]
+        return KeyedRows(self.rows.take(index), self.keys[index], counts)
+
+    def counts(self) -> U32:
+        """u32[n], the redelivery counts."""
+        return np.zeros(len(self), np.uint32) if self.redelivery_count is None else self.redelivery_count
 
     @staticmethod
     def concat(parts: Sequence[KeyedRows]) -> KeyedRows:
@@ -124,7 +134,10 @@ class KeyedRows:
         if len(parts) == 1:
             return parts[0]
         keys = np.concatenate([part.keys for part in parts]) if parts else np.empty(0, np.uint64)
-        return KeyedRows(Rows.concat([part.rows for part in parts]), keys)
+        counts = None
+        if any(part.redelivery_count is not None for part in parts):
+            counts = np.concatenate([part.counts() for part in parts])
+        return KeyedRows(Rows.concat([part.rows for part in parts]), keys, counts)
 
     @staticmethod
     def empty() -> KeyedRows:
