@@ -80,6 +80,15 @@ class Metrics:
         self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
         self._cancelled = counter("tarry_cancel_rows", "Positions of cancellations by result.", "topic", "result")
         self._rescheduled = counter("tarry_reschedule_rows", "Positions of reschedules by result.", "topic", "result")
+        self._dead_lettered = counter(
+            "tarry_dead_lettered_rows", "Positions that became dead letters, by reason.", "topic", "reason"
+        )
+        self._dead_letters_replayed = counter(
+            "tarry_dead_letter_replayed_rows", "Dead letters that were put back to be delivered again.", "topic"
+        )
+        self._dead_letters_purged = counter(
+            "tarry_dead_letter_purged_rows", "Dead letters that were forgotten on request.", "topic"
+        )
         self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
 
@@ -183,6 +192,17 @@ class Metrics:
         """A lease ended by itself with as many rows that nobody had acknowledged."""
         if rows:
             self._leases_over.labels(self._labels.label(topic)).inc(rows)
+
+    def dead_lettered(self, topic: str, reason: Literal["too_often", "rejected"], *, rows: int) -> None:
+        """Positions of a subscription became dead letters."""
+        if rows:
+            self._dead_lettered.labels(self._labels.label(topic), reason).inc(rows)
+
+    def dead_letters_left(self, topic: str, how: Literal["replayed", "purged"], *, rows: int) -> None:
+        """Dead letters are such no longer."""
+        series = self._dead_letters_replayed if how == "replayed" else self._dead_letters_purged
+        if rows:
+            series.labels(self._labels.label(topic)).inc(rows)
 
     def topic_deleted(self) -> None:
         self._topics_deleted.inc()

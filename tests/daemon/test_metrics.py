@@ -45,6 +45,10 @@ def used() -> metrics.Metrics:
     everything.withdrawn("t", "cancelled", rows=5, not_found=1, already_due=2, in_flight=3)
     everything.withdrawn("t", "rescheduled", rows=4, not_found=0, already_due=1, in_flight=0)
     everything.lease_over("t", rows=3)
+    everything.dead_lettered("t", "too_often", rows=4)
+    everything.dead_lettered("t", "rejected", rows=2)
+    everything.dead_letters_left("t", "replayed", rows=3)
+    everything.dead_letters_left("t", "purged", rows=1)
     everything.topic_deleted()
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)
@@ -80,6 +84,10 @@ def test_events_are_counted() -> None:
         assert sample("tarry_cancel_rows_total", {"topic": "t", "result": result}) == rows
     for result, count in (("rescheduled", 4), ("not_found", None), ("already_due", 1), ("in_flight", None)):
         assert sample("tarry_reschedule_rows_total", {"topic": "t", "result": result}) == count
+    assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "too_often"}) == 4
+    assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "rejected"}) == 2
+    assert sample("tarry_dead_letter_replayed_rows_total", {"topic": "t"}) == 3
+    assert sample("tarry_dead_letter_purged_rows_total", {"topic": "t"}) == 1
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
