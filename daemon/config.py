@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from daemon import errors
+from daemon.core import delay_levels
 from daemon.settings import (
     Bucket,
     Collection,
@@ -31,6 +32,7 @@ from daemon.settings import (
     Log,
     Metrics,
     Ownership,
+    Redelivery,
     Store,
 )
 
@@ -48,6 +50,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     journal: Journal = Journal()
     bucket: Bucket = Bucket()
     delivery: Delivery = Delivery()
+    redelivery: Redelivery = Redelivery()
     limits: Limits = Limits()
     ownership: Ownership = Ownership()
     collection: Collection = Collection()
@@ -58,6 +61,17 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if self.daemon.id is not None:
             return self.daemon.id
         return f"{socket.gethostname()}-{split_address(self.grpc.listen)[1]}"
+
+    def read_delay_levels(self) -> delay_levels.DelayLevels:
+        """`redelivery.delay_levels`. Raises `InvalidArgument`.
+
+        The default table may go beyond a limit on delays that was set: rows of such a level are refused by themselves.
+        """
+        table = self.redelivery.delay_levels
+        limit_ms = self.limits.delay_max_ms
+        if table == delay_levels.DEFAULT_TABLE:
+            limit_ms = max(limit_ms, delay_levels.DEFAULT_MAX_MS)
+        return delay_levels.parse(table, clamp=self.redelivery.clamp_delay_level, delay_max_ms=limit_ms)
 
 
 def load(
@@ -188,6 +202,10 @@ def _check(config: Config) -> None:
             )
     if config.store.kind == "s3" and not config.store.s3.bucket:
         raise errors.InvalidArgument("configuration: store.s3.bucket is not set, and store.kind is 's3'")
+    try:
+        config.read_delay_levels()
+    except errors.InvalidArgument as error:
+        raise errors.InvalidArgument(f"configuration: redelivery.delay_levels: {error}") from error
     bucket = config.bucket
     _refuse_above(
         "bucket.min_index_count_per_bucket", bucket.min_index_count_per_bucket, "bucket.rows_max", bucket.rows_max

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from daemon.core.delay_levels import DEFAULT_TABLE
+
 ADDRESS = r"^.+:[0-9]{1,5}\Z"
 
 # 10,000 rows of Messages, the largest answer there is, must fit.
@@ -248,6 +250,34 @@ class Delivery(Section, frozen=True):
     ready_rows_max: Annotated[
         int, Meta(ge=1, description="Due rows of one topic that wait in memory for permits; more stay where they are.")
     ] = 200_000
+
+
+class Redelivery(Section, frozen=True):
+    """When negatively acknowledged positions come back, and the delay levels of topics that have no table of their own."""
+
+    delay_ms: Annotated[
+        int,
+        Meta(ge=0, le=1 << 53, description="The delay where neither the call nor the subscription's policy says one."),
+    ] = 60_000
+    nack_precision_bits: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=20,
+            description="Redelivery times are rounded up to multiples of 2^n ms where the subscription's policy says "
+            "nothing (PIP-393); 0: exact.",
+        ),
+    ] = 8
+    delay_levels: Annotated[
+        str,
+        Meta(
+            description="The delays of level 1, 2 and so on: whole numbers, each with `s`, `m`, `h` or `d`, separated by "
+            "white space; 1 to 256 of them, none above `limits.delay_max_ms`. Default: RocketMQ's."
+        ),
+    ] = DEFAULT_TABLE
+    clamp_delay_level: Annotated[
+        bool, Meta(description="A level above the last one is the last one; if false, it is refused.")
+    ] = True
 
 
 class Limits(Section, frozen=True):

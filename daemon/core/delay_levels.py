@@ -22,6 +22,7 @@ from storage_backends.formats.rows import U32, U64
 
 # RocketMQ's.
 DEFAULT_TABLE = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
+DEFAULT_MAX_MS = 2 * 3_600_000
 LEVELS_MAX = 256
 # The level of a first redelivery by the ladder: RocketMQ's 3 + n, n redeliveries before.
 LADDER_FIRST = 3

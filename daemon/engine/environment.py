@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from daemon.config import Config
+from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.durability import backoff
 from daemon.metrics import Metrics
@@ -101,6 +102,11 @@ class Environment:
     def grace_ms(self) -> int:
         """An object that left its manifest may be deleted after this time."""
         return int(self.config.collection.grace_s * 1000)
+
+    @functools.cached_property
+    def delay_levels(self) -> DelayLevels:
+        """Of topics that have no table of their own."""
+        return self.config.read_delay_levels()
 
     @functools.cached_property
     def request_limits(self) -> RequestLimits:

@@ -149,6 +149,22 @@ def test_loopback_needs_nothing(listen: str) -> None:
     assert load(f"grpc.listen={listen}").grpc.listen == listen
 
 
+def test_a_wrong_table_of_delay_levels_is_refused_with_the_place() -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"redelivery\.delay_levels: .*'5x' at character 4"):
+        load("redelivery.delay_levels=1s 5x")
+    with pytest.raises(errors.InvalidArgument, match="'2h' at character 4: the largest delay is 3600000 ms"):
+        load("redelivery.delay_levels=1h 2h", "limits.delay_max_ms=3600000")
+
+
+def test_the_default_table_of_delay_levels_stands_beside_any_limit_on_delays() -> None:
+    assert load("limits.delay_max_ms=1000").read_delay_levels().top == 18
+
+
+def test_levels_above_the_last_are_refused_where_the_configuration_says_so() -> None:
+    assert load().read_delay_levels().clamp
+    assert not load("redelivery.clamp_delay_level=false").read_delay_levels().clamp
+
+
 def test_an_address_is_split_into_host_and_port() -> None:
     assert config.split_address("[::1]:7461") == ("::1", 7461)
     assert config.split_address("localhost:0") == ("localhost", 0)
