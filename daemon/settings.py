@@ -253,7 +253,7 @@ class Delivery(Section, frozen=True):
 
 
 class Redelivery(Section, frozen=True):
-    """When negatively acknowledged positions come back, and the delay levels of topics that have no table of their own."""
+    """When negatively acknowledged positions come back, and the delay levels of topics without a table of their own."""
 
     delay_ms: Annotated[
         int,
@@ -271,8 +271,8 @@ class Redelivery(Section, frozen=True):
     delay_levels: Annotated[
         str,
         Meta(
-            description="The delays of level 1, 2 and so on: whole numbers, each with `s`, `m`, `h` or `d`, separated by "
-            "white space; 1 to 256 of them, none above `limits.delay_max_ms`. Default: RocketMQ's."
+            description="The delays of level 1, 2 and so on: whole numbers, each with `s`, `m`, `h` or `d`, separated "
+            "by white space; 1 to 256 of them, none above `limits.delay_max_ms`. Default: RocketMQ's."
         ),
     ] = DEFAULT_TABLE
     clamp_delay_level: Annotated[
