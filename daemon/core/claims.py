@@ -17,22 +17,28 @@ from daemon.core.index import Index, SeenRows
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.rows import U64
+from storage_backends.formats.rows import U32, U64
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HeldPositions:
-    """Positions with the time they were handed out with, columns of one length."""
+    """Positions with the time they were handed out with, columns of one length.
+
+    `batch_index`: of each the message of the entry that is meant, `NO_BATCH_INDEX` for the entry as a whole; None: all
+    are.
+    """
 
     ledger_id: U64
     entry_id: U64
     deliver_at_ms: U64
+    batch_index: U32 | None = None
 
     def __len__(self) -> int:
         return len(self.ledger_id)
 
     def take(self, chosen: Mask) -> HeldPositions:
-        return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen])
+        batch_index = None if self.batch_index is None else self.batch_index[chosen]
+        return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen], batch_index)
 
     def keys_in(self, index: Index) -> U64:
         return index.pages.find(self.ledger_id, self.entry_id)
