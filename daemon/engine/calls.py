@@ -21,7 +21,7 @@ from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.durability import garbage_rules
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.rows import U32, U64, Rows
 
 __all__ = [
     "AddBatch",
@@ -41,6 +41,8 @@ __all__ = [
     "Leased",
     "LedgerRanges",
     "Merged",
+    "Nack",
+    "NackOutcome",
     "Place",
     "RebuildNeeded",
     "RescheduleBatch",
@@ -72,10 +74,46 @@ class Health:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class HandedOut:
-    """Rows that a dispatcher holds from now on, under the epoch that handed them out."""
+    """Rows that a dispatcher holds from now on, under the epoch that handed them out.
+
+    `redelivery_count`: u32[n], how often each was negatively acknowledged; None: none was. `batch_index`: as in
+    `HeldPositions`.
+    """
 
     epoch: int
     rows: Rows
+    redelivery_count: U32 | None = None
+    batch_index: U32 | None = None
+
+    def held(self) -> HeldPositions:
+        """What the dispatcher acknowledges them with."""
+        return HeldPositions(self.rows.ledger_id, self.rows.entry_id, self.rows.deliver_at_ms, self.batch_index)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Nack:
+    """Positions that are to come back later, or, by `reject`, never: then `text` may say why.
+
+    A position with `deliver_at_ms` 0 is one that Tarry has not handed out; `key_hash`, u32[n], is that of such. When it
+    comes back: `delay_ms`, u64[n], `delay_level`, i32[n], or None of both: by the subscription's policy.
+    """
+
+    positions: HeldPositions
+    delay_ms: U64 | None = None
+    delay_level: npt.NDArray[np.int32] | None = None
+    reject: bool = False
+    text: str = ""
+    key_hash: U32 | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NackOutcome:
+    """`ignored`: positions that were not in the backlog with that time. `dead_lettered`: those that are dead letters
+    now.
+    """
+
+    ignored: int
+    dead_lettered: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
