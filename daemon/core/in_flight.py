@@ -1,8 +1,8 @@
 """Positions that were handed out and are not acknowledged yet.
 
-Owns: the table from key to the time a position was handed out with, and to the dispatcher that holds it: a stream, or a
-lease, which is a number of its own.
-Does not own: permits, order and what an acknowledgement does (`subscription`, `index`).
+Owns: the table from key to the time a position was handed out with, to the dispatcher that holds it: a stream, or a
+lease, which is a number of its own, and to since when.
+Does not own: permits, order, what an acknowledgement does (`subscription`, `index`), and how long is too long.
 
 A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
 so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a
@@ -23,6 +23,8 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.runs import earliest
+from storage_backends.formats.rows import U64
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
@@ -37,6 +39,7 @@ BATCHES_SORTED_IN = 512
 class _Batch:
     rows: KeyedRows
     dispatcher: int
+    since_ms: int
 
     @functools.cached_property
     def keys(self) -> BitMap64:
@@ -47,8 +50,19 @@ class _Batch:
 class _Run:
     rows: KeyedRows
     dispatcher: npt.NDArray[np.uint32]
+    since_ms: U64
     alive: Mask
     living: int
+    # No living row is here since before.
+    oldest_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Taken:
+    """Rows of a request that were removed, and which of it they are."""
+
+    hits: Places
+    rows: KeyedRows
 
 
 class InFlight:
@@ -74,13 +88,13 @@ class InFlight:
         """How many positions a dispatcher holds."""
         return self._held[dispatcher]
 
-    def add(self, rows: KeyedRows, dispatcher: int) -> None:
-        """Rows none of which is in the table, in any order."""
+    def add(self, rows: KeyedRows, dispatcher: int, *, elapsed_ms: int = 0) -> None:
+        """Rows none of which is in the table, in any order. `elapsed_ms`: now, by a clock that never steps."""
         if not len(rows):
             return
         self._held[dispatcher] += len(rows)
         self._living += len(rows)
-        self._batches[int(rows.keys[0])] = _Batch(rows, dispatcher)
+        self._batches[int(rows.keys[0])] = _Batch(rows, dispatcher, elapsed_ms)
         if len(self._batches) > BATCHES_MAX:
             oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
             self._sort_in([self._batches.pop(first_key) for first_key in oldest])
@@ -88,10 +102,11 @@ class InFlight:
     def _sort_in(self, batches: Sequence[_Batch]) -> None:
         rows = KeyedRows.concat([batch.rows for batch in batches])
         order = np.argsort(rows.keys)
-        dispatcher = np.repeat(
-            np.array([batch.dispatcher for batch in batches], np.uint32), [len(batch.rows) for batch in batches]
-        )[order]
-        run = _Run(rows.take(order), dispatcher, np.ones(len(rows), np.bool_), len(rows))
+        lengths = [len(batch.rows) for batch in batches]
+        dispatcher = np.repeat(np.array([batch.dispatcher for batch in batches], np.uint32), lengths)[order]
+        since_ms = np.repeat(np.array([batch.since_ms for batch in batches], np.uint64), lengths)[order]
+        oldest_ms = min(batch.since_ms for batch in batches)
+        run = _Run(rows.take(order), dispatcher, since_ms, np.ones(len(rows), np.bool_), len(rows), oldest_ms)
         while self._runs and 2 * run.living >= self._runs[-1].living:
             run = _merged(self._runs.pop(), run)
         self._runs.append(run)
@@ -101,12 +116,24 @@ class InFlight:
             self._sort_in(list(self._batches.values()))
             self._batches = {}
 
-    def take(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> Mask:
+    def take(self, keys: U64, deliver_at_ms: U64) -> Mask:
         """Removes the positions that are in the table with that time; a mask of those removed.
 
         A key that is named twice is removed once.
         """
-        taken = self._take_whole(keys, deliver_at_ms)
+        return self._take(keys, deliver_at_ms, None)
+
+    def take_rows(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, Mask]:
+        """As `take`: (the rows that were removed, in the order of the request; the mask)."""
+        parts: list[_Taken] = []
+        found = self._take(keys, deliver_at_ms, parts)
+        rows = KeyedRows.concat([part.rows for part in parts])
+        if len(parts) > 1:
+            rows = rows.take(np.argsort(np.concatenate([part.hits for part in parts])))
+        return rows, found
+
+    def _take(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> Mask:
+        taken = self._take_whole(keys, deliver_at_ms, parts)
         found = np.zeros(len(keys), np.bool_)
         found[:taken] = True
         if taken == len(keys):
@@ -116,6 +143,8 @@ class InFlight:
             hits, places = _found(run, keys[taken:], deliver_at_ms[taken:])
             if not len(hits):
                 continue
+            if parts is not None:
+                parts.append(_Taken(hits + taken, run.rows.take(places)))
             self._leave(run, places)
             found[taken:][hits] = True
             if found.all():
@@ -123,7 +152,7 @@ class InFlight:
         self._runs = [run for run in self._runs if run.living]
         return found
 
-    def _take_whole(self, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> int:
+    def _take_whole(self, keys: U64, deliver_at_ms: U64, parts: list[_Taken] | None) -> int:
         """Removes the batches that the columns begin with, each as it was handed out; how many rows these are."""
         taken = 0
         while taken < len(keys):
@@ -140,17 +169,17 @@ class InFlight:
             del self._batches[first_key]
             self._living -= len(mine)
             self._release(batch.dispatcher, len(mine))
+            if parts is not None:
+                parts.append(_Taken(np.arange(taken, end), mine))
             taken = end
         return taken
 
     def move(
-        self,
-        keys: npt.NDArray[np.uint64],
-        deliver_at_ms: npt.NDArray[np.uint64],
-        holders: Collection[int],
-        dispatcher: int,
+        self, keys: U64, deliver_at_ms: U64, holders: Collection[int], dispatcher: int, *, elapsed_ms: int = 0
     ) -> Mask:
-        """Gives a dispatcher the positions with that time that one of the holders holds; a mask of those."""
+        """Gives a dispatcher the positions with that time that one of the holders holds, from now on; a mask of
+        those. To itself: they are there since now.
+        """
         self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
         moved = np.zeros(len(keys), np.bool_)
@@ -160,6 +189,7 @@ class InFlight:
             hits, places = hits[held], places[held]
             self._count_left(run.dispatcher[places])
             run.dispatcher[places] = dispatcher
+            run.since_ms[places] = elapsed_ms
             moved[hits] = True
         moved_rows = int(np.count_nonzero(moved))
         if moved_rows:
@@ -175,6 +205,47 @@ class InFlight:
     def take_keys(self, keys: BitMap64) -> KeyedRows:
         """Removes and returns the positions of a set, whoever holds them."""
         return self._take_where(lambda run: contained(run.rows.keys, keys))
+
+    def oldest_since_ms(self) -> int | None:
+        """No position is in the table since before; None when it is empty."""
+        first = next(iter(self._batches.values()), None)
+        return earliest(None if first is None else first.since_ms, *[run.oldest_ms for run in self._runs if run.living])
+
+    def take_since(self, before_ms: int, limit: int) -> KeyedRows:
+        """Removes and returns positions that are in the table since before a time or just then, about `limit` of them
+        at most.
+        """
+        taken: list[KeyedRows] = []
+        rows = 0
+        while rows < limit and self._batches:
+            first_key, batch = next(iter(self._batches.items()))
+            if batch.since_ms > before_ms:
+                break
+            del self._batches[first_key]
+            self._living -= len(batch.rows)
+            self._release(batch.dispatcher, len(batch.rows))
+            taken.append(batch.rows)
+            rows += len(batch.rows)
+        for run in self._runs:
+            if rows >= limit or run.oldest_ms > before_ms:
+                continue
+            chosen = np.flatnonzero(run.alive & (run.since_ms <= np.uint64(before_ms)))[: limit - rows]
+            taken.append(run.rows.take(chosen))
+            rows += len(chosen)
+            self._leave(run, chosen)
+            run.oldest_ms = int(run.since_ms[run.alive].min()) if run.living else 0
+        self._runs = [run for run in self._runs if run.living]
+        return KeyedRows.concat(taken)
+
+    def find(self, keys: BitMap64) -> KeyedRows:
+        """Those of the positions that are in the table, by ascending key; they stay."""
+        self._sort_all_in()
+        found = []
+        for run in self._runs:
+            chosen = np.flatnonzero(contained(run.rows.keys, keys) & run.alive)
+            found.append(run.rows.take(chosen))
+        rows = KeyedRows.concat(found)
+        return rows.take(np.argsort(rows.keys))
 
     def among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are in the table."""
@@ -222,7 +293,7 @@ class InFlight:
             del self._held[dispatcher]
 
 
-def _found(run: _Run, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[np.uint64]) -> tuple[Places, Places]:
+def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
     """The keys that are in a run with that time, each once: (their places in the request, in the run)."""
     places = np.searchsorted(run.rows.keys, keys)
     places[places == len(run.rows)] = 0
@@ -240,5 +311,8 @@ def _found(run: _Run, keys: npt.NDArray[np.uint64], deliver_at_ms: npt.NDArray[n
 def _merged(one: _Run, other: _Run) -> _Run:
     rows = KeyedRows.concat([one.rows.take(one.alive), other.rows.take(other.alive)])
     dispatcher = np.concatenate([one.dispatcher[one.alive], other.dispatcher[other.alive]])
+    since_ms = np.concatenate([one.since_ms[one.alive], other.since_ms[other.alive]])
     order = np.argsort(rows.keys, kind="stable")
-    return _Run(rows.take(order), dispatcher[order], np.ones(len(rows), np.bool_), len(rows))
+    alive = np.ones(len(rows), np.bool_)
+    oldest_ms = min(one.oldest_ms, other.oldest_ms)
+    return _Run(rows.take(order), dispatcher[order], since_ms[order], alive, len(rows), oldest_ms)
