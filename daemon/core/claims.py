@@ -14,10 +14,11 @@ from pyroaring import BitMap64
 
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index, SeenRows
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.index_ids import NO_BATCH_INDEX, part_entry_id
+from storage_backends.formats.rows import U32, U64, Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -25,7 +26,7 @@ class HeldPositions:
     """Positions with the time they were handed out with, columns of one length.
 
     `batch_index`: of each the message of the entry that is meant, `NO_BATCH_INDEX` for the entry as a whole; None: all
-    are.
+    are. A message of an entry is in the index of batch parts, and in no other; an entry as a whole in any other.
     """
 
     ledger_id: U64
@@ -40,8 +41,42 @@ class HeldPositions:
         batch_index = None if self.batch_index is None else self.batch_index[chosen]
         return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen], batch_index)
 
+    @staticmethod
+    def concat(one: HeldPositions, other: HeldPositions) -> HeldPositions:
+        return HeldPositions(
+            np.concatenate([one.ledger_id, other.ledger_id]),
+            np.concatenate([one.entry_id, other.entry_id]),
+            np.concatenate([one.deliver_at_ms, other.deliver_at_ms]),
+            np.concatenate([one._batch_indexes(), other._batch_indexes()]),
+        )
+
+    def _batch_indexes(self) -> U32:
+        return np.full(len(self), NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
+
+    def are_parts(self) -> Mask:
+        """Which of them are one message of their entry."""
+        return self._batch_indexes() != NO_BATCH_INDEX
+
+    def entries(self) -> HeldPositions:
+        """Their entries, each as a whole."""
+        return HeldPositions(self.ledger_id, self.entry_id, self.deliver_at_ms)
+
+    def rows_in(self, index: Index) -> Rows:
+        """The rows that they are in an index that they may be in."""
+        entry_id = self.entry_id
+        if self.batch_index is not None and index.of_batch_parts:
+            entry_id = part_entry_id(entry_id, self.batch_index)
+        return Rows(self.deliver_at_ms, self.ledger_id, entry_id)
+
     def keys_in(self, index: Index) -> U64:
-        return index.pages.find(self.ledger_id, self.entry_id)
+        """Their keys; UNKNOWN_KEY where no bucket holds the page, and of those that cannot be in such an index."""
+        if self.batch_index is None and index.of_batch_parts:
+            return np.full(len(self), UNKNOWN_KEY, np.uint64)
+        rows = self.rows_in(index)
+        keys = index.pages.find(rows.ledger_id, rows.entry_id)
+        if self.batch_index is not None:
+            keys[self.are_parts() != index.of_batch_parts] = UNKNOWN_KEY
+        return keys
 
 
 def that_may_be_due(indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions) -> HeldPositions:

@@ -33,6 +33,7 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.staged import StagedKeys
 from daemon.errors import InvariantViolated
+from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import U64, Rows
@@ -81,6 +82,11 @@ class Index:
         self._left_out: set[str] = set()
 
     # ---- counts
+
+    @property
+    def of_batch_parts(self) -> bool:
+        """Whether its positions are messages of entries (`formats.index_ids`)."""
+        return is_of_batch_parts(self.subscription_id)
 
     @property
     def memory_buckets(self) -> list[MutableBucket]:
@@ -197,6 +203,24 @@ class Index:
         self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
         quarantine.added_again(self.quarantined.values(), added, slot)
         self.staged.applied(added)
+
+    def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
+        """The same, of rows that are due and passed as they come."""
+        keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
+        added = bitmap_of(keyed.keys)
+        self.mutable.add_due(keyed, added, elapsed_ms=elapsed_ms)
+        quarantine.added_again(self.quarantined.values(), added, slot)
+        self.staged.applied(added)
+
+    def owed_present_among(self, asked: BitMap64, subscription_id: int) -> BitMap64:
+        """Those of the positions that have a row, waiting or due, that a subscription has not acknowledged."""
+        found = BitMap64()
+        for bucket in self.that_may_have(asked):
+            here = bucket.present & asked
+            if here and subscription_id in bucket.acknowledged:
+                here -= bucket.acknowledged[subscription_id]
+            found |= here
+        return found
 
     @contextlib.contextmanager
     def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:

@@ -110,6 +110,25 @@ class MutableBucket(Bucket):
 
     def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
         """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps."""
+        self._take_in(rows, added, elapsed_ms)
+        near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
+        if near.all():
+            self._runs.add(rows)
+            return
+        far_min_ms = int(rows.rows.deliver_at_ms[~near].min())
+        self._far_min_ms = far_min_ms if self._far_min_ms is None else min(self._far_min_ms, far_min_ms)
+        if near.any():
+            self._runs.add(rows.take(near))
+
+    def add_due(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
+        """The same, of rows that are due: they are passed as they come."""
+        self._take_in(rows, added, elapsed_ms)
+        self.passed |= added
+        self.passed_rows += len(rows)
+        self._log_passed(rows.take(rows.rows.due_order()))
+
+    def _take_in(self, rows: KeyedRows, added: BitMap64, elapsed_ms: int) -> None:
+
         if self.first_row_at_ms is None:
             self.first_row_at_ms = elapsed_ms
         fresh_pages = pages_of(added) - self.pages
@@ -125,14 +144,6 @@ class MutableBucket(Bucket):
             self._came_back_rows.add(rows.take(contained(rows.keys, again)))
         self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
         self.last_due_ms = max(self.last_due_ms, int(rows.rows.deliver_at_ms.max()))
-        near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
-        if near.all():
-            self._runs.add(rows)
-            return
-        far_min_ms = int(rows.rows.deliver_at_ms[~near].min())
-        self._far_min_ms = far_min_ms if self._far_min_ms is None else min(self._far_min_ms, far_min_ms)
-        if near.any():
-            self._runs.add(rows.take(near))
 
     def _append(self, rows: KeyedRows) -> None:
         end = self._rows + len(rows)
@@ -184,10 +195,13 @@ class MutableBucket(Bucket):
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
         passed = super().pass_rows(self._current(due))
         if len(passed):
-            self.passed_log.append(passed)
-            last_ms = int(passed.rows.deliver_at_ms[-1])
-            self.passed_until_ms = max(self.passed_until_ms or 0, last_ms)
+            self._log_passed(passed)
         return passed
+
+    def _log_passed(self, passed: KeyedRows) -> None:
+        self.passed_log.append(passed)
+        last_ms = int(passed.rows.deliver_at_ms[-1])
+        self.passed_until_ms = max(self.passed_until_ms or 0, last_ms)
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
         hit, due_rows = super().remove(keys)
