@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from daemon.engine import calls
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
 
 if TYPE_CHECKING:
     from tests.support.fake_stream import FakeDispatchStream
@@ -30,6 +31,19 @@ class Lease:
     """Holds positions until its end."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    """`reason`: 1 too often, 2 rejected."""
+
+    row: Row
+    redelivery_count: int
+    dead_at_ms: int
+    reason: int
+    text: str = ""
+    key_hash: int = 0
+    batch_index: int = NO_BATCH_INDEX
+
+
 @dataclasses.dataclass
 class Subscription:
     """`acknowledged`: rows that left the backlog for good. `own`: deliver_at_ms and key_hash of the rows of its own
@@ -44,6 +58,26 @@ class Subscription:
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
     streams: list[FakeDispatchStream] = dataclasses.field(default_factory=list)
     pullers: set[asyncio.Event] = dataclasses.field(default_factory=set)
+    dead_letters: dict[int, DeadLetter] = dataclasses.field(default_factory=dict)
+    last_dead_letter_id: int = 0
+
+    def bury(self, letter: DeadLetter) -> None:
+        """A position becomes a dead letter."""
+        self.last_dead_letter_id += 1
+        self.dead_letters[self.last_dead_letter_id] = letter
+        if letter.batch_index == NO_BATCH_INDEX:
+            self.acknowledge([letter.row])
+
+    def replay(self, number: int, deliver_at_ms: int) -> bool:
+        """A dead letter becomes a row of its own index; whether it may."""
+        letter = self.dead_letters[number]
+        position = letter.row[1:]
+        if position in self.own and (self.own[position][0], *position) not in self.acknowledged:
+            return False
+        del self.dead_letters[number]
+        self.own[position] = (deliver_at_ms, letter.key_hash)
+        self.acknowledged.discard((deliver_at_ms, *position))
+        return True
 
     def owes(self, row: Row) -> bool:
         return self.since_ms < row[0] and row not in self.acknowledged
