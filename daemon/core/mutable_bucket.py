@@ -128,7 +128,6 @@ class MutableBucket(Bucket):
         self._log_passed(rows.take(rows.rows.due_order()))
 
     def _take_in(self, rows: KeyedRows, added: BitMap64, elapsed_ms: int) -> None:
-
         if self.first_row_at_ms is None:
             self.first_row_at_ms = elapsed_ms
         fresh_pages = pages_of(added) - self.pages
