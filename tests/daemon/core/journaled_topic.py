@@ -38,6 +38,7 @@ from storage_backends.formats import journal, manifest
 from storage_backends.formats.rows import U32
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory import MemoryStore
+from tests.daemon.core.oracle import Claim
 
 Position = tuple[int, int]
 
@@ -73,13 +74,13 @@ def batch_of(
     )
 
 
-def claims_of(claims: Iterable[tuple[Position, int]]) -> HeldPositions:
-    """Claims of (position, deliver_at_ms)."""
-    claims = list(claims)
+def claims_of(claims: Iterable[tuple[Position, int] | Claim]) -> HeldPositions:
+    """Claims of (position, deliver_at_ms), or of messages of batches."""
+    named = [Claim(*claim) for claim in claims]
     return HeldPositions(
-        np.array([position[0] for position, _ in claims], np.uint64),
-        np.array([position[1] for position, _ in claims], np.uint64),
-        np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
+        np.array([claim.at[0] for claim in named], np.uint64),
+        np.array([claim.at[1] for claim in named], np.uint64),
+        np.array([claim.deliver_at_ms for claim in named], np.uint64),
     )
 
 
@@ -172,7 +173,7 @@ class JournaledTopic:
         self.commit()
         return outcome
 
-    def stage_acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int]]) -> int:
+    def stage_acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int] | Claim]) -> int:
         """The number of claims that were ignored."""
         records, rest = self.core.stage_acknowledge(state, claims_of(claims))
         for record in records:
@@ -184,7 +185,7 @@ class JournaledTopic:
             self.staged.append(record)
         return len(rest) - len(found)
 
-    def acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int]]) -> int:
+    def acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int] | Claim]) -> int:
         ignored = self.stage_acknowledge(state, claims)
         self.commit()
         return ignored

@@ -8,16 +8,56 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
+
+from storage_backends.formats import index_ids
 
 Position = tuple[int, int]
-# (index, ledger, entry): index 0 is the shared one, others are the own ones of subscriptions, by their numbers.
+# (index, ledger, entry): index 0 is the shared one, others are the own ones of subscriptions, by their numbers, and
+# those of their batch parts, where an entry stands for one message of one.
 Place = tuple[int, int, int]
 # Of each ledger its last entry, or (ledger, entry) and every lower ledger; None for everything.
 Ranges = dict[int, int] | Position | None
 
 
+class Claim(NamedTuple):
+    """Of an entry, or of one message of it, with the time it was handed out with."""
+
+    at: Position
+    deliver_at_ms: int
+    batch_index: int | None = None
+
+
+def owner_of(place: Place) -> int:
+    """The subscription that alone is owed it; 0: each may be."""
+    return index_ids.subscription_of(place[0])
+
+
+def position_of(place: Place) -> Position:
+    """Of a batch part: of its entry."""
+    index, ledger, entry = place
+    return (ledger, entry >> index_ids.BATCH_BITS) if index_ids.is_of_batch_parts(index) else (ledger, entry)
+
+
+def claim_of(place: Place, deliver_at_ms: int) -> Claim:
+    of_batch_parts = index_ids.is_of_batch_parts(place[0])
+    return Claim(position_of(place), deliver_at_ms, place[2] & index_ids.BATCH_INDEX_MAX if of_batch_parts else None)
+
+
+def part_of(number: int, at: Position, batch_index: int) -> Place:
+    """The place of one message of an entry."""
+    return index_ids.batch_parts_of(number), at[0], at[1] << index_ids.BATCH_BITS | batch_index
+
+
+def places_named(number: int, claim: Claim) -> list[Place]:
+    """Where a subscription may have what is claimed, in the order in which it is looked for."""
+    if claim.batch_index is not None:
+        return [part_of(number, claim.at, claim.batch_index)]
+    return [(0, *claim.at), (number, *claim.at)]
+
+
 def in_ranges(place: Place, ranges: Ranges) -> bool:
-    at = place[1:]
+    at = position_of(place)
     if ranges is None:
         return True
     if isinstance(ranges, tuple):
@@ -96,14 +136,14 @@ class Oracle:
     def is_owed(self, number: int, at: Place, row: Row) -> bool:
         if number in row.acknowledged:
             return False
-        return at[0] == number or (at[0] == 0 and row.deliver_at_ms > self.subscribers[number].since_ms)
+        return owner_of(at) == number or (at[0] == 0 and row.deliver_at_ms > self.subscribers[number].since_ms)
 
     def owed_by_nobody(self, at: Place, row: Row) -> bool:
         return not any(self.is_owed(number, at, row) for number in self.subscribers)
 
     def may_be_owed(self, number: int, at: Place, row: Row) -> bool:
         """The same before the row's time has been seen."""
-        if at[0] not in (0, number):
+        if owner_of(at) not in (0, number):
             return False
         return number not in row.acknowledged and (not row.passed or self.is_owed(number, at, row))
 
@@ -196,35 +236,46 @@ class Oracle:
                 withdrawn.not_found.append(number)
         return withdrawn
 
-    def acknowledge(self, number: int, claims: Iterable[tuple[Position, int]]) -> int:
+    def acknowledge(self, number: int, claims: Iterable[Claim]) -> int:
         """How many of the claims are ignored. What is in flight is taken first, and of the shared index first."""
-        subscriber = self.subscribers[number]
         left = list(claims)
         for in_flight in (True, False):
-            for index in (0, number):
+            for index in (0, number, index_ids.batch_parts_of(number)):
                 claimed, left = left, []
-                for at, deliver_at_ms in claimed:
-                    place = (index, *at)
-                    row = self.backlog(number).get(place)
-                    there = row is not None and row.deliver_at_ms == deliver_at_ms
-                    if in_flight:
-                        there = there and place in subscriber.in_flight
-                    if not there or place in subscriber.acknowledging:
-                        left.append((at, deliver_at_ms))
+                for claim in claimed:
+                    place = self.found(number, claim, index, in_flight=in_flight)
+                    if place is None:
+                        left.append(claim)
                         continue
-                    subscriber.in_flight.pop(place, None)
-                    subscriber.acknowledging.add(place)
+                    self.subscribers[number].in_flight.pop(place, None)
+                    self.subscribers[number].acknowledging.add(place)
                     self.staged_acknowledgements.append((number, place))
         return len(left)
 
-    def claimed(self, number: int, claims: dict[Position, int]) -> set[Place]:
+    def found(self, number: int, claim: Claim, index: int, *, in_flight: bool) -> Place | None:
+        """What a claim is for in an index; `in_flight`: only if it is."""
+        subscriber = self.subscribers[number]
+        for place in places_named(number, claim):
+            row = self.backlog(number).get(place) if place[0] == index else None
+            there = (
+                row is not None and row.deliver_at_ms == claim.deliver_at_ms and place not in subscriber.acknowledging
+            )
+            if there and (not in_flight or place in subscriber.in_flight):
+                return place
+        return None
+
+    def claimed(self, number: int, claims: Iterable[Claim]) -> set[Place]:
         """What a dispatcher that claims to hold positions, with their times, is taken to hold."""
         backlog = self.backlog(number)
         for at in self.subscribers[number].acknowledging:
             backlog.pop(at, None)
         named = [
-            [place for place in ((0, *at), (number, *at)) if place in backlog and backlog[place].deliver_at_ms == time]
-            for at, time in claims.items()
+            [
+                place
+                for place in places_named(number, claim)
+                if place in backlog and backlog[place].deliver_at_ms == claim.deliver_at_ms
+            ]
+            for claim in claims
         ]
         return {places[0] for places in named if places}
 
@@ -258,8 +309,15 @@ class Oracle:
     def delete_subscription(self, number: int) -> None:
         """Its own index is no more, and no damaged bucket of it."""
         del self.subscribers[number]
-        self.rows = {at: row for at, row in self.rows.items() if at[0] != number}
-        self.missing = {name: rows for name, rows in self.missing.items() if self.index_of_missing[name] != number}
+        self.rows = {at: row for at, row in self.rows.items() if owner_of(at) != number}
+        self.missing = {
+            name: rows
+            for name, rows in self.missing.items()
+            if index_ids.subscription_of(self.index_of_missing[name]) != number
+        }
+
+    def subscribe(self, number: int, since_ms: int) -> None:
+        self.subscribers[number] = Subscriber(since_ms)
 
     # ---- trims
 
@@ -320,8 +378,8 @@ class Oracle:
         self.staged_gone.clear()
         for row in self.rows.values():
             row.passed = False
-        for number, subscriber in self.subscribers.items():
-            self.subscribers[number] = Subscriber(subscriber.since_ms)
+        for number, subscriber in list(self.subscribers.items()):
+            self.subscribe(number, subscriber.since_ms)
 
     def learn_again(self, known: dict[int, set[Place]]) -> None:
         """That a subscription is not owed a row because of its time is known when that has come, and may be before."""

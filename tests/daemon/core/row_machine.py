@@ -7,7 +7,7 @@ the topic's surroundings (`journaled_topic`), and what is right (`oracle`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from tests.daemon.core.journaled_topic import (
     key_hashes_of,
     listed,
 )
-from tests.daemon.core.oracle import Place, Subscriber
+from tests.daemon.core.oracle import Claim, Place, claim_of
 from tests.daemon.core.row_invariants import RowInvariants
 
 U64_MAX = (1 << 64) - 1
@@ -234,7 +234,7 @@ class RowMachine(RowInvariants):
             assert all(self.oracle.rows[at].deliver_at_ms <= since_ms for at in passed_before if not at[0])
         else:
             assert since_ms == 0
-        self.oracle.subscribers[state.subscription_id] = Subscriber(since_ms)
+        self.oracle.subscribe(state.subscription_id, since_ms)
 
     @precondition(lambda self: self.oracle.subscribers)
     @rule(pick=picks, until=st.sampled_from((None, None, None, *Until, *[Until.SERVED] * 3)))
@@ -280,23 +280,23 @@ class RowMachine(RowInvariants):
     def open_again_with_what_is_held(self, pick: int, also: set[Position], off_ms: int) -> None:
         number = self.number(pick)
         state, subscriber = self.state(number), self.oracle.subscribers[number]
-        declared = {at[1:]: deliver_at_ms for at, (_, deliver_at_ms) in subscriber.in_flight.items()}
+        held = [claim_of(at, deliver_at_ms) for at, (_, deliver_at_ms) in subscriber.in_flight.items()]
         rows = {at[1:]: row for at, row in sorted(self.oracle.rows.items()) if at[0] in (0, number)}
-        declared |= {at: rows[at].deliver_at_ms + off_ms for at in also if at in rows}
-        declared |= dict.fromkeys(also - rows.keys(), 5)
+        others = [Claim(at, rows[at].deliver_at_ms + off_ms if at in rows else 5) for at in also]
+        declared = {(claim.at, claim.batch_index): claim for claim in [*held, *others]}
         for dispatcher in list(subscriber.dispatchers):
             self.close_one(number, dispatcher)
         self.passing(self.topic.pass_all)
-        found = self.topic.find_in_backlog(state, claims_of(declared.items()))
+        found = self.topic.find_in_backlog(state, claims_of(declared.values()))
         self.dispatchers += 1
         self.topic.core.open(state, self.dispatchers)
         self.topic.core.hold(state, self.dispatchers, found)
         subscriber.dispatchers.add(self.dispatchers)
         # What a lease holds is taken from it.
-        expected = self.oracle.claimed(number, declared)
+        expected = self.oracle.claimed(number, declared.values())
         assert set(self.places_of(found.keys)) == expected
         for at in expected:
-            subscriber.in_flight[at] = (self.dispatchers, declared[at[1:]])
+            subscriber.in_flight[at] = (self.dispatchers, self.oracle.rows[at].deliver_at_ms)
 
     @rule(pick=picks, which=picks)
     def close(self, pick: int, which: int) -> None:
@@ -382,7 +382,7 @@ class RowMachine(RowInvariants):
         chosen = [held[pick % len(held)] for pick in which]
         for number in sorted({number for number, _ in chosen}):
             in_flight = self.oracle.subscribers[number].in_flight
-            self.acknowledge(number, [(at[1:], in_flight[at][1] + off_ms) for each, at in chosen if each == number])
+            self.acknowledge(number, [claim_of(at, in_flight[at][1] + off_ms) for each, at in chosen if each == number])
         if now:
             self.commit()
 
@@ -391,10 +391,10 @@ class RowMachine(RowInvariants):
     def acknowledge_anything(self, pick: int, claimed: list[tuple[Position, int]]) -> None:
         number = self.number(pick)
         rows = {at[1:]: row for at, row in sorted(self.oracle.rows.items()) if at[0] in (0, number)}
-        claims = [(at, rows[at].deliver_at_ms + off_ms if at in rows else 9) for at, off_ms in claimed]
+        claims = [Claim(at, rows[at].deliver_at_ms + off_ms if at in rows else 9) for at, off_ms in claimed]
         self.acknowledge(number, claims)
 
-    def acknowledge(self, number: int, claims: list[tuple[Position, int]]) -> None:
+    def acknowledge(self, number: int, claims: Sequence[Claim]) -> None:
         expected = self.oracle.acknowledge(number, claims)
         assert self.topic.stage_acknowledge(self.state(number), claims) == expected
 
@@ -432,7 +432,7 @@ class RowMachine(RowInvariants):
         for number in list(self.oracle.subscribers):
             self.drain_one(number)
             in_flight = self.oracle.subscribers[number].in_flight
-            self.acknowledge(number, [(at[1:], held[1]) for at, held in in_flight.items()] or [((1, 1), 1)])
+            self.acknowledge(number, [claim_of(at, held[1]) for at, held in in_flight.items()] or [Claim((1, 1), 1)])
             self.commit()
             self.all_holds()
         while self.topic.seals:

@@ -22,7 +22,7 @@ from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
 from storage_backends.formats.manifest import SubscriptionPolicy
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import Position, claims_of
-from tests.daemon.core.oracle import Place, Ranges
+from tests.daemon.core.oracle import Claim, Place, Ranges, claim_of, places_named
 from tests.daemon.core.row_machine import ENTRIES, LEDGERS, batches, owners, picks, places_in, positions
 from tests.daemon.core.withdrawing_machine import WithdrawingMachine
 
@@ -155,26 +155,33 @@ class TopicMachine(WithdrawingMachine):
         subscriber = self.oracle.subscribers[number]
         held = sorted(subscriber.in_flight) or [(0, 1, 1)]
         claims = {held[which % len(held)]: off_ms for which, off_ms in claimed}
-        times = {at[1:]: subscriber.in_flight.get(at, (0, 5))[1] + off_ms for at, off_ms in claims.items()}
+        times = [claim_of(at, subscriber.in_flight.get(at, (0, 5))[1] + off_ms) for at, off_ms in claims.items()]
+        named = list({(claim.at, claim.batch_index): claim for claim in times}.values())
         self.dispatchers += 1
-        expected = self.leased_of(number, times)
-        state = self.state(number)
-        moved_rows = self.topic.core.move_held(state, claims_of(times.items()), subscriber.leases, self.dispatchers)
-        assert moved_rows == len(expected)
+        expected = self.leased_of(number, named)
+        assert self.move_held(number, named) == len(expected)
         for at in expected:
-            subscriber.in_flight[at] = (self.dispatchers, times[at[1:]])
+            subscriber.in_flight[at] = (self.dispatchers, subscriber.in_flight[at][1])
         if expected:
             subscriber.leases.add(self.dispatchers)
         if over:
             self.end_lease(number, self.dispatchers)
 
-    def leased_of(self, number: int, claims: dict[Position, int]) -> set[Place]:
+    def move_held(self, number: int, claims: list[Claim]) -> int:
+        leases = self.oracle.subscribers[number].leases
+        return self.topic.core.move_held(self.state(number), claims_of(claims), leases, self.dispatchers)
+
+    def leased_of(self, number: int, claims: list[Claim]) -> set[Place]:
         """What of the claims is leased with that time, of each the one that is looked for first."""
         subscriber = self.oracle.subscribers[number]
         leased = subscriber.leased()
         named = [
-            [place for place in ((0, *at), (number, *at)) if place in leased and subscriber.in_flight[place][1] == time]
-            for at, time in claims.items()
+            [
+                at
+                for at in places_named(number, claim)
+                if at in leased and subscriber.in_flight[at][1] == claim.deliver_at_ms
+            ]
+            for claim in claims
         ]
         return {places[0] for places in named if places}
 
