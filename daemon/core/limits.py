@@ -11,10 +11,12 @@ import dataclasses
 import numpy as np
 
 from daemon.errors import DelayTooLong, InvalidArgument
-from storage_backends.formats.rows import U64
+from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, NO_BATCH_INDEX
+from storage_backends.formats.rows import U32, U64
 
-# Spreads positions over 64 bits, so that two of them rarely fall together.
+# Spread positions over 64 bits, so that two of them rarely fall together.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+_ANOTHER_ODD = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,20 +53,45 @@ def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
         )
 
 
-def check_distinct(ledger_id: U64, entry_id: U64) -> None:
-    """Raises InvalidArgument when a position is named twice."""
-    mixed = np.sort(ledger_id * _ODD + entry_id)
+def check_distinct(ledger_id: U64, entry_id: U64, batch_index: U32 | None = None) -> None:
+    """Raises InvalidArgument when a position is named twice. An entry as a whole and a message of it are not the same."""
+    mixed = ledger_id * _ODD + entry_id
+    if batch_index is not None:
+        mixed += batch_index * _ANOTHER_ODD
+    mixed.sort()
     if (mixed[1:] != mixed[:-1]).all():
         return
     # Two positions, or one that is named twice.
-    order = np.lexsort((entry_id, ledger_id))
-    ledgers, entries = ledger_id[order], entry_id[order]
-    same = np.flatnonzero((ledgers[1:] == ledgers[:-1]) & (entries[1:] == entries[:-1]))
-    if len(same):
-        place = int(same[0])
+    columns = [ledger_id, entry_id] if batch_index is None else [ledger_id, entry_id, batch_index.astype(np.uint64)]
+    order = np.lexsort(columns[::-1])
+    same = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
+    if same.any():
+        place = int(same.argmax())
+        first, again = order[place], order[place + 1]
+        position = ", ".join(str(column[first]) for column in columns)
         raise InvalidArgument(
-            f"entry_id[{order[place + 1]}]: position ({ledgers[place]}, {entries[place]}) is that of "
-            f"entry_id[{order[place]}], too; a request names a position once"
+            f"entry_id[{again}]: position ({position}) is that of entry_id[{first}], too; a request names a position once"
+        )
+
+
+def check_batch_index(entry_id: U64, batch_index: U32 | None) -> None:
+    """Raises InvalidArgument for a message of a batch that cannot be named."""
+    if batch_index is None:
+        return
+    parts = batch_index != NO_BATCH_INDEX
+    beyond = np.flatnonzero(parts & (batch_index > BATCH_INDEX_MAX))
+    if len(beyond):
+        row = int(beyond[0])
+        raise InvalidArgument(
+            f"batch_index[{row}] is {batch_index[row]}; it may be at most {BATCH_INDEX_MAX}, or {NO_BATCH_INDEX} for the "
+            "entry as a whole"
+        )
+    beyond = np.flatnonzero(parts & (entry_id > BATCHED_ENTRY_ID_MAX))
+    if len(beyond):
+        row = int(beyond[0])
+        raise InvalidArgument(
+            f"entry_id[{row}] is {entry_id[row]}, and batch_index[{row}] is {batch_index[row]}; an entry of which a "
+            f"message is named may be at most {BATCHED_ENTRY_ID_MAX}"
         )
 
 
@@ -74,12 +101,17 @@ def absolute_times(deliver_at_ms: U64 | None, delay_ms: U64 | None, *, now_ms: i
     Raises DelayTooLong when a row is further ahead than the limit.
     """
     if delay_ms is not None:
-        _check_delay("delay_ms", delay_ms, int(delay_ms.max()), delay_max_ms, delay_max_ms)
+        check_delay("delay_ms", delay_ms, delay_max_ms)
         return delay_ms + np.uint64(now_ms)
     if deliver_at_ms is None:
         raise InvalidArgument("deliver_at_ms and delay_ms are both missing; give one of them")
     _check_delay("deliver_at_ms", deliver_at_ms, int(deliver_at_ms.max()), now_ms + delay_max_ms, delay_max_ms)
     return deliver_at_ms
+
+
+def check_delay(field: str, delay_ms: U64, delay_max_ms: int) -> None:
+    """Raises DelayTooLong when a delay is above the limit."""
+    _check_delay(field, delay_ms, int(delay_ms.max()), delay_max_ms, delay_max_ms)
 
 
 def _check_delay(field: str, column: U64, largest: int, allowed: int, delay_max_ms: int) -> None:
