@@ -13,6 +13,7 @@ from collections.abc import Set
 
 from pyroaring import BitMap64
 
+from daemon.core.level_rows import LevelRows
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 
 
@@ -44,7 +45,8 @@ class Bucket:
 
     `name`: the object name, empty for the mutable bucket. `subscription_id`: whose own index its rows are in, 0 for the
     shared one. `pages`: the ordinals of the pages that it has or had
-    positions of. Counts are kept, never taken from a bitmap.
+    positions of. `levels`: hears of what is passed and what is gone; None while the bucket is in no index. Counts are
+    kept, never taken from a bitmap.
     """
 
     pages: Set[int] = frozenset()
@@ -55,6 +57,7 @@ class Bucket:
         self.present = present
         self.passed = BitMap64()
         self.gone = gone
+        self.levels: LevelRows | None = None
         self.acknowledged: dict[int, BitMap64] = {}
         self.present_rows = len(present)
         self.passed_rows = 0
@@ -75,6 +78,8 @@ class Bucket:
             due = due.take(contained(due.keys, waiting))
         self.passed |= waiting
         self.passed_rows += count
+        if self.levels:
+            self.levels.passed(waiting)
         return due
 
     def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
@@ -93,6 +98,8 @@ class Bucket:
             self.gone.add(hit)
         for acknowledged in self.acknowledged.values():
             acknowledged -= hit
+        if self.levels:
+            self.levels.remove(hit)
         return hit, due_rows
 
     def acknowledged_by(self, subscription_id: int) -> BitMap64:

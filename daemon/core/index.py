@@ -24,6 +24,7 @@ from pyroaring import BitMap64
 
 from daemon.core import merging, quarantine
 from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.level_rows import LevelRows
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
 from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, pages_of
@@ -78,8 +79,14 @@ class Index:
         self._of_page: dict[int, dict[str, SealedBucket]] = {}
         self.quarantined: dict[str, QuarantinedBucket] = {}
         self.sealing: list[MutableBucket] = []
-        self.mutable = MutableBucket(pages, horizon_ms=now_ms, subscription_id=subscription_id)
+        self.levels = LevelRows(self.present_among)
+        self.mutable = self._new_mutable(now_ms)
         self._left_out: set[str] = set()
+
+    def _new_mutable(self, now_ms: int) -> MutableBucket:
+        bucket = MutableBucket(self.pages, horizon_ms=now_ms, subscription_id=self.subscription_id)
+        bucket.levels = self.levels
+        return bucket
 
     # ---- counts
 
@@ -196,11 +203,15 @@ class Index:
 
     # ---- changes
 
-    def add(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
-        """Rows of positions that have no row, of a slot that is durable."""
+    def add(self, rows: Rows, slot: int, *, elapsed_ms: int, level: int = 0) -> None:
+        """Rows of positions that have no row, of a slot that is durable. `level`: the delay level that they were added
+        by, 0: none.
+        """
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
         self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
+        if level:
+            self.levels.add(level, added)
         quarantine.added_again(self.quarantined.values(), added, slot)
         self.staged.applied(added)
 
@@ -369,7 +380,7 @@ class Index:
         bucket = self.mutable
         bucket.begin_seal(name)
         self.sealing.append(bucket)
-        self.mutable = MutableBucket(self.pages, horizon_ms=now_ms, subscription_id=self.subscription_id)
+        self.mutable = self._new_mutable(now_ms)
         return bucket
 
     def finish_seal(self, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int) -> None:
@@ -409,6 +420,7 @@ class Index:
 
     def add_sealed(self, bucket: SealedBucket) -> None:
         self.sealed[bucket.name] = bucket
+        bucket.levels = self.levels
         for page in bucket.pages:
             self._of_page.setdefault(page, {})[bucket.name] = bucket
 
@@ -481,6 +493,7 @@ class Index:
             )
         )
         for source in sources:
+            self.levels.remove(source.present)
             self.drop(source.name)
 
     def quarantine(self, live: LiveBucket) -> SealedBucket:
@@ -492,6 +505,7 @@ class Index:
         self.add_quarantined(
             QuarantinedBucket(live, present=present, gone=gone, acknowledged=acknowledged, pages=self.pages)
         )
+        self.levels.remove(present)
         bucket.release_pages()
         return bucket
 
