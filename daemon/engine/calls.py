@@ -244,6 +244,9 @@ class SubscriptionStats:
     leased: int
     policy: SubscriptionPolicy
     own_pending: int
+    nacked: int
+    next_redelivery_ms: int
+    dead_letters: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -345,11 +348,16 @@ class ScheduledPage:
 class BacklogPage:
     """Rows that a subscription is owed and has not acknowledged, in the order in which they came due.
 
-    `in_flight`: bool[n], whether a row is handed out. `next_after`: as in `ScheduledPage`.
+    `in_flight`: bool[n], whether a row is handed out. `redeliver_at_ms`: u64[n], when a row that was negatively
+    acknowledged comes back, 0 of all others; None when none waits for that. `redelivery_count`, `batch_index`: u32[n],
+    as in `HandedOut`. `next_after`: as in `ScheduledPage`.
     """
 
     rows: Rows
     in_flight: npt.NDArray[np.bool_]
+    redeliver_at_ms: U64 | None
+    redelivery_count: U32 | None
+    batch_index: U32 | None
     next_after: Place | None
     as_of_ms: int
 

@@ -106,6 +106,9 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         leased=state.leased_rows,
         policy=state.stored.policy,
         own_pending=own.pending_rows if own is not None else 0,
+        nacked=0,
+        next_redelivery_ms=0,
+        dead_letters=0,
     )
 
 

@@ -96,6 +96,9 @@ class Viewing:
         return BacklogPage(
             rows=page.found.rows.rows,
             in_flight=contained(keys, state.held_among(bitmap_of(keys))),
+            redeliver_at_ms=None,
+            redelivery_count=None,
+            batch_index=None,
             next_after=page.next_after,
             as_of_ms=as_of_ms,
         )

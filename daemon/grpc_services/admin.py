@@ -1,4 +1,4 @@
-"""`tarry.v1.Admin`: policies, what is done to a topic as a whole, and collecting garbage.
+"""`tarry.v1.Admin`: policies, dead letters, what is done to a topic as a whole, and collecting garbage.
 
 Owns: the calls' requests and answers.
 Does not own: what they do (engine).
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from daemon import config
 from daemon.engine import calls
-from daemon.grpc_services import policies, records, unary
+from daemon.grpc_services import dead_letters, policies, records, unary
 from tarry.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Admin:
         return {
             "SetTopicPolicy": self._handler(pb.SetTopicPolicyRequest, self._set_topic_policy),
             "GetTopicPolicy": self._handler(pb.GetTopicPolicyRequest, self._get_topic_policy),
+            "ReplayDeadLetters": self._handler(pb.ReplayDeadLettersRequest, self._replay_dead_letters),
+            "PurgeDeadLetters": self._handler(pb.PurgeDeadLettersRequest, self._purge_dead_letters),
             "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
             "MergeBuckets": self._handler(pb.MergeBucketsRequest, self._merge_buckets),
             "DeleteTopic": self._handler(pb.DeleteTopicRequest, self._delete_topic),
@@ -50,6 +52,18 @@ class Admin:
             policy=policies.topic_policy_message(found.stored),
             effective=policies.topic_policy_message(found.effective),
         )
+
+    async def _replay_dead_letters(self, request: pb.ReplayDeadLettersRequest) -> pb.ReplayDeadLettersResponse:
+        replayed = await self._requests.replay_dead_letters(
+            request.topic, request.subscription, dead_letters.filter_of(request.filter), request.delay_ms
+        )
+        return records.as_message(pb.ReplayDeadLettersResponse, replayed)
+
+    async def _purge_dead_letters(self, request: pb.PurgeDeadLettersRequest) -> pb.PurgeDeadLettersResponse:
+        purged = await self._requests.purge_dead_letters(
+            request.topic, request.subscription, dead_letters.filter_of(request.filter)
+        )
+        return pb.PurgeDeadLettersResponse(purged=purged)
 
     async def _seal_bucket(self, request: pb.SealBucketRequest) -> pb.SealBucketResponse:
         return records.as_message(pb.SealBucketResponse, await self._requests.seal(request.topic))

@@ -12,13 +12,13 @@ import binascii
 import enum
 import hashlib
 import struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from google.protobuf import message
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, records, unary
+from daemon.grpc_services import columns, dead_letters, records, unary
 from daemon.grpc_services.pipeline import Context
 from tarry.v1 import inspect_pb2 as pb
 
@@ -31,7 +31,8 @@ PAGE_SIZE_MAX = 1000
 
 _DIGEST_BYTES = 8
 # A row's deliver_at_ms, ledger, entry and index.
-_PLACE = struct.Struct("<QQQQ")
+_ROW = struct.Struct("<QQQQ")
+_DEAD_LETTER_ID = struct.Struct("<Q")
 
 
 class _List(enum.Enum):
@@ -42,6 +43,11 @@ class _List(enum.Enum):
     SUBSCRIPTIONS = b"\x03"
     SCHEDULED = b"\x04"
     BACKLOG = b"\x05"
+    DEAD_LETTERS = b"\x06"
+
+
+# Requests for a page that goes on from a place.
+_Placed: TypeAlias = pb.ListScheduledRequest | pb.ListBacklogRequest | pb.ListDeadLettersRequest
 
 
 class _Paged(Protocol):
@@ -71,6 +77,7 @@ class Inspect:
             "ListScheduled": self._cancelled_handler(pb.ListScheduledRequest, self._list_scheduled),
             "GetHistogram": self._cancelled_handler(pb.GetHistogramRequest, self._histogram),
             "ListBacklog": self._cancelled_handler(pb.ListBacklogRequest, self._list_backlog),
+            "ListDeadLetters": self._cancelled_handler(pb.ListDeadLettersRequest, self._list_dead_letters),
         }
 
     async def _list_topics(self, request: pb.ListTopicsRequest) -> pb.ListTopicsResponse:
@@ -127,6 +134,20 @@ class Inspect:
         token = _row_token(page.next_after, request, _List.BACKLOG)
         return columns.backlog_response(page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms))
 
+    async def _list_dead_letters(self, request: pb.ListDeadLettersRequest, _: Context) -> bytes:
+        place = _place_in(request, _List.DEAD_LETTERS, _DEAD_LETTER_ID)
+        page = await self._requests.list_dead_letters(
+            request.topic,
+            request.subscription,
+            dead_letters.filter_of(request.filter),
+            request.page_size,
+            place[0] if place else 0,
+        )
+        after = None if page.next_after is None else (page.next_after,)
+        token = _token_of(after, request, _List.DEAD_LETTERS, _DEAD_LETTER_ID)
+        rest = pb.ListDeadLettersResponse(next_page_token=token, as_of_ms=page.as_of_ms)
+        return dead_letters.page_response(page, rest)
+
 
 def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> calls.View:
     return calls.View(request.from_ms, request.until_ms, _ledgers(request), request.subscription or None)
@@ -160,23 +181,34 @@ def _after(token: str, of: _List) -> str:
         raise _bad_token(token, of) from error
 
 
-def _row_token(after: calls.Place | None, request: pb.ListScheduledRequest | pb.ListBacklogRequest, of: _List) -> str:
-    return "" if after is None else _encoded(of, _digest(request) + _PLACE.pack(*after))
+def _row_token(after: calls.Place | None, request: _Placed, of: _List) -> str:
+    return _token_of(after, request, of, _ROW)
 
 
-def _row_after(request: pb.ListScheduledRequest | pb.ListBacklogRequest, of: _List) -> calls.Place | None:
+def _row_after(request: _Placed, of: _List) -> calls.Place | None:
     """Raises `InvalidArgument`, also for a token of another request."""
+    place = _place_in(request, of, _ROW)
+    return calls.Place(*place) if place else None
+
+
+def _token_of(after: tuple[int, ...] | None, request: _Placed, of: _List, form: struct.Struct) -> str:
+    """A token that turns the pages of one request."""
+    return "" if after is None else _encoded(of, _digest(request) + form.pack(*after))
+
+
+def _place_in(request: _Placed, of: _List, form: struct.Struct) -> tuple[int, ...]:
+    """After which place the page begins; empty for the first. Raises `InvalidArgument`."""
     token = request.page_token
     if not token:
-        return None
+        return ()
     data = _decoded(token, of)
-    if len(data) != _DIGEST_BYTES + _PLACE.size:
+    if len(data) != _DIGEST_BYTES + form.size:
         raise _bad_token(token, of)
     if data[:_DIGEST_BYTES] != _digest(request):
         raise errors.InvalidArgument(
             f"page_token: {token[:64]!r} is of another request; only page_size may change from page to page"
         )
-    return calls.Place(*_PLACE.unpack(data[_DIGEST_BYTES:]))
+    return form.unpack(data[_DIGEST_BYTES:])
 
 
 def _digest(request: message.Message) -> bytes:

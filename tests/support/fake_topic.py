@@ -247,6 +247,9 @@ class Topic:
             leased=sum(isinstance(holder, Lease) for holder in known.in_flight.values()),
             policy=known.policy,
             own_pending=sum(due > now_ms for due, _ in known.own.values()),
+            nacked=0,
+            next_redelivery_ms=0,
+            dead_letters=len(known.dead_letters),
         )
 
 

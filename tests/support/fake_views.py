@@ -158,6 +158,9 @@ class FakeViews(abc.ABC):
         return calls.BacklogPage(
             rows=_columns(known, page),
             in_flight=np.array([row[1:3] in state.in_flight for row in page], np.bool_),
+            redeliver_at_ms=None,
+            redelivery_count=None,
+            batch_index=None,
             next_after=next_after,
             as_of_ms=self.now_ms(),
         )

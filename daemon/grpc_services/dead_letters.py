@@ -1,0 +1,63 @@
+"""Dead letters on the wire: which are asked for, and a page of them.
+
+Owns: the filter of a request and the columns of an answer.
+Does not own: the bounds of a filter (`daemon.engine.dead_letters`) and page tokens (`inspect_service`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from daemon.engine import calls
+from daemon.grpc_services import columns, parsing
+from tarry.v1 import inspect_pb2
+
+_RESPONSE: Final = inspect_pb2.ListDeadLettersResponse
+_REASON: Final = columns._tag(_RESPONSE.REASON_FIELD_NUMBER, columns._PACKED)
+
+
+def filter_of(request: inspect_pb2.DeadLetterFilter) -> calls.DeadLetterFilter:
+    """Raises `InvalidArgument`."""
+    parsing.require_known("reason", request.reason, inspect_pb2.DeadLetterReason.DESCRIPTOR)
+    ledgers = request.ledgers
+    return calls.DeadLetterFilter(
+        ids=np.array(request.dead_letter_id, np.uint64) if request.dead_letter_id else None,
+        ledgers=(ledgers.first_ledger_id, ledgers.last_ledger_id) if request.HasField("ledgers") else None,
+        reason=request.reason or None,
+        from_ms=request.from_ms,
+        until_ms=request.until_ms,
+    )
+
+
+def page_response(page: calls.DeadLetterPage, rest: inspect_pb2.ListDeadLettersResponse) -> bytes:
+    """An encoded `ListDeadLettersResponse`; `rest` has what is not in the columns."""
+    rows = page.rows
+    fields: list[bytes] = []
+    for number, column, form in (
+        (_RESPONSE.DEAD_LETTER_ID_FIELD_NUMBER, rows.dead_letter_id, "<u8"),
+        (_RESPONSE.LEDGER_ID_FIELD_NUMBER, rows.ledger_id, "<u8"),
+        (_RESPONSE.ENTRY_ID_FIELD_NUMBER, rows.entry_id, "<u8"),
+        (_RESPONSE.BATCH_INDEX_FIELD_NUMBER, rows.batch_index, "<u4"),
+        (_RESPONSE.DELIVER_AT_MS_FIELD_NUMBER, rows.deliver_at_ms, "<u8"),
+        (_RESPONSE.KEY_HASH_FIELD_NUMBER, rows.key_hash, "<u4"),
+        (_RESPONSE.REDELIVERY_COUNT_FIELD_NUMBER, rows.redelivery_count, "<u4"),
+        (_RESPONSE.DEAD_AT_MS_FIELD_NUMBER, rows.dead_at_ms, "<u8"),
+    ):
+        columns._pack(fields, columns._tag(number, columns._PACKED), column, form)
+    # Each is a varint of one byte.
+    columns._pack(fields, _REASON, rows.reason, "u1")
+    texts, index = _texts(rows)
+    rest.texts.extend(texts)
+    rest.text_index.extend(index)
+    return b"".join(fields) + rest.SerializeToString()
+
+
+def _texts(rows: calls.DeadLetterRows) -> tuple[list[str], list[int]]:
+    """The texts of the rows, the first one empty, and of each row the place of its own."""
+    used, of_row = np.unique(rows.text, return_inverse=True)
+    said = [rows.texts[number] for number in used.tolist()]
+    place_of = {text: place for place, text in enumerate(["", *sorted({text for text in said if text})])}
+    places = np.array([place_of[text] for text in said], np.uint32)
+    return list(place_of), places[of_row].tolist()
