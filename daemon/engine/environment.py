@@ -13,6 +13,8 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 from daemon.config import Config
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
@@ -86,6 +88,15 @@ class Environment:
     def merging_turn(self) -> asyncio.Lock:
         """Held while a merge is made: one at a time in the daemon."""
         return asyncio.Lock()
+
+    @functools.cached_property
+    def random(self) -> np.random.Generator:
+        """Many random numbers at once."""
+        return np.random.default_rng(int(self.jitter() * (1 << 53)))
+
+    def elapsed_ms(self) -> int:
+        """Whole ms of the clock that never steps."""
+        return int(self.clock.elapsed_s() * 1000)
 
     @functools.cached_property
     def commit_observer(self) -> CommitObserver:
