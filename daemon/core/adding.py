@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core import limits
+from daemon.core.delay_levels import DelayLevels
 from daemon.core.index import Index
 from daemon.core.positions import bitmap_of, pages_of
 from storage_backends.formats.rows import U32, U64, Rows
@@ -21,15 +22,19 @@ from storage_backends.formats.rows import U32, U64, Rows
 # Raises when the rows, those of each index, may not be added now.
 Admit = Callable[[Sequence[Rows]], None]
 
+# Rows with the delay level that they were added by, 0: none.
+OfLevel = tuple[int, Rows]
+
 _Places = npt.NDArray[np.intp]
 _NO_ROWS = np.empty(0, np.uint32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AddBatch:
-    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms` and `delay_ms` is given.
+    """Positions to add, columns of n rows. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given.
 
-    `return_already_due`: rows whose time has come are not stored but returned.
+    `return_already_due`: rows whose time has come are not stored but returned. `delay_level`: as asked for, of the table
+    that is in force when that is decided.
     """
 
     ledger_id: U64
@@ -38,6 +43,7 @@ class AddBatch:
     delay_ms: U64 | None
     key_hash: U32 | None
     return_already_due: bool
+    delay_level: npt.NDArray[np.int32] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -66,15 +72,22 @@ def stage(
     now_ms: int,
     floor_ms: int | None,
     request_limits: limits.RequestLimits,
+    levels: DelayLevels,
     admit: Admit,
-) -> tuple[list[Rows], AddOutcome]:
-    """Which rows each of the indexes accepts; they are staged there. `floor_ms`: all of them are stored later.
+) -> tuple[list[list[OfLevel]], AddOutcome]:
+    """Which rows each of the indexes accepts, by delay level; they are staged there. `floor_ms`: all of them are stored
+    later.
 
-    `admit` is asked before anything changes. Raises DelayTooLong, and what `admit` raises.
+    `admit` is asked before anything changes. Raises DelayTooLong, InvalidArgument for a level that there is not, and
+    what `admit` raises.
     """
-    times = limits.absolute_times(
-        batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
-    )
+    delay_max_ms = request_limits.delay_max_ms
+    level, delay_ms = None, batch.delay_ms
+    if batch.delay_level is not None:
+        level = levels.effective(batch.delay_level)
+        delay_ms = levels.delays_of(level)
+        limits.check_delay("the delay of delay_level", delay_ms, delay_max_ms)
+    times = limits.absolute_times(batch.deliver_at_ms, delay_ms, now_ms=now_ms, delay_max_ms=delay_max_ms)
     late = times <= np.uint64(now_ms)
     any_late = bool(late.any())
     returns = batch.return_already_due and any_late
@@ -111,7 +124,20 @@ def stage(
         raised_index=raised_index,
         raised_deliver_at_ms=rows.deliver_at_ms[raised_index],
     )
-    return accepted, outcome
+    return [_by_level(part, level, places) for part, places in zip(accepted, chosen_in, strict=True)], outcome
+
+
+def _by_level(rows: Rows, level: npt.NDArray[np.int64] | None, places: _Places | None) -> list[OfLevel]:
+    """The rows of each level. `level`: of all rows of the request, of which `places` were chosen, None: all."""
+    if not len(rows):
+        return []
+    if level is None:
+        return [(0, rows)]
+    chosen = level if places is None else level[places]
+    first = chosen[0]
+    if (chosen == first).all():
+        return [(int(first), rows)]
+    return [(int(each), rows.take(chosen == each)) for each in np.unique(chosen)]
 
 
 def raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_] | None]:

@@ -146,3 +146,6 @@ def warnings(levels: DelayLevels) -> tuple[str, ...]:
             found.append(f"level {level} is {delay_ms} ms, shorter than level {level - 1}, which is {before_ms} ms")
         first_level.setdefault(delay_ms, level)
     return tuple(found)
+
+
+DEFAULT = parse(DEFAULT_TABLE, clamp=True, delay_max_ms=DEFAULT_MAX_MS)
