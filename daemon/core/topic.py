@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core import adding, feeding, limits, trimming
+from daemon.core import adding, delay_levels, feeding, limits, trimming
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
@@ -100,13 +100,15 @@ class Topic:
         request_limits: limits.RequestLimits,
         subscription_id: int = 0,
         shared_index: bool = True,
+        levels: delay_levels.DelayLevels = delay_levels.DEFAULT,
         admit: adding.Admit = adding.admit_all,
     ) -> tuple[tuple[AddRecord, ...], AddOutcome]:
         """Which rows are accepted, and with which time: (the records to journal in one slot, none when nothing is new).
 
         `subscription_id`: rows for that subscription alone, 0 for every one. `shared_index`: the topic's policy; if
         not, what is for every subscription is a row in the own index of each, and a duplicate where it is one in all.
-        `admit`: see `adding.stage`. Raises InvalidArgument when these would be too many rows.
+        `levels`: the topic's table of delays; the rows of each level are a record. `admit`: see `adding.stage`. Raises
+        InvalidArgument when these would be too many rows.
         """
         if subscription_id:
             indexes = [self.indexes.of(subscription_id)]
@@ -121,12 +123,13 @@ class Topic:
             now_ms=now_ms,
             floor_ms=self.floor_ms if indexes[0] is self.index else None,
             request_limits=request_limits,
+            levels=levels,
             admit=admit,
         )
         records = tuple(
-            AddRecord(self.topic_id, self.incarnation, index.subscription_id, rows)
-            for index, rows in zip(indexes, accepted, strict=True)
-            if len(rows)
+            AddRecord(self.topic_id, self.incarnation, index.subscription_id, rows, level)
+            for index, of_levels in zip(indexes, accepted, strict=True)
+            for level, rows in of_levels
         )
         return records, outcome
 
@@ -212,7 +215,8 @@ class Topic:
         match record:
             case AddRecord():
                 if self._has_index(record.subscription_id):
-                    self.indexes.of(record.subscription_id).add(record.rows, slot, elapsed_ms=elapsed_ms)
+                    index = self.indexes.of(record.subscription_id)
+                    index.add(record.rows, slot, elapsed_ms=elapsed_ms, level=record.delay_level)
             case AcknowledgeRecord():
                 if not record.own_index:
                     self._apply_acknowledge(self.index, record, slot)
