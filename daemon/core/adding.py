@@ -33,8 +33,8 @@ _NO_ROWS = np.empty(0, np.uint32)
 class AddBatch:
     """Positions to add, columns of n rows. Exactly one of `deliver_at_ms`, `delay_ms` and `delay_level` is given.
 
-    `return_already_due`: rows whose time has come are not stored but returned. `delay_level`: as asked for, of the table
-    that is in force when that is decided.
+    `return_already_due`: rows whose time has come are not stored but returned. `delay_level`: as asked for, of the
+    table that is in force when that is decided.
     """
 
     ledger_id: U64
