@@ -11,7 +11,7 @@ row has one, nothing is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,15 @@ class LevelRows:
         self._pending_rows[level] -= rows
         if not self._pending_rows[level]:
             del self._pending_rows[level]
+
+
+def pending_rows(parts: Iterable[LevelRows]) -> dict[int, int]:
+    """The pending rows of several indexes by level, of levels that have any."""
+    found: dict[int, int] = {}
+    for part in parts:
+        for level, rows in part.pending_rows.items():
+            found[level] = found.get(level, 0) + rows
+    return found
 
 
 class _Keys:

@@ -14,13 +14,14 @@ import numpy.typing as npt
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
+from daemon.core.delay_levels import DelayLevels
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
 from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.durability import garbage_rules
-from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.rows import U32, U64, Rows
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "BucketSummary",
     "Caller",
     "CancelOutcome",
+    "DelayLevels",
     "Contained",
     "EntryRanges",
     "GarbageProgress",
@@ -53,7 +55,9 @@ __all__ = [
     "SubscriptionPage",
     "SubscriptionPolicy",
     "SubscriptionStats",
+    "TopicDelayLevels",
     "TopicDeleted",
+    "TopicLevels",
     "TopicLocation",
     "TopicPage",
     "TopicPolicies",
@@ -131,6 +135,19 @@ class TopicPolicies:
 
     stored: TopicPolicy
     effective: TopicPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TopicLevels:
+    """Delay levels in force. `of_topic`: they were set for the topic; if not, they are the daemon's.
+
+    `pending`: rows that were added by each level and are not due yet, level 1 first, to the highest of the table or of
+    such a row; none where no topic is asked about.
+    """
+
+    levels: DelayLevels
+    of_topic: bool
+    pending: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

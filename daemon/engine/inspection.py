@@ -12,6 +12,7 @@ import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from daemon.core import level_rows
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
@@ -22,6 +23,7 @@ from daemon.engine.calls import (
     BucketSummary,
     SubscriptionPage,
     SubscriptionStats,
+    TopicLevels,
     TopicStats,
     TopicSummary,
 )
@@ -61,6 +63,22 @@ def summary(topic: ServedTopic) -> TopicSummary:
         subscriptions=len(topic.core.subscriptions),
         next_due_ms=indexes.next_due_ms() or 0,
     )
+
+
+def levels(topic: ServedTopic) -> TopicLevels:
+    settings = topic.settings
+    pending = pending_by_level(topic.core)
+    highest = max(settings.levels.top, *pending) if pending else settings.levels.top
+    return TopicLevels(
+        settings.levels,
+        of_topic=settings.delay_levels is not None,
+        pending=tuple(pending.get(level, 0) for level in range(1, highest + 1)),
+    )
+
+
+def pending_by_level(topic: Topic) -> dict[int, int]:
+    """Rows of each delay level that are not due yet, of levels that have any."""
+    return level_rows.pending_rows(index.levels for index in topic.indexes.values())
 
 
 def stats(topic: ServedTopic, *, applied_slot: int, merges: int, now_ms: int) -> TopicStats:

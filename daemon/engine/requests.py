@@ -26,6 +26,7 @@ from daemon.engine.calls import (
     Caller,
     CancelOutcome,
     Contained,
+    DelayLevels,
     EntryRanges,
     GarbageProgress,
     HandedOut,
@@ -42,7 +43,9 @@ from daemon.engine.calls import (
     SubscriptionCreated,
     SubscriptionPage,
     SubscriptionPolicy,
+    TopicDelayLevels,
     TopicDeleted,
+    TopicLevels,
     TopicLocation,
     TopicPage,
     TopicPolicies,
@@ -260,6 +263,28 @@ class Requests:
             settings = served.settings
             await shard.commits.confirmed()
             return TopicPolicies(stored=settings.policy, effective=settings.effective)
+
+    async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
+        """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force when
+        this returns. What is pending keeps its time. Raises InvalidArgument with the place: then the old ones stay.
+        """
+        self._check_topic(topic)
+        shard = self._engine.shard_of(topic)
+        if await shard.topic(topic) is None:
+            # What is refused bears no topic.
+            topic_settings.levels_of(self._environment, table, delay_max_ms=self._limits.delay_max_ms)
+        served = await shard.topic_to_write(topic)
+        return await shard.changes.set_delay_levels(served, table)
+
+    async def delay_levels(self, topic: str) -> TopicLevels:
+        """The delay levels in force: of a topic, or, where the name is empty, the daemon's. Raises NotFound."""
+        if not topic:
+            return TopicLevels(self._environment.delay_levels, of_topic=False, pending=())
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            found = inspection.levels(served)
+            await shard.commits.confirmed()
+            return found
 
     async def seal(self, topic: str) -> Sealed:
         """Seals the mutable bucket now; returns when that is committed."""

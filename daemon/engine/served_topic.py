@@ -41,7 +41,7 @@ from daemon.engine.topic_quotas import TopicQuotas
 from daemon.engine.waiting_line import WaitingLine
 from daemon.engine.withdrawing import Withdrawing
 from daemon.errors import NotFound, QuotaExceeded
-from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 
 log = logging.getLogger(__name__)
 
@@ -82,11 +82,18 @@ class ServedTopic:
     """One topic of an owned shard, with the policy that was set for it."""
 
     def __init__(
-        self, topic: Topic, shard: Owned, due_loop: DueLoop, environment: Environment, *, policy: TopicPolicy
+        self,
+        topic: Topic,
+        shard: Owned,
+        due_loop: DueLoop,
+        environment: Environment,
+        *,
+        policy: TopicPolicy,
+        delay_levels: TopicDelayLevels | None = None,
     ) -> None:
         self.core = topic
         self.shard = shard
-        self.settings = topic_settings.settings_of(environment, policy)
+        self.settings = topic_settings.settings_of(environment, policy, delay_levels)
         self.quotas = TopicQuotas(
             topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
         )
@@ -131,6 +138,7 @@ class ServedTopic:
             request_limits=self.settings.request_limits,
             subscription_id=subscription_id,
             shared_index=self.settings.shared_index,
+            levels=self.settings.levels,
             admit=admission.admit,
         )
         slot = commits.stage(*records) if records else None

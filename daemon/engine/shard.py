@@ -342,7 +342,14 @@ class ServedShard:
         topic_log: commit.ManifestLog[manifest.TopicManifest],
         tip: commit.Tip[manifest.TopicManifest],
     ) -> ServedTopic:
-        served = ServedTopic(topic, self, self._due_loop, self._environment, policy=tip.manifest.policy)
+        served = ServedTopic(
+            topic,
+            self,
+            self._due_loop,
+            self._environment,
+            policy=tip.manifest.policy,
+            delay_levels=tip.manifest.delay_levels,
+        )
         commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
         self.topic_commits[topic.name] = commits
         self.lives[topic.name] = BucketLife(

@@ -1,4 +1,4 @@
-"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy, deleted.
+"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy or delay levels, deleted.
 
 Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
 Does not own: what leaves (`daemon.core.topic`), the manifest's operations (`storage_backends.topic_manifest`) and the
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from daemon.core.delay_levels import DelayLevels
 from daemon.core.trimming import LedgerRanges
 from daemon.engine import topic_settings
 from daemon.engine.calls import Merged, Sealed, TopicDeleted
@@ -19,8 +20,8 @@ from daemon.engine.manifests import Operation
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends import commit
-from storage_backends.formats.manifest import TopicManifest, TopicPolicy
-from storage_backends.topic_manifest import DeleteTopic, SetPolicy
+from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
+from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard
@@ -89,11 +90,24 @@ class TopicChanges:
 
     async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
         await self._commit(topic.core.name, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
-        topic.settings = topic_settings.settings_of(self._environment, policy)
+        topic.settings = topic_settings.settings_of(self._environment, policy, topic.settings.delay_levels)
         topic.quotas.set_limits(topic.settings.quota_limits)
         await topic.quotas.counted()
         topic.changed()
         self._shard.lives[topic.core.name].after_slot(self._shard.applied_slot)
+
+    async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
+        """Replaces the delay levels, None: by the daemon's; what is in force when this returns. Rows keep their times.
+
+        Raises InvalidArgument for a table that is wrong, or goes beyond the topic's limit on delays.
+        """
+        topic_settings.levels_of(self._environment, table, delay_max_ms=topic.settings.request_limits.delay_max_ms)
+        await topic.gate.change(lambda: self._set_delay_levels(topic, table), closed=False)
+        return topic.settings.levels
+
+    async def _set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> None:
+        await self._commit(topic.core.name, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch))
+        topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
         """Deletes the topic with everything in it; its streams end with NotFound, and who waits may bear it again."""

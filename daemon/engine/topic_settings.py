@@ -10,12 +10,14 @@ import dataclasses
 from typing import Any
 
 from daemon.config import Config
+from daemon.core import delay_levels
+from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.engine.environment import Environment
 from daemon.errors import InvalidArgument
-from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.segment import SegmentLimits
 
 TIME_MAX_MS = 1 << 53
@@ -59,7 +61,7 @@ _NOT_ZERO = {
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
     """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
-    nothing is merged.
+    nothing is merged. `delay_levels`: as they were set, None: not at all; `levels`: those that count.
     """
 
     policy: TopicPolicy
@@ -74,10 +76,14 @@ class TopicSettings:
     compatible_form: bool
     shared_index: bool
     tick_ms: int
+    delay_levels: TopicDelayLevels | None
+    levels: DelayLevels
 
 
-def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
-    """The settings of a topic with this policy."""
+def settings_of(
+    environment: Environment, policy: TopicPolicy, table: TopicDelayLevels | None = None
+) -> TopicSettings:
+    """The settings of a topic with this policy and these delay levels; None: the daemon's."""
     set_here = {name: value for name, value in _fields(policy).items() if value is not None}
     effective = _defaults(environment.config) | set_here
     # A default gives way to what was set: a small bucket has no more rows than it may have.
@@ -109,7 +115,17 @@ def settings_of(environment: Environment, policy: TopicPolicy) -> TopicSettings:
         compatible_form=effective["compatible_form"],
         shared_index=effective["shared_index"],
         tick_ms=effective["tick_ms"],
+        delay_levels=table,
+        # A limit that was set later refuses rows, not the table.
+        levels=levels_of(environment, table, delay_max_ms=TIME_MAX_MS),
     )
+
+
+def levels_of(environment: Environment, given: TopicDelayLevels | None, *, delay_max_ms: int) -> DelayLevels:
+    """What a topic's delay levels say; None: the daemon's. Raises InvalidArgument for a table that is wrong."""
+    if given is None:
+        return environment.delay_levels
+    return delay_levels.parse(given.table, clamp=given.clamp, delay_max_ms=delay_max_ms)
 
 
 def _defaults(config: Config) -> dict[str, Any]:
