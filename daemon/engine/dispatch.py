@@ -1,8 +1,8 @@
-"""One dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in.
+"""One dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
 
 Owns: the stream's permits, and waiting until there is something to hand out.
-Does not own: which rows (`daemon.core.subscription`), whose turn it is (`waiting_line`), durability (`shard`) and the
-wire.
+Does not own: which rows (`daemon.core.subscription`), whose turn it is (`waiting_line`), what an acknowledgement does
+(`acknowledging`, `redelivering`), durability (`shard`) and the wire.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from daemon.core.claims import HeldPositions
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription import SubscriptionState
-from daemon.engine.calls import HandedOut
-from storage_backends.formats.rows import U64
+from daemon.engine.calls import HandedOut, Nack, NackOutcome
+from storage_backends.formats.rows import U32, U64
 
 if TYPE_CHECKING:
     from daemon.engine.served_topic import ServedTopic
@@ -57,17 +57,37 @@ class DispatchStream:
         """There may be something to hand out."""
         self._changed.set()
 
-    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
+    async def acknowledge(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        deliver_at_ms: U64,
+        batch_index: U32 | None = None,
+        *,
+        awaited: bool = True,
+    ) -> int:
         """Acknowledges positions with the times they were handed out with; returns when that is durable.
 
         `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the number of
         positions that were not in the backlog with that time: nothing happened to them.
         """
+        self._check_open()
+        claims = HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
+        return await self._topic.acknowledge(self.state, claims, awaited=awaited)
+
+    async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
+        """Has positions come back later, or makes them dead letters; returns when that is durable."""
+        self._check_open()
+        return await self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+
+    async def extend(self, claims: HeldPositions) -> int:
+        """The ack time-out of positions begins anew; how many of them are not IN_FLIGHT at this stream."""
+        self._check_open()
+        return await self._topic.acknowledging.extend(self.state, claims, self.dispatcher)
+
+    def _check_open(self) -> None:
         if self._ended is not None:
             raise self._ended
-        return await self._topic.acknowledge(
-            self.state, HeldPositions(ledger_id, entry_id, deliver_at_ms), awaited=awaited
-        )
 
     async def next_messages(self) -> HandedOut:
         """Waits for rows and permits, in line with whoever else waits for rows of the subscription.

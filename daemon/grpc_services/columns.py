@@ -19,6 +19,7 @@ import numpy.typing as npt
 from daemon import errors
 from daemon.engine import calls
 from daemon.grpc_services import parsing
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.rows import Rows
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
@@ -26,6 +27,7 @@ from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 MESSAGES_ROWS_MAX = 10_000
 
 U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
 T = TypeVar("T", bound=np.generic)
 
 _PACKED = 2
@@ -43,6 +45,8 @@ _LEDGER_ID = _tag(_MESSAGES.LEDGER_ID_FIELD_NUMBER, _PACKED)
 _ENTRY_ID = _tag(_MESSAGES.ENTRY_ID_FIELD_NUMBER, _PACKED)
 _DELIVER_AT_MS = _tag(_MESSAGES.DELIVER_AT_MS_FIELD_NUMBER, _PACKED)
 _KEY_HASH = _tag(_MESSAGES.KEY_HASH_FIELD_NUMBER, _PACKED)
+_REDELIVERY_COUNT = _tag(_MESSAGES.REDELIVERY_COUNT_FIELD_NUMBER, _PACKED)
+_BATCH_INDEX = _tag(_MESSAGES.BATCH_INDEX_FIELD_NUMBER, _PACKED)
 _STREAMED = _tag(dispatch_pb2.SubscribeResponse.MESSAGES_FIELD_NUMBER, _PACKED)
 _LEASED = _tag(dispatch_pb2.GetScheduledMessagesResponse.MESSAGES_FIELD_NUMBER, _PACKED)
 _RANGES = delayed_delivery_pb2.EntryRanges
@@ -82,6 +86,8 @@ class Handed(Positions, Protocol):
 
     @property
     def deliver_at_ms(self) -> Sequence[int]: ...
+    @property
+    def batch_index(self) -> Sequence[int]: ...
 
 
 class Timed(Protocol):
@@ -146,10 +152,40 @@ def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
 
 
 def handed_out(request: Handed) -> calls.HeldPositions:
-    """Positions to acknowledge, or whose lease is moved. Raises `InvalidArgument`."""
+    """Positions to acknowledge, or whose lease or time-out is moved. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
-    deliver_at_ms = _column("deliver_at_ms", request.deliver_at_ms, len(entry_id), np.uint64)
-    return calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
+    rows = len(entry_id)
+    deliver_at_ms = _column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
+    return calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
+
+
+def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknowledgeRequest) -> calls.Nack:
+    """Positions to redeliver or to reject. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    rows = len(entry_id)
+    given = [name for name in ("delay_ms", "delay_level", "reject") if getattr(request, name)]
+    if len(given) > 1:
+        raise errors.InvalidArgument(
+            f"delay_ms, delay_level, reject: {' and '.join(given)} are given; give at most one of them"
+        )
+    times = request.deliver_at_ms
+    deliver_at_ms = _column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
+    return calls.Nack(
+        calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows)),
+        delay_ms=_column("delay_ms", request.delay_ms, rows, np.uint64) if request.delay_ms else None,
+        delay_level=_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        reject=request.reject,
+        text=request.reason,
+        key_hash=_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+    )
+
+
+def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
+    """None when all rows are entries as a whole."""
+    if not values:
+        return None
+    column = _column("batch_index", values, rows, np.uint32)
+    return None if (column == NO_BATCH_INDEX).all() else column
 
 
 def held(request: dispatch_pb2.Open) -> calls.HeldPositions:
@@ -159,6 +195,8 @@ def held(request: dispatch_pb2.Open) -> calls.HeldPositions:
         "held_entry_id": len(request.held_entry_id),
         "held_deliver_at_ms": len(request.held_deliver_at_ms),
     }
+    if request.held_batch_index:
+        lengths["held_batch_index"] = len(request.held_batch_index)
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise errors.InvalidArgument(f"held columns: {given} values; they must be of one length")
@@ -166,6 +204,7 @@ def held(request: dispatch_pb2.Open) -> calls.HeldPositions:
         ledger_id=np.array(request.held_ledger_id, np.uint64),
         entry_id=np.array(request.held_entry_id, np.uint64),
         deliver_at_ms=np.array(request.held_deliver_at_ms, np.uint64),
+        batch_index=_batch_index(request.held_batch_index, len(request.held_entry_id)),
     )
 
 
@@ -288,6 +327,10 @@ def _messages(handed: calls.HandedOut, part: slice) -> bytes:
     _pack(fields, _DELIVER_AT_MS, rows.deliver_at_ms[part], "<u8")
     if rows.key_hash is not None:
         _pack(fields, _KEY_HASH, rows.key_hash[part], "<u4")
+    if handed.redelivery_count is not None and (counts := handed.redelivery_count[part]).any():
+        _pack(fields, _REDELIVERY_COUNT, counts, "<u4")
+    if handed.batch_index is not None and ((batch_index := handed.batch_index[part]) != NO_BATCH_INDEX).any():
+        _pack(fields, _BATCH_INDEX, batch_index, "<u4")
     return b"".join(fields)
 
 

@@ -1,12 +1,12 @@
-"""`tarry.v1.Dispatch`: due positions come out and are acknowledged.
+"""`tarry.v1.Dispatch`: due positions come out and are acknowledged, or come back later.
 
 Owns: the order of messages on a `Subscribe` stream, that the engine's stream is closed however the call ends, and the
 requests and answers of the calls without a stream.
 Does not own: permits, backlog and what is handed out (engine), the form of columns and errors (`columns`, `status`),
 and callers that wait for a lease (`leasing`).
 
-A stream is one reader (Open, then Flow and Acknowledge) and two writers, of what is done and of what is due, which take
-turns: a `Done` waits for at most one `Messages`.
+A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
+which take turns: a `Done` waits for at most one `Messages`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from daemon.engine.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Dispatch"]
+# Of a request on a stream: how many positions were ignored, and of a negative acknowledgement more.
+_Outcome: TypeAlias = int | calls.NackOutcome
 
 
 class Dispatch:
@@ -50,6 +52,7 @@ class Dispatch:
                 pb.GetScheduledMessagesRequest, self._leasing.get_scheduled
             ),
             "Acknowledge": handler(pb.AcknowledgeRequest, self._acknowledge),
+            "NegativeAcknowledge": handler(pb.NegativeAcknowledgeRequest, self._negative_acknowledge),
             "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
         }
 
@@ -82,6 +85,11 @@ class Dispatch:
         positions = columns.handed_out(request)
         ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
         return pb.AcknowledgeResponse(ignored=ignored)
+
+    async def _negative_acknowledge(self, request: pb.NegativeAcknowledgeRequest) -> pb.NegativeAcknowledgeResponse:
+        nack = columns.nack(request)
+        outcome = await self._engine.requests.negative_acknowledge(request.topic, request.subscription, nack)
+        return pb.NegativeAcknowledgeResponse(ignored=outcome.ignored, dead_lettered=outcome.dead_lettered)
 
     async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
         positions = columns.handed_out(request)
@@ -177,34 +185,48 @@ class _SubscribeStream:
             await self._pipeline.room()
 
     def _take(self, stream: DispatchStream, data: bytes) -> None:
-        plain = row_requests.acknowledge(data) if len(data) <= self._size_bytes_max else None
-        if plain is not None:
-            request_id, positions = plain
-            self._acknowledge(stream, len(data), request_id, lambda: positions)
-            return
+        size_bytes = len(data)
+        if size_bytes <= self._size_bytes_max:
+            if (acknowledged := row_requests.acknowledge(data)) is not None:
+                request_id, positions = acknowledged
+                self._answer(stream, size_bytes, request_id, _acknowledge(stream, request_id, lambda: positions))
+                return
+            if (nacked := row_requests.negative_acknowledge(data)) is not None:
+                request_id, nack = nacked
+                self._answer(stream, size_bytes, request_id, _nack(stream, request_id, lambda: nack))
+                return
         request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
+        work: Callable[[], Awaitable[_Outcome]]
         match request.WhichOneof("request"):
             case "flow" if request.flow.permits > 0:
                 stream.grant(request.flow.permits)
             case "acknowledge":
-                given = functools.partial(columns.handed_out, request.acknowledge)
-                self._acknowledge(stream, len(data), request.acknowledge.request_id, given)
+                request_id = request.acknowledge.request_id
+                work = _acknowledge(stream, request_id, functools.partial(columns.handed_out, request.acknowledge))
+                self._answer(stream, size_bytes, request_id, work)
+            case "negative_acknowledge":
+                request_id = request.negative_acknowledge.request_id
+                work = _nack(stream, request_id, functools.partial(columns.nack, request.negative_acknowledge))
+                self._answer(stream, size_bytes, request_id, work)
+            case "extend":
+                extend = request.extend
+                self._answer(stream, size_bytes, extend.request_id, lambda: stream.extend(columns.handed_out(extend)))
             case "flow":
-                self._refuse(stream, len(data), "flow.permits: 0; it must be at least 1")
+                self._refuse(stream, size_bytes, "flow.permits: 0; it must be at least 1")
             case "open":
                 raise errors.InvalidArgument(
                     "open: the stream is open already; a stream has one open, its first message"
                 )
             case _:
-                self._refuse(stream, len(data), "request: it is empty; give flow or acknowledge")
+                self._refuse(
+                    stream,
+                    size_bytes,
+                    "request: it is empty; give flow, acknowledge, negative_acknowledge or extend",
+                )
 
-    def _acknowledge(
-        self, stream: DispatchStream, size_bytes: int, request_id: int, given: Callable[[], calls.HeldPositions]
+    def _answer(
+        self, stream: DispatchStream, size_bytes: int, request_id: int, work: Callable[[], Awaitable[_Outcome]]
     ) -> None:
-        def work() -> Awaitable[int]:
-            held = given()
-            return stream.acknowledge(held.ledger_id, held.entry_id, held.deliver_at_ms, awaited=request_id != 0)
-
         answer = functools.partial(_done, stream.epoch, request_id, answered=request_id != 0)
         self._pipeline.submit(size_bytes, work, answer)
 
@@ -220,12 +242,32 @@ def _close_unused(opening: asyncio.Future[DispatchStream]) -> None:
         opening.result().close()
 
 
-def _done(epoch: int, request_id: int, outcome: int | Exception, *, answered: bool) -> bytes | None:
+def _acknowledge(
+    stream: DispatchStream, request_id: int, given: Callable[[], calls.HeldPositions]
+) -> Callable[[], Awaitable[int]]:
+    def work() -> Awaitable[int]:
+        held = given()
+        return stream.acknowledge(
+            held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index, awaited=request_id != 0
+        )
+
+    return work
+
+
+def _nack(
+    stream: DispatchStream, request_id: int, given: Callable[[], calls.Nack]
+) -> Callable[[], Awaitable[calls.NackOutcome]]:
+    return lambda: stream.negative_acknowledge(given(), awaited=request_id != 0)
+
+
+def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answered: bool) -> bytes | None:
     if not answered:
         return None
     done = pb.Done(request_id=request_id, epoch=epoch)
     if isinstance(outcome, Exception):
         done.error.CopyFrom(status.refusal(outcome))
+    elif isinstance(outcome, calls.NackOutcome):
+        done.ignored, done.dead_lettered = outcome.ignored, outcome.dead_lettered
     else:
         done.ignored = outcome
     return pb.SubscribeResponse(done=done).SerializeToString()

@@ -66,9 +66,8 @@ class Leasing:
             self._give_back(request, waiting.result())
 
     def _give_back(self, request: pb.GetScheduledMessagesRequest, leased: calls.Leased) -> None:
-        rows = leased.handed_out.rows
-        if len(rows):
-            held = calls.HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
+        if len(leased.handed_out.rows):
+            held = leased.handed_out.held()
             task = asyncio.create_task(self._end_lease(request.topic, request.subscription, held))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)

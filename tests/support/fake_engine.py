@@ -19,9 +19,10 @@ import numpy as np
 from daemon import config, errors
 from daemon.core import limits
 from daemon.engine import calls, leases, topic_settings
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.rows import U32, U64
+from tests.support.fake_claims import FakeClaims, rows_of
 from tests.support.fake_stream import FakeDispatchStream
-from tests.support.fake_topic import EPOCH, Lease, Row, Subscription, Topic
+from tests.support.fake_topic import EPOCH, Lease, Position, Row, Subscription, Topic
 from tests.support.fake_views import FakeViews
 
 OWNER = "fake"
@@ -48,7 +49,7 @@ DEFAULT_POLICY = calls.TopicPolicy(
 )
 
 
-class FakeEngine(FakeViews):
+class FakeEngine(FakeClaims, FakeViews):
     """See the module. Use it from one event loop."""
 
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):
@@ -115,7 +116,8 @@ class FakeEngine(FakeViews):
     async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> calls.CancelOutcome:
         now_ms = await self._begin()
         self._check_positions(topic, subscription, ledger_id, entry_id)
-        known, positions = self._topic(topic), list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+        known = self._topic(topic)
+        positions: list[Position] = list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
         owner = None if subscription is None else self.find(topic, subscription)
         found, refused = known.withdraw(owner, positions, now_ms)
         for position, tables in zip(positions, found, strict=True):
@@ -138,7 +140,7 @@ class FakeEngine(FakeViews):
         )
         hashes = np.zeros(len(times), np.uint32) if batch.key_hash is None else batch.key_hash
         known = self._topic(topic)
-        positions = list(zip(batch.ledger_id.tolist(), batch.entry_id.tolist(), strict=True))
+        positions: list[Position] = list(zip(batch.ledger_id.tolist(), batch.entry_id.tolist(), strict=True))
         owner = None if subscription is None else self.find(topic, subscription)
         found, refused = known.withdraw(owner, positions, now_ms)
         for position, tables, due, key_hash in zip(positions, found, times.tolist(), hashes.tolist(), strict=True):
@@ -195,7 +197,7 @@ class FakeEngine(FakeViews):
         self._check_names(topic, subscription)
         return self._drop(topic, subscription, lambda _: True)
 
-    def _drop(self, topic: str, subscription: str | None, chosen: Callable[[tuple[int, int]], bool]) -> int:
+    def _drop(self, topic: str, subscription: str | None, chosen: Callable[[Position], bool]) -> int:
         known = self._topic(topic)
         return known.drop(None if subscription is None else self.find(topic, subscription), chosen)
 
@@ -240,11 +242,10 @@ class FakeEngine(FakeViews):
         known = self.find(topic, subscription)
         backlog = set(self.topics[topic].backlog(known, self.now_ms()))
         stream = FakeDispatchStream(self, topic, subscription, known)
-        for ledger_id, entry_id, due in zip(
-            held.ledger_id.tolist(), held.entry_id.tolist(), held.deliver_at_ms.tolist(), strict=True
-        ):
-            if (due, ledger_id, entry_id) in backlog and (ledger_id, entry_id) not in known.in_flight:
-                known.in_flight[ledger_id, entry_id] = stream
+        self.check_claims(held, least=0)
+        for row in rows_of(held):
+            if row in backlog and row[1:] not in known.in_flight:
+                known.in_flight[row[1:]] = stream
                 stream.held += 1
         known.streams.append(stream)
         self.streams_opened += 1
@@ -272,56 +273,12 @@ class FakeEngine(FakeViews):
         finally:
             known.pullers.discard(changed)
         if rows:
-            self._end_later(known, lease, lease_ms)
-        return calls.Leased(self.handed_out(topic, rows), lease_ms, self.rebuild_needed)
-
-    async def acknowledge(self, topic: str, subscription: str, claims: calls.HeldPositions) -> int:
-        limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
-        now_ms = await self._begin()
-        known = self.find(topic, subscription)
-        claimed = _rows(claims)
-        owed = set(self.topics[topic].backlog(known, now_ms)).intersection(claimed)
-        known.acknowledge(owed)
-        return len(claimed) - len(owed)
-
-    async def extend_lease(self, topic: str, subscription: str, claims: calls.HeldPositions, lease_ms: int) -> int:
-        limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
-        leases.check_lease(lease_ms)
-        await self._begin()
-        known = self.find(topic, subscription)
-        held = set(self.topics[topic].backlog(known, self.now_ms())).intersection(_rows(claims))
-        moved = [row for row in held if isinstance(known.in_flight.get(row[1:]), Lease)]
-        lease = Lease()
-        known.in_flight.update({row[1:]: lease for row in moved})
-        self._end_later(known, lease, lease_ms)
-        return len(claims) - len(moved)
+            self.end_later(known, lease, lease_ms)
+        return calls.Leased(self.handed_out(topic, known, rows), lease_ms, self.rebuild_needed)
 
     def take(self, topic: str, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int) -> list[Row]:
         """What is handed out now; nothing of a topic that was deleted."""
         return self.topics[topic].take(subscription, holder, limit, self.now_ms()) if topic in self.topics else []
-
-    def handed_out(self, topic: str, rows: list[Row]) -> calls.HandedOut:
-        due, ledger_id, entry_id = zip(*rows, strict=True) if rows else ((), (), ())
-        hashes = [self.topics[topic].key_hash((row[1], row[2])) for row in rows]
-        return calls.HandedOut(
-            epoch=EPOCH,
-            rows=Rows(
-                np.array(due, np.uint64),
-                np.array(ledger_id, np.uint64),
-                np.array(entry_id, np.uint64),
-                np.array(hashes, np.uint32) if any(hashes) else None,
-            ),
-        )
-
-    def _end_later(self, subscription: Subscription, lease: Lease, lease_ms: int) -> None:
-        def end() -> None:
-            subscription.release(lease)
-            subscription.wake()
-
-        if lease_ms:
-            asyncio.get_running_loop().call_later(lease_ms / 1000, end)
-        else:
-            end()
 
     async def changed_or_due(self, topic: str, changed: asyncio.Event) -> None:
         """Returns at a change, and when the next row comes due."""
@@ -435,8 +392,3 @@ def _effective(policy: calls.TopicPolicy) -> calls.TopicPolicy:
 
 def _column(rows: list[int]) -> U32:
     return np.array(rows, np.uint32)
-
-
-def _rows(claims: calls.HeldPositions) -> list[Row]:
-    columns = (claims.deliver_at_ms.tolist(), claims.ledger_id.tolist(), claims.entry_id.tolist())
-    return list(zip(*columns, strict=True))

@@ -9,7 +9,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from daemon.engine import calls
-from storage_backends.formats.rows import U64
+from storage_backends.formats.rows import U32, U64
 from tests.support.fake_topic import EPOCH, Subscription
 
 if TYPE_CHECKING:
@@ -41,9 +41,24 @@ class FakeDispatchStream:
         self.lost = error
         self.changed.set()
 
-    async def acknowledge(self, ledger_id: U64, entry_id: U64, deliver_at_ms: U64, *, awaited: bool = True) -> int:
-        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms)
+    async def acknowledge(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        deliver_at_ms: U64,
+        batch_index: U32 | None = None,
+        *,
+        awaited: bool = True,
+    ) -> int:
+        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
         return await self._engine.acknowledge(self._topic, self._name, claims)
+
+    async def negative_acknowledge(self, nack: calls.Nack, *, awaited: bool = True) -> calls.NackOutcome:
+        return await self._engine.negative_acknowledge(self._topic, self._name, nack)
+
+    async def extend(self, claims: calls.HeldPositions) -> int:
+        held = await self._engine.held_by(self._topic, self._name, self, claims)
+        return len(claims) - held
 
     async def next_messages(self) -> calls.HandedOut:
         while True:
@@ -53,7 +68,7 @@ class FakeDispatchStream:
             rows = self._engine.take(self._topic, self._subscription, self, self.permits)
             if rows:
                 self.permits -= len(rows)
-                return self._engine.handed_out(self._topic, rows)
+                return self._engine.handed_out(self._topic, self._subscription, rows)
             await self._engine.changed_or_due(self._topic, self.changed)
 
     def close(self) -> None:

@@ -22,9 +22,10 @@ EPOCH = 7
 # Rows of an answer to `contains`.
 CONTAINED_MAX = 1000
 
-Position = tuple[int, int]
-# deliver_at_ms, ledger_id, entry_id: the order of hand-out.
-Row = tuple[int, int, int]
+# Of one message of a batch also its batch index.
+Position = tuple[int, ...]
+# deliver_at_ms and the position: the order of hand-out.
+Row = tuple[int, ...]
 
 
 class Lease:
@@ -47,7 +48,7 @@ class DeadLetter:
 @dataclasses.dataclass
 class Subscription:
     """`acknowledged`: rows that left the backlog for good. `own`: deliver_at_ms and key_hash of the rows of its own
-    index by position.
+    index by position. `parts`: messages of batches that are rows of their own. `nacked`: when rows come back.
     """
 
     subscription_id: int
@@ -58,6 +59,9 @@ class Subscription:
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
     streams: list[FakeDispatchStream] = dataclasses.field(default_factory=list)
     pullers: set[asyncio.Event] = dataclasses.field(default_factory=set)
+    parts: set[Row] = dataclasses.field(default_factory=set)
+    nacked: dict[Row, int] = dataclasses.field(default_factory=dict)
+    counts: dict[Row, int] = dataclasses.field(default_factory=dict)
     dead_letters: dict[int, DeadLetter] = dataclasses.field(default_factory=dict)
     last_dead_letter_id: int = 0
 
@@ -65,8 +69,8 @@ class Subscription:
         """A position becomes a dead letter."""
         self.last_dead_letter_id += 1
         self.dead_letters[self.last_dead_letter_id] = letter
-        if letter.batch_index == NO_BATCH_INDEX:
-            self.acknowledge([letter.row])
+        part = () if letter.batch_index == NO_BATCH_INDEX else (letter.batch_index,)
+        self.acknowledge([(*letter.row, *part)])
 
     def replay(self, number: int, deliver_at_ms: int) -> bool:
         """A dead letter becomes a row of its own index; whether it may."""
@@ -83,9 +87,41 @@ class Subscription:
         return self.since_ms < row[0] and row not in self.acknowledged
 
     def acknowledge(self, rows: Iterable[Row]) -> None:
+        """With an entry as a whole its messages leave."""
         for row in rows:
-            self.acknowledged.add(row)
-            self.in_flight.pop(row[1:], None)
+            for each in [row, *(part for part in self.parts if part[:-1] == row)]:
+                self.acknowledged.add(each)
+                self.parts.discard(each)
+                self.in_flight.pop(each[1:], None)
+                self.nacked.pop(each, None)
+                self.counts.pop(each, None)
+
+    def enter(self, row: Row, backlog: set[Row], key_hash: int) -> bool:
+        """A row that is negatively acknowledged is in the backlog, if need be as one of its own; whether it may be."""
+        if row in backlog:
+            return True
+        entry = row[:3]
+        if entry not in backlog:
+            if row[0] or any(each[1:3] == row[1:3] for each in backlog):
+                return False
+            if len(row) == 3:
+                self.own[row[1:]] = (0, key_hash)
+        if len(row) > 3:
+            self.parts.add(row)
+            if entry in self.counts:
+                self.counts[row] = self.counts[entry]
+        self.acknowledged.discard(row)
+        return True
+
+    def nack(self, row: Row, redeliver_at_ms: int, now_ms: int) -> bool:
+        """Whether that was too often."""
+        count = self.counts.get(row, 0)
+        count += self.nacked.get(row, 0) <= now_ms
+        self.counts[row] = count
+        self.in_flight.pop(row[1:], None)
+        most = self.policy.max_redeliver_count
+        self.nacked[row] = redeliver_at_ms
+        return most is not None and count > most
 
     def release(self, holder: object) -> None:
         for position in [position for position, each in self.in_flight.items() if each is holder]:
@@ -113,11 +149,11 @@ class Topic:
         """What is due and not acknowledged."""
         owed = [row for row in self.in_order() if row[0] <= now_ms and subscription.owes(row)]
         own = [(due, *position) for position, (due, _) in subscription.own.items() if due <= now_ms]
-        return sorted({*owed, *own} - subscription.acknowledged)
+        return sorted({*owed, *own, *subscription.parts} - subscription.acknowledged)
 
     def key_hash(self, position: Position) -> int:
         tables = (self.rows, *(each.own for each in self.subscriptions.values()))
-        return next(table[position][1] for table in tables if position in table)
+        return next((table[position[:2]][1] for table in tables if position[:2] in table), 0)
 
     def tables(self, subscription: Subscription | None) -> list[dict[Position, tuple[int, int]]]:
         """The indexes that a request to cancel or to reschedule is about."""
@@ -142,10 +178,10 @@ class Topic:
             refused["not_found" if not there else "in_flight" if held else "already_due"].append(number)
         return found, refused
 
-    def scheduled(self, subscription: str | None, now_ms: int) -> list[tuple[int, int, int, int]]:
+    def scheduled(self, subscription: str | None, now_ms: int) -> list[tuple[int, ...]]:
         """What is not due yet, of all indexes or owed to one subscription; the last is the own index it is in."""
         own = self.subscriptions.values() if subscription is None else (self.subscriptions[subscription],)
-        shared = [
+        shared: list[tuple[int, ...]] = [
             (*row, 0)
             for row in self.in_order()
             if row[0] > now_ms and (subscription is None or self.subscriptions[subscription].owes(row))
@@ -167,7 +203,10 @@ class Topic:
     ) -> list[Row]:
         """What is handed out now."""
         backlog = self.backlog(subscription, now_ms)
-        ready = [row for row in backlog if row[1:] not in subscription.in_flight][:limit]
+        ready = [row for row in backlog if row[1:] not in subscription.in_flight]
+        ready = [row for row in ready if subscription.nacked.get(row, 0) <= now_ms][:limit]
+        for row in ready:
+            subscription.nacked.pop(row, None)
         subscription.in_flight.update({row[1:]: holder for row in ready})
         return ready
 
@@ -178,7 +217,8 @@ class Topic:
         return sum(due > now_ms for due, _ in self.rows.values())
 
     def next_due_ms(self, now_ms: int) -> int:
-        return min((due for due, _ in self.rows.values() if due > now_ms), default=0)
+        nacked = (due for each in self.subscriptions.values() for due in each.nacked.values())
+        return min((due for due in (*nacked, *(due for due, _ in self.rows.values())) if due > now_ms), default=0)
 
     @property
     def mutable(self) -> frozenset[Position]:

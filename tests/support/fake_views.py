@@ -20,7 +20,7 @@ from tests.support.fake_topic import EPOCH, Topic
 PAGE_DEFAULT, PAGE_MAX, BARS_MAX = 1_000, 10_000, 10_000
 
 # deliver_at_ms, ledger, entry, the subscription whose own index it is in, 0 the shared one.
-Shown = tuple[int, int, int, int]
+Shown = tuple[int, ...]
 
 
 class FakeViews(abc.ABC):
