@@ -265,8 +265,8 @@ class Requests:
             return TopicPolicies(stored=settings.policy, effective=settings.effective)
 
     async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
-        """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force when
-        this returns. What is pending keeps its time. Raises InvalidArgument with the place: then the old ones stay.
+        """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force
+        when this returns. What is pending keeps its time. Raises InvalidArgument with the place: the old ones stay.
         """
         self._check_topic(topic)
         shard = self._engine.shard_of(topic)

@@ -80,9 +80,7 @@ class TopicSettings:
     levels: DelayLevels
 
 
-def settings_of(
-    environment: Environment, policy: TopicPolicy, table: TopicDelayLevels | None = None
-) -> TopicSettings:
+def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelayLevels | None = None) -> TopicSettings:
     """The settings of a topic with this policy and these delay levels; None: the daemon's."""
     set_here = {name: value for name, value in _fields(policy).items() if value is not None}
     effective = _defaults(environment.config) | set_here
