@@ -16,13 +16,14 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from storage_backends import commit
-from storage_backends.formats import errors, framing, manifest, names
+from storage_backends.formats import errors, framing, index_ids, manifest, names
 from storage_backends.formats.manifest import (
     LiveBucket,
     ObjectReference,
     Progress,
     Subscription,
     Tombstone,
+    TopicDelayLevels,
     TopicManifest,
     TopicPolicy,
 )
@@ -200,7 +201,7 @@ class DropBuckets:
     """Buckets every row of which is gone leave; their objects may be deleted after `delete_after_ms` (Unix time).
 
     Those that are live no longer were merged since: they have left. What progress says of them stays until the next
-    seal, or until no bucket is left. What a quarantined bucket holds is not known, so that it stays.
+    seal; inline, until no bucket is left. What a quarantined bucket holds is not known, so that it stays.
     """
 
     buckets: tuple[str, ...]
@@ -280,6 +281,23 @@ class SetPolicy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SetDelayLevels:
+    """The delay levels from now on; None: the daemon's."""
+
+    levels: TopicDelayLevels | None
+    epoch: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        return dataclasses.replace(existing(tip), delay_levels=self.levels)
+
+    def landed(self, tip: TopicManifest) -> bool:
+        return not tip.deleted and (tip.owner_epoch, tip.delay_levels) == (self.epoch, self.levels)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteTopic:
     """The topic is no more, and what slots up to `slot` decided on it is void. Its objects may be deleted after
     `delete_after_ms` (Unix time).
@@ -307,6 +325,7 @@ class DeleteTopic:
             applied=self.slot,
             subscriptions=(),
             policy=TopicPolicy(),
+            delay_levels=None,
             deleted=True,
         )
         return with_live(deleted, (), self.delete_after_ms)
@@ -376,9 +395,9 @@ def _live(tip: TopicManifest, name: str) -> LiveBucket | None:
 
 
 def _owed(buckets: Iterable[LiveBucket], subscriptions: Iterable[Subscription]) -> tuple[LiveBucket, ...]:
-    """The buckets of the shared index and of the own indexes of these subscriptions."""
-    indexes = {0, *(each.subscription_id for each in subscriptions)}
-    return tuple(bucket for bucket in buckets if bucket.subscription_id in indexes)
+    """The buckets of the shared index and of the indexes of these subscriptions."""
+    owed = {index_ids.SHARED, *(each.subscription_id for each in subscriptions)}
+    return tuple(bucket for bucket in buckets if index_ids.subscription_of(bucket.subscription_id) in owed)
 
 
 def with_live(
@@ -388,13 +407,19 @@ def with_live(
     *,
     leaving: Iterable[ObjectReference] = (),
 ) -> TopicManifest:
-    """The manifest that follows, with these live buckets. The others become tombstones, as do the objects `leaving`;
-    and so does a progress object when no bucket is left: nothing can be gone from none.
+    """The manifest that follows, with these live buckets. The others become tombstones, as do the objects `leaving`.
+
+    When no bucket is left, of progress only dead letters count: nothing can be gone from none. Progress that is an
+    object may hold some as long as there is a subscription; then it leaves too.
     """
     staying = {bucket.object.name for bucket in live}
     left = [*leaving, *(bucket.object for bucket in tip.live if bucket.object.name not in staying)]
-    if not live and tip.progress_object is not None:
-        left.append(tip.progress_object)
+    progress, progress_object = tip.progress, tip.progress_object
+    if not live:
+        progress = _dead_letters_of(progress, tip.subscriptions)
+        if progress_object is not None and not tip.subscriptions:
+            left.append(progress_object)
+            progress_object = None
     buried = (
         Tombstone(object=reference, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
         for reference in left
@@ -403,9 +428,22 @@ def with_live(
         tip,
         live=live,
         tombstones=(*tip.tombstones, *buried),
-        progress=tip.progress if live else None,
-        progress_object=tip.progress_object if live else None,
+        progress=progress,
+        progress_object=progress_object,
     )
+
+
+def _dead_letters_of(progress: Progress | None, subscriptions: Iterable[Subscription]) -> Progress | None:
+    """What inline progress says of the dead letters of these subscriptions."""
+    if progress is None:
+        return None
+    owed = {each.subscription_id for each in subscriptions}
+    left = tuple(
+        dataclasses.replace(each, nacked=(), counts=())
+        for each in progress.redeliveries
+        if each.last_dead_letter_id and each.subscription_id in owed
+    )
+    return Progress(redeliveries=left) if left else None
 
 
 def not_bringable(tip: TopicManifest, reference: ObjectReference) -> str | None:

@@ -172,8 +172,7 @@ class Topic:
 
     def _acknowledge_record(self, index: Index, state: SubscriptionState, rows: Rows, keys: U64) -> AcknowledgeRecord:
         state.acknowledging |= bitmap_of(keys)
-        own_index = index.subscription_id != SHARED
-        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows, own_index=own_index)
+        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows, index.subscription_id)
 
     def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
         """The claims that may be in the backlog; whether the times are right only the rows can tell."""
@@ -218,10 +217,8 @@ class Topic:
                     index = self.indexes.of(record.subscription_id)
                     index.add(record.rows, slot, elapsed_ms=elapsed_ms, level=record.delay_level)
             case AcknowledgeRecord():
-                if not record.own_index:
-                    self._apply_acknowledge(self.index, record, slot)
-                elif self._has_index(record.subscription_id):
-                    self._apply_acknowledge(self.indexes.of(record.subscription_id), record, slot)
+                if self._has_index(record.index_id):
+                    self._apply_acknowledge(self.indexes.of(record.index_id), record, slot)
             case GoneRecord():
                 if self._has_index(record.subscription_id):
                     self._apply_gone(self.indexes.of(record.subscription_id), record)

@@ -13,7 +13,7 @@ import dataclasses
 
 import zstandard
 
-from storage_backends.formats import errors, framing, journal, mirror, segment
+from storage_backends.formats import errors, framing, journal, mirror, record_messages, segment
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.rows import Rows
@@ -131,7 +131,7 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
             _fill_rows(added.mutable_rows, sealing.rows, zstd)
             if sealing.subscription_id:
                 added.subscription_id = sealing.subscription_id
-        if part.progress.buckets:
+        if part.progress != Progress():
             mirror.fill(state.progress, part.progress)
         if part.slot is not None:
             state.slot = part.slot
@@ -196,8 +196,8 @@ def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
 
 def _fill_rows(message: checkpoint_pb2.MutableRows, rows: Rows, zstd: zstandard.ZstdCompressor) -> None:
     message.rows = len(rows)
-    journal.fill_add(message.columns, rows, zstd)
+    record_messages.fill_rows(message.columns, rows, zstd)
 
 
 def _rows(message: checkpoint_pb2.MutableRows, what: str) -> Rows:
-    return journal.rows_of_add(message.columns, message.rows, what, framing.HEADER_BYTES)
+    return record_messages.rows_of(message.columns, message.rows, what, framing.HEADER_BYTES)

@@ -3,9 +3,9 @@
 Owns: which number an index has, and the entry id under which one message of a batch is a position of its own.
 Does not own: what is in an index (`daemon.core.index`).
 
-0 is the shared index, a subscription's id its own one, and that plus 2^63 the one of its batch parts: there a position is
-one message of an entry, with the entry id `entry_id * 2^16 + batch_index`. Positions of one entry are neighbours there, in
-the order of entries.
+0 is the shared index, a subscription's id its own one, and that plus 2^63 the one of its batch parts: there a position
+is one message of an entry, with the entry id `entry_id * 2^16 + batch_index`. Positions of one entry are neighbours
+there, in the order of entries.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ def subscription_of(index_id: int) -> int:
 
 def is_of_batch_parts(index_id: int) -> bool:
     return bool(index_id & _BATCH_PARTS)
+
+
+def serves(index_id: int, subscription_id: int) -> bool:
+    """Whether a subscription is owed rows of it."""
+    return index_id in (SHARED, subscription_id, batch_parts_of(subscription_id))
 
 
 def part_entry_id(entry_id: U64, batch_index: U32) -> U64:

@@ -1,7 +1,8 @@
 """A journal slot: the decisions of one group commit, in columns.
 
-Owns: the records, the bytes of a slot, and which records may be merged into one.
-Does not own: when a slot is written and what a record does when it is applied.
+Owns: the bytes of a slot, and which records may be merged into one.
+Does not own: the records, which are named here too (`records`), their messages (`record_messages`), and when a slot is
+written.
 
     magic "TyJS" | u16 version | u8 kind | u8 0 | u32 shard | u64 epoch | u64 slot | u32 records | u64 payload length
     | u32 CRC32C of all before it and of the payload | payload: protobuf Slot                      little-endian
@@ -12,15 +13,55 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
-import zstandard
+import numpy as np
 
-from storage_backends.formats import columns, errors, framing, mirror, position_bitmap
-from storage_backends.formats.generated import bucket_pb2, journal_pb2
-from storage_backends.formats.position_bitmap import PositionBitmap
+from storage_backends.formats import columns, errors, framing, position_bitmap, record_messages
+from storage_backends.formats.generated import journal_pb2
+from storage_backends.formats.records import (
+    COLUMNS,
+    AcknowledgeRecord,
+    AddRecord,
+    DeadLetterReason,
+    DeadLetterRecord,
+    GoneReason,
+    GoneRecord,
+    NackRecord,
+    PurgeRecord,
+    Record,
+    ReplayRecord,
+    RescheduleRecord,
+    WaiveRecord,
+)
 from storage_backends.formats.rows import Rows
+
+__all__ = [
+    "AcknowledgeRecord",
+    "AddRecord",
+    "AnyRecord",
+    "DeadLetterReason",
+    "DeadLetterRecord",
+    "GoneReason",
+    "GoneRecord",
+    "NackRecord",
+    "PurgeRecord",
+    "Record",
+    "ReplayRecord",
+    "RescheduleRecord",
+    "SlotBuilder",
+    "SlotHeader",
+    "SlotKind",
+    "StoredRecord",
+    "WaiveRecord",
+    "decode_header",
+    "decode_slot",
+    "encode_slot",
+    "fill_record",
+    "read_slot",
+    "size_max",
+]
 
 FORMAT_VERSION = 1
 MAGIC = b"TyJS"
@@ -28,7 +69,7 @@ _HEADER = struct.Struct("<4sHBBIQQIQ")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 _WHAT = "journal slot"
-# Tags, lengths, topic id, incarnation, reason: an upper bound for a record without its columns or bitmaps.
+# Tags, lengths, incarnation, subscription, index, reason: an upper bound for a record without its columns or bitmaps.
 _RECORD_BYTES_MAX = 160
 # Tags, lengths, ledger, page, the head of the bitmap: an upper bound for a bitmap without its containers.
 _BITMAP_BYTES_MAX = 64
@@ -40,18 +81,6 @@ class SlotKind(enum.IntEnum):
     FENCE = 2
 
 
-class GoneReason(enum.IntEnum):
-    UNSPECIFIED = 0
-    # The last subscription was deleted: what was due leaves.
-    NO_SUBSCRIPTION = 1
-    # Trimmed, or cleared.
-    TRIMMED = 2
-    # It came due when every subscription had been created at or after its time.
-    NOT_OWED = 3
-    # Cancelled before it was due.
-    CANCELLED = 4
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotHeader:
     """`records`: how many the slot holds."""
@@ -61,99 +90,6 @@ class SlotHeader:
     slot: int
     kind: SlotKind
     records: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AddRecord:
-    """Rows that were accepted into the index of `subscription_id`, 0 = the topic's shared index."""
-
-    topic_id: str
-    incarnation: int
-    subscription_id: int
-    rows: Rows
-
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class RescheduleRecord:
-    """Rows that take the place of those of their positions in the index of `subscription_id`, 0 = the topic's shared
-    index. None of them was due.
-    """
-
-    topic_id: str
-    incarnation: int
-    subscription_id: int
-    rows: Rows
-
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AcknowledgeRecord:
-    """Rows that a subscription acknowledged; they carry no key hash. `own_index`: they are in the subscription's own
-    index, not in the shared one.
-    """
-
-    topic_id: str
-    incarnation: int
-    subscription_id: int
-    rows: Rows
-    own_index: bool = False
-
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class GoneRecord:
-    """Positions that left the index of `subscription_id`, due or not, 0 = the topic's shared index."""
-
-    topic_id: str
-    incarnation: int
-    subscription_id: int
-    reason: GoneReason
-    positions: tuple[PositionBitmap, ...]
-
-    def __post_init__(self) -> None:
-        _check_order(self.positions)
-
-    @property
-    def row_count(self) -> int:
-        """How many positions the record names. As much work as its bitmaps are large."""
-        return position_bitmap.count_of(self.positions)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class WaiveRecord:
-    """Positions that a subscription is owed no longer, due or not: they were trimmed for it.
-
-    What nobody else is owed is named by a `GoneRecord` in the same slot.
-    """
-
-    topic_id: str
-    incarnation: int
-    subscription_id: int
-    positions: tuple[PositionBitmap, ...]
-
-    def __post_init__(self) -> None:
-        _check_order(self.positions)
-
-    @property
-    def row_count(self) -> int:
-        """How many positions the record names. As much work as its bitmaps are large."""
-        return position_bitmap.count_of(self.positions)
-
-
-Record: TypeAlias = AddRecord | RescheduleRecord | AcknowledgeRecord | GoneRecord | WaiveRecord
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -178,15 +114,10 @@ class StoredRecord:
 
     def decoded(self) -> Record:
         """Raises FormatError."""
-        return _record_of(self.message, self.what, self.offset)
+        return record_messages.record_of(self.message, self.what, self.offset)
 
 
 AnyRecord: TypeAlias = Record | StoredRecord
-
-
-def _check_order(positions: Sequence[PositionBitmap]) -> None:
-    if not position_bitmap.in_order(positions):
-        raise ValueError("the bitmaps of positions do not ascend by ledger and page")
 
 
 def encode_slot(header: SlotHeader, records: Sequence[Record]) -> bytes:
@@ -259,143 +190,45 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
 
 
 def fill_record(message: journal_pb2.Record, record: AnyRecord) -> None:
-    """Sets the message of a record, the form that it has in a slot and where a checkpoint carries it."""
+    """Sets the message of a record, also of one that was read and never decoded."""
     if isinstance(record, StoredRecord):
         message.CopyFrom(record.message)
-        return
-    message.topic_id = record.topic_id
-    message.incarnation = record.incarnation
-    message.rows = record.row_count
-    match record:
-        case AddRecord():
-            fill_add(message.add, record.rows)
-            if record.subscription_id:
-                message.add.subscription_id = record.subscription_id
-        case RescheduleRecord():
-            fill_add(message.reschedule, record.rows)
-            if record.subscription_id:
-                message.reschedule.subscription_id = record.subscription_id
-        case AcknowledgeRecord():
-            message.acknowledge.subscription_id = record.subscription_id
-            message.acknowledge.deliver_at_ms = columns.encode_u64(record.rows.deliver_at_ms)
-            message.acknowledge.ledger_id = columns.encode_u64(record.rows.ledger_id)
-            message.acknowledge.entry_id = columns.encode_u64(record.rows.entry_id)
-            if record.own_index:
-                message.acknowledge.own_index = True
-        case GoneRecord():
-            if record.subscription_id:
-                message.gone.subscription_id = record.subscription_id
-            message.gone.reason = _REASONS[record.reason]
-            mirror.extend(message.gone.positions, record.positions)
-        case WaiveRecord():
-            message.waive.subscription_id = record.subscription_id
-            mirror.extend(message.waive.positions, record.positions)
-
-
-def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
-    match message.WhichOneof("decision"):
-        case "add":
-            rows = rows_of_add(message.add, message.rows, what, offset)
-            return AddRecord(message.topic_id, message.incarnation, message.add.subscription_id, rows)
-        case "reschedule":
-            rows = rows_of_add(message.reschedule, message.rows, what, offset)
-            return RescheduleRecord(message.topic_id, message.incarnation, message.reschedule.subscription_id, rows)
-        case "acknowledge":
-            columns_of = message.acknowledge
-            rows = Rows(
-                columns.decode_u64(columns_of.deliver_at_ms, message.rows, what=f"{what} deliver_at_ms", offset=offset),
-                columns.decode_u64(columns_of.ledger_id, message.rows, what=f"{what} ledger_id", offset=offset),
-                columns.decode_u64(columns_of.entry_id, message.rows, what=f"{what} entry_id", offset=offset),
-            )
-            return AcknowledgeRecord(
-                message.topic_id, message.incarnation, columns_of.subscription_id, rows, columns_of.own_index
-            )
-        case "gone":
-            reason = GoneReason(message.gone.reason)
-            positions = _positions(message.gone.positions, message.rows, what, offset)
-            return GoneRecord(message.topic_id, message.incarnation, message.gone.subscription_id, reason, positions)
-        case "waive":
-            positions = _positions(message.waive.positions, message.rows, what, offset)
-            return WaiveRecord(message.topic_id, message.incarnation, message.waive.subscription_id, positions)
-        case _:
-            raise errors.FormatError(what, offset, "its decision is of no kind that is known here")
-
-
-def _positions(
-    stored: Iterable[bucket_pb2.PositionBitmap], rows: int, what: str, offset: int
-) -> tuple[PositionBitmap, ...]:
-    positions = tuple(mirror.made_from(PositionBitmap, bitmap) for bitmap in stored)
-    if not position_bitmap.in_order(positions):
-        raise errors.FormatError(what, offset, "its bitmaps do not ascend by ledger and page")
-    try:
-        counts = [len(bitmap.bitmap()) for bitmap in positions]
-    except errors.FormatError as error:
-        raise errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
-    if sum(counts) != rows or 0 in counts:
-        raise errors.FormatError(what, offset, f"it says {rows} rows, its bitmaps have {counts}")
-    return positions
-
-
-_REASONS = {
-    GoneReason.UNSPECIFIED: journal_pb2.Gone.UNSPECIFIED,
-    GoneReason.NO_SUBSCRIPTION: journal_pb2.Gone.NO_SUBSCRIPTION,
-    GoneReason.TRIMMED: journal_pb2.Gone.TRIMMED,
-    GoneReason.NOT_OWED: journal_pb2.Gone.NOT_OWED,
-    GoneReason.CANCELLED: journal_pb2.Gone.CANCELLED,
-}
-
-
-def fill_add(
-    message: journal_pb2.Add | journal_pb2.Reschedule, rows: Rows, zstd: zstandard.ZstdCompressor | None = None
-) -> None:
-    """Sets the columns of an `Add` or `Reschedule` message, the form of rows in slots (plain) and checkpoints (dense,
-    with `zstd`).
-    """
-    message.deliver_at_ms = columns.encode_u64(rows.deliver_at_ms, zstd)
-    message.ledger_id = columns.encode_u64(rows.ledger_id, zstd)
-    message.entry_id = columns.encode_u64(rows.entry_id, zstd)
-    if rows.key_hash is not None:
-        message.key_hash = columns.encode_u32(rows.key_hash, zstd)
-
-
-def rows_of_add(message: journal_pb2.Add | journal_pb2.Reschedule, rows: int, what: str, offset: int) -> Rows:
-    """The rows of an `Add` or `Reschedule` message. `what` and `offset` (of the payload that holds it) are for the
-    FormatError.
-    """
-    return Rows(
-        columns.decode_u64(message.deliver_at_ms, rows, what=f"{what} deliver_at_ms", offset=offset),
-        columns.decode_u64(message.ledger_id, rows, what=f"{what} ledger_id", offset=offset),
-        columns.decode_u64(message.entry_id, rows, what=f"{what} entry_id", offset=offset),
-        columns.decode_u32(message.key_hash, rows, what=f"{what} key_hash", offset=offset)
-        if message.HasField("key_hash")
-        else None,
-    )
+    else:
+        record_messages.fill(message, record)
 
 
 @dataclasses.dataclass(slots=True)
 class _Group:
-    """Records that become one: they agree in kind, topic, incarnation, subscription, index and reason."""
+    """Records that become one: of one kind, they differ in rows, columns and positions only."""
 
+    detail: tuple[object, ...]
     records: list[Record]
 
     def merged(self) -> Record:
         first = self.records[0]
         if len(self.records) == 1:
             return first
+        # Of one kind: they have the same columns.
+        records: list[Any] = self.records
         if isinstance(first, GoneRecord | WaiveRecord):
-            sets = [record.positions for record in self.records if isinstance(record, GoneRecord | WaiveRecord)]
-            return dataclasses.replace(first, positions=position_bitmap.union_of(sets))
-        parts = [record.rows for record in self.records if not isinstance(record, GoneRecord | WaiveRecord)]
-        return dataclasses.replace(first, rows=Rows.concat(parts))
+            return dataclasses.replace(
+                first, positions=position_bitmap.union_of(record.positions for record in records)
+            )
+        names = COLUMNS.get(type(first), ())
+        joined: dict[str, Any] = {name: np.concatenate([getattr(record, name) for record in records]) for name in names}
+        if not isinstance(first, PurgeRecord):
+            joined["rows"] = Rows.concat([record.rows for record in records])
+        merged: Record = dataclasses.replace(first, **joined)
+        return merged
 
 
 class SlotBuilder:
     """Collects the records of one slot and merges those whose order among each other does not matter.
 
-    The caller guarantees that the adds, cancellations, reschedules and acknowledgements of one slot name different
-    positions: they commute, and those of one kind, topic, incarnation and subscription become one record. A
-    `WaiveRecord` and a `GoneRecord` of another reason may name positions of any other: no record of another kind and of
-    their topic is moved across them.
+    The caller guarantees that the decisions of one slot on rows name different positions, and those on dead letters
+    different ones: they commute, and those that differ in nothing else become one record. A `WaiveRecord` and a
+    `GoneRecord` of another reason may name positions of any other: no record of another kind and of their topic is
+    moved across them. Nor is a `DeadLetterRecord` moved across another one of its subscription: their ids ascend.
     """
 
     def __init__(self) -> None:
@@ -424,12 +257,13 @@ class SlotBuilder:
         if record.topic_id not in self._open or self._last[record.topic_id] is not barrier:
             self._last[record.topic_id] = barrier
             self._open[record.topic_id] = {}
-        reason = record.reason if isinstance(record, GoneRecord) else None
-        own_index = isinstance(record, AcknowledgeRecord) and record.own_index
-        key = (type(record), record.incarnation, record.subscription_id, reason, own_index)
-        group = self._open[record.topic_id].get(key)
-        if group is None:
-            group = self._open[record.topic_id][key] = _Group([])
+        groups, detail = self._open[record.topic_id], _detail(record)
+        key: tuple[object, ...] = (type(record), record.incarnation, record.subscription_id)
+        if not isinstance(record, DeadLetterRecord):
+            key = (*key, *detail)
+        group = groups.get(key)
+        if group is None or group.detail != detail:
+            group = groups[key] = _Group(detail, [])
             self._groups.append(group)
         group.records.append(record)
         self._rows += record.row_count
@@ -438,6 +272,23 @@ class SlotBuilder:
     def freeze(self) -> tuple[Record, ...]:
         """The merged records, in the order in which they are to be applied."""
         return tuple(group.merged() for group in self._groups)
+
+
+def _detail(record: Record) -> tuple[object, ...]:
+    """In what records of one kind, topic, incarnation and subscription differ and stay apart."""
+    match record:
+        case AddRecord():
+            return (record.delay_level,)
+        case GoneRecord():
+            return (record.reason,)
+        case AcknowledgeRecord() | ReplayRecord():
+            return (record.index_id,)
+        case NackRecord():
+            return record.index_id, record.added
+        case DeadLetterRecord():
+            return record.index_id, record.reason, record.text
+        case RescheduleRecord() | WaiveRecord() | PurgeRecord():
+            return ()
 
 
 def _barrier(record: Record) -> type[Record] | None:
@@ -453,7 +304,9 @@ def size_max(record: Record) -> int:
     if isinstance(record, GoneRecord | WaiveRecord):
         # An array of n entries may count for n runs in a union: twice its bytes.
         return size_bytes + sum(_BITMAP_BYTES_MAX + 2 * len(bitmap.entries) for bitmap in record.positions)
-    size_bytes += 3 * columns.size_max(record.row_count)
-    if record.rows.key_hash is not None:
-        size_bytes += columns.size_max(record.row_count)
-    return size_bytes
+    columns_of = len(COLUMNS.get(type(record), ()))
+    if not isinstance(record, PurgeRecord):
+        columns_of += 3 if record.rows.key_hash is None else 4
+    if isinstance(record, DeadLetterRecord):
+        size_bytes += len(record.text.encode())
+    return size_bytes + columns_of * columns.size_max(record.row_count)

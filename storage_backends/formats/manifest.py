@@ -10,6 +10,7 @@ Each decoder raises FormatError on damage and UnsupportedVersion on a version th
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import itertools
 from typing import TypeVar
@@ -107,8 +108,8 @@ class ShardManifest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveBucket:
-    """A bucket that holds rows of the topic. `hash_low`, `hash_high`: see `rows.row_hash`. `subscription_id` 0 is the
-    shared index. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted;
+    """A bucket that holds rows of the index `subscription_id` (`index_ids`). `hash_low`, `hash_high`: see
+    `rows.row_hash`. `level` 0 was sealed from a mutable bucket. A quarantined bucket is not read and not deleted;
     `damage` is what was found when it was quarantined.
     """
 
@@ -154,14 +155,51 @@ class TopicPolicy:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicDelayLevels:
+    """A topic's table of delays as it was set. `clamp`: a level above the last one is the last one."""
+
+    table: str
+    clamp: bool = True
+
+
+class RedeliveryKind(enum.IntEnum):
+    CONSTANT = 1
+    LINEAR = 2
+    EXPONENTIAL = 3
+    LIST = 4
+    LADDER = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RedeliveryPolicy:
+    """The delay of a redelivery by how often the position was negatively acknowledged. What its kind does not have is
+    0.
+
+    A constant delay is `initial_ms`. `max_ms` 0 = the limit on delays, `multiplier` 0 = 2.
+    """
+
+    kind: RedeliveryKind
+    initial_ms: int = 0
+    step_ms: int = 0
+    max_ms: int = 0
+    multiplier: float = 0.0
+    jitter: float = 0.0
+    delays_ms: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionPolicy:
-    """What was set for a subscription. None: the daemon's default holds. `properties`: (name, value) in the order of
-    their names, no name twice.
+    """What was set for a subscription. None: the daemon's default holds, of `max_redeliver_count` and `ack_timeout_ms`
+    that there is none. `properties`: (name, value) in the order of their names, no name twice.
     """
 
     in_flight_rows_max: int | None = None
     lease_ms: int | None = None
     properties: tuple[tuple[str, str], ...] = ()
+    redelivery: RedeliveryPolicy | None = None
+    max_redeliver_count: int | None = None
+    ack_timeout_ms: int | None = None
+    nack_precision_bits: int | None = None
 
     def __post_init__(self) -> None:
         for (first, _), (second, _) in itertools.pairwise(self.properties):
@@ -202,10 +240,76 @@ class BucketProgress:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NackedRows:
+    """Positions of the index `index_id` that wait for their redelivery; columns of `rows` rows (`redelivery`)."""
+
+    index_id: int
+    rows: int
+    deliver_at_ms: bytes
+    ledger_id: bytes
+    entry_id: bytes
+    key_hash: bytes | None = None
+    redeliver_at_ms: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CountPlane:
+    """The positions of the index `index_id` whose redelivery count has the bit; 0 = the lowest."""
+
+    index_id: int
+    bit: int
+    positions: tuple[PositionBitmap, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetters:
+    """Dead letters by ascending id; columns of `rows` rows (`redelivery`). `text_index` is an index of `texts`."""
+
+    rows: int
+    dead_letter_id: bytes
+    ledger_id: bytes
+    entry_id: bytes
+    batch_index: bytes
+    deliver_at_ms: bytes
+    key_hash: bytes
+    redelivery_count: bytes
+    dead_at_ms: bytes
+    reason: bytes
+    text_index: bytes
+    texts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Redeliveries:
+    """What a subscription negatively acknowledged, and its dead letters. `last_dead_letter_id`: the highest ever
+    given.
+    """
+
+    subscription_id: int
+    nacked: tuple[NackedRows, ...] = ()
+    counts: tuple[CountPlane, ...] = ()
+    dead_letters: DeadLetters | None = None
+    last_dead_letter_id: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LevelRows:
+    """Positions of the index `index_id` that were added by a delay level and are not gone."""
+
+    index_id: int
+    delay_level: int
+    positions: tuple[PositionBitmap, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What is gone and acknowledged, as of a slot."""
+    """Everything of a topic that is not rows, as of a slot: what is gone and acknowledged, and of what is left, what
+    comes back when, how often that happened, and by which delay levels it was added; and dead letters.
+    """
 
     buckets: tuple[BucketProgress, ...] = ()
+    redeliveries: tuple[Redeliveries, ...] = ()
+    levels: tuple[LevelRows, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +317,7 @@ class TopicManifest:
     """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress.
 
     `deleted`: there is no topic; the manifest stays, so that neither an incarnation nor a subscription's id is used
-    again.
+    again. `delay_levels`: None = the daemon's.
     """
 
     head: ManifestHead
@@ -230,6 +334,7 @@ class TopicManifest:
     progress_object: ObjectReference | None = None
     deleted: bool = False
     policy: TopicPolicy = TopicPolicy()
+    delay_levels: TopicDelayLevels | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ Does not own: the dataclasses (`manifest`, `bucket`, `checkpoint`) and the frame
 
 A tuple stands for a repeated field, a tuple in it for a message of that many fields, in the order of their numbers. An
 absent field is None where the dataclass allows it; else a scalar has the message's default and a message the
-dataclass's. Not written are an empty repeated field, None, and what equals that default.
+dataclass's. Not written are an empty repeated field, None, and what equals that default. A number that its `IntEnum`
+does not have is a ValueError.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 import typing
@@ -25,7 +27,7 @@ T = TypeVar("T")
 def fill(message: protobuf.Message, value: Any) -> None:
     """Sets the fields of `message` from those of the dataclass `value` that have its names."""
     cls: Any = type(value)
-    for name, _, is_optional, default in _fields(cls):
+    for name, _, _, is_optional, default in _fields(cls):
         content = getattr(value, name)
         if dataclasses.is_dataclass(content):
             if content == default:
@@ -60,12 +62,14 @@ def made_from(cls: type[T], message: protobuf.Message) -> T:
     """The dataclass `cls` with the values of the fields of `message`."""
     values: dict[str, Any] = {}
     mirrored: Any = cls
-    for name, nested, is_optional, default in _fields(mirrored):
+    for name, nested, enumeration, is_optional, default in _fields(mirrored):
         content = getattr(message, name)
         if isinstance(content, protobuf.Message):
             present = nested is not None and message.HasField(name)
             values[name] = made_from(nested, content) if nested is not None and present else default
-        elif isinstance(content, (int, str, bytes, bool)):
+        elif isinstance(content, int) and enumeration is not None:
+            values[name] = enumeration(content)
+        elif isinstance(content, (int, float, str, bytes)):
             values[name] = None if is_optional and not message.HasField(name) else content
         else:
             values[name] = tuple(_item(nested, item) for item in content)
@@ -82,12 +86,13 @@ def _item(nested: type | None, content: Any) -> Any:
 
 
 class _Field(NamedTuple):
-    """`nested`: the dataclass of its value or of the items of its tuple. `default`: of a field that holds a message,
-    what stands for an absent one.
+    """`nested`: the dataclass of its value or of the items of its tuple. `enumeration`: of a number that is a member of
+    one. `default`: of a field that holds a message, what stands for an absent one.
     """
 
     name: str
     nested: type | None
+    enumeration: type[enum.IntEnum] | None
     is_optional: bool
     default: Any
 
@@ -100,11 +105,16 @@ def _fields(cls: Hashable) -> tuple[_Field, ...]:
         _Field(
             field.name,
             _nested(hints[field.name]),
+            _enumeration(hints[field.name]),
             types.NoneType in typing.get_args(hints[field.name]),
             field.default if dataclasses.is_dataclass(field.default) else None,
         )
         for field in dataclasses.fields(mirrored)
     )
+
+
+def _enumeration(hint: Any) -> type[enum.IntEnum] | None:
+    return hint if isinstance(hint, type) and issubclass(hint, enum.IntEnum) else None
 
 
 def _nested(hint: Any) -> type | None:

@@ -262,11 +262,11 @@ class Oracle:
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                position = in_index((ledger_id, entry_id), index if record.own_index else 0)
+                position = in_index((ledger_id, entry_id), record.index_id)
                 self._acknowledge(topic, slot, index, position, deliver_at_ms)
         elif isinstance(record, journal.WaiveRecord):
             self._waive(topic, slot, record)
-        else:
+        elif isinstance(record, journal.GoneRecord):
             self._gone(topic, header, record)
 
     def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int) -> None:

@@ -7,9 +7,15 @@ import dataclasses
 import pytest
 
 from storage_backends import commit
+from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import (
+    CountPlane,
+    DeadLetters,
+    LevelRows,
+    NackedRows,
     ObjectReference,
     Progress,
+    Redeliveries,
     SubscriptionPolicy,
     TopicManifest,
     TopicPolicy,
@@ -25,6 +31,7 @@ from tests.storage_backends.topic_manifests import (
     DROP,
     EPOCH,
     FLOOR,
+    LEVELS,
     POLICY,
     QUARANTINE,
     QUARANTINED,
@@ -65,6 +72,7 @@ from tests.storage_backends.topic_manifests import (
         (QUARANTINE, TIP),
         (dataclasses.replace(QUARANTINE, bucket="b2"), QUARANTINED),
         (POLICY, TIP),
+        (LEVELS, TIP),
         (DELETE, TIP),
         (DELETE, QUARANTINED),
         (dataclasses.replace(DELETE, slot=APPLIED), TIP),
@@ -127,6 +135,7 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
             "bucket b1 is quarantined: segment 3 is damaged",
         ),
         (POLICY, None, "the topic does not exist"),
+        (LEVELS, None, "the topic does not exist"),
         (POLICY, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
         (DELETE, None, "the topic does not exist"),
         (DELETE, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
@@ -138,6 +147,8 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(
         (SUBSCRIPTIONS, DELETED, "the topic was deleted"),
         (QUARANTINE, DELETED, "the topic was deleted"),
         (POLICY, DELETED, "the topic was deleted"),
+        (LEVELS, tip_with(owner_epoch=EPOCH + 1), "owner epoch is 5, not 4"),
+        (LEVELS, DELETED, "the topic was deleted"),
         (dataclasses.replace(DELETE, slot=APPLIED + 8), DELETED, "the topic was deleted"),
     ],
     ids=str,
@@ -175,13 +186,32 @@ def test_a_sealed_bucket_of_a_subscription_that_is_no_more_is_buried_and_not_liv
     assert sealed.tombstones == (*TIP.tombstones, *buried("b3"))
 
 
-def test_a_seal_that_leaves_no_bucket_leaves_no_progress() -> None:
+@pytest.mark.parametrize("owes", [False, True])
+def test_a_seal_that_leaves_no_bucket_leaves_progress_only_where_a_subscription_may_have_dead_letters(
+    owes: bool,
+) -> None:
+    subscriptions = TIP.subscriptions if owes else ()
     unowed = seal_with(buckets=(bucket("b3", subscription_id=9),), progress=None, progress_object=reference("p2"))
-    sealed = unowed.apply(tip_with(live=(), progress=None, progress_object=reference("p1")))
+    sealed = unowed.apply(
+        tip_with(live=(), progress=None, progress_object=reference("p1"), subscriptions=subscriptions)
+    )
+    left = buried("p1", "b3") if owes else buried("p1", "b3", "p2")
     assert sealed == tip_with(
-        live=(), applied=APPLIED + 20, progress=None, tombstones=(*TIP.tombstones, *buried("p1", "b3", "p2"))
+        live=(),
+        applied=APPLIED + 20,
+        subscriptions=subscriptions,
+        progress=None,
+        progress_object=reference("p2") if owes else None,
+        tombstones=(*TIP.tombstones, *left),
     )
     assert unowed.landed(sealed)
+
+
+def test_the_batch_parts_of_a_subscription_are_sealed_while_it_is_there() -> None:
+    parts = [bucket(f"parts of {owner}", subscription_id=index_ids.batch_parts_of(owner)) for owner in (3, 9)]
+    sealed = seal_with(buckets=tuple(parts)).apply(TIP)
+    assert sealed.live == (*TIP.live, parts[0])
+    assert sealed.tombstones == (*TIP.tombstones, *buried("parts of 9"))
 
 
 def test_a_seal_without_rows_moves_applied_and_replaces_the_progress() -> None:
@@ -217,11 +247,47 @@ def test_a_bucket_that_was_merged_before_it_could_be_dropped_has_left_already() 
     assert dataclasses.replace(DROP, buckets=("merged",)).landed(TIP)
 
 
-def test_the_last_bucket_takes_the_progress_with_it() -> None:
-    last = dataclasses.replace(DROP, buckets=("b1", "b2"))
-    assert last.apply(TIP) == tip_with(live=(), progress=None, tombstones=(*TIP.tombstones, *buried("b1", "b2")))
+DROP_ALL = dataclasses.replace(DROP, buckets=("b1", "b2"))
+
+
+def test_the_last_bucket_takes_the_progress_of_buckets_with_it() -> None:
+    assert DROP_ALL.apply(TIP) == tip_with(live=(), progress=None, tombstones=(*TIP.tombstones, *buried("b1", "b2")))
+
+
+def test_the_last_bucket_takes_a_progress_object_with_it_when_there_is_no_subscription() -> None:
     tip = tip_with(progress=None, progress_object=reference("p"))
-    assert last.apply(tip) == tip_with(live=(), progress=None, tombstones=(*TIP.tombstones, *buried("b1", "b2", "p")))
+    assert DROP_ALL.apply(tip).progress_object == reference("p")
+    alone = dataclasses.replace(tip, subscriptions=())
+    assert DROP_ALL.apply(alone) == dataclasses.replace(
+        alone, live=(), progress_object=None, tombstones=(*TIP.tombstones, *buried("b1", "b2", "p"))
+    )
+
+
+def test_dead_letters_and_their_highest_id_outlive_the_last_bucket_and_leave_with_their_subscription() -> None:
+    columns = {field.name: b"" for field in dataclasses.fields(DeadLetters) if field.name not in ("rows", "texts")}
+    letters = DeadLetters(rows=0, **columns)  # type: ignore[arg-type]
+    nacked = NackedRows(index_id=0, rows=0, deliver_at_ms=b"", ledger_id=b"", entry_id=b"", redeliver_at_ms=b"")
+    kept = (
+        Redeliveries(subscription_id=1, dead_letters=letters, last_dead_letter_id=8),
+        Redeliveries(subscription_id=3, last_dead_letter_id=2),
+    )
+    full = dataclasses.replace(
+        progress("b1", "b2"),
+        redeliveries=(
+            dataclasses.replace(kept[0], nacked=(nacked,), counts=(CountPlane(index_id=0, bit=0),)),
+            kept[1],
+            Redeliveries(subscription_id=4, dead_letters=letters, last_dead_letter_id=1),
+            Redeliveries(subscription_id=5, nacked=(nacked,)),
+        ),
+        levels=(LevelRows(index_id=0, delay_level=3),),
+    )
+    tip = tip_with(progress=full)
+    assert DROP.apply(tip).progress == full
+    dropped = DROP_ALL.apply(tip)
+    assert dropped.progress == Progress(redeliveries=kept)
+    left = dataclasses.replace(SUBSCRIPTIONS, subscriptions=(subscription(3),)).apply(dropped)
+    assert left.progress == Progress(redeliveries=kept[1:])
+    assert DELETE.apply(dropped).progress is None
 
 
 def test_dropping_buckets_leaves_a_progress_object_as_it_is() -> None:
@@ -248,10 +314,11 @@ def test_the_buckets_of_a_subscription_leave_with_it_also_quarantined_ones() -> 
     )
 
 
-def test_the_last_bucket_of_a_subscription_takes_the_progress_with_it() -> None:
-    tip = tip_with(live=(bucket("own", subscription_id=3),), progress=None, progress_object=reference("p"))
-    left = SUBSCRIPTIONS.apply(tip)
-    assert (left.live, left.progress_object, left.tombstones[1:]) == ((), None, buried("own", "p"))
+def test_the_last_bucket_of_the_last_subscription_takes_the_progress_with_it() -> None:
+    parts = bucket("parts", subscription_id=index_ids.batch_parts_of(3))
+    tip = tip_with(live=(bucket("own", subscription_id=3), parts), progress=None, progress_object=reference("p"))
+    left = dataclasses.replace(SUBSCRIPTIONS, subscriptions=()).apply(tip)
+    assert (left.live, left.progress_object, left.tombstones[1:]) == ((), None, buried("own", "parts", "p"))
 
 
 def test_a_quarantined_bucket_stays_live_with_its_progress_and_says_what_was_found() -> None:
@@ -262,6 +329,14 @@ def test_a_quarantined_bucket_stays_live_with_its_progress_and_says_what_was_fou
 
 def test_a_policy_is_set_as_a_whole() -> None:
     assert POLICY.apply(tip_with(policy=TopicPolicy(bucket_rows_max=3))) == tip_with(policy=POLICY.policy)
+
+
+def test_delay_levels_are_set_and_unset_as_a_whole_and_a_new_topic_of_the_name_has_none() -> None:
+    assert LEVELS.apply(TIP) == tip_with(delay_levels=LEVELS.levels)
+    assert dataclasses.replace(LEVELS, levels=None).apply(LEVELS.apply(TIP)) == TIP
+    deleted = DELETE.apply(LEVELS.apply(TIP))
+    assert deleted.delay_levels is None
+    assert dataclasses.replace(CREATE, applied=deleted.applied).apply(deleted).delay_levels is None
 
 
 def test_a_deletion_buries_every_object_and_empties_the_topic_but_gives_no_id_and_no_incarnation_again() -> None:
@@ -297,7 +372,7 @@ def test_the_policy_of_a_subscription_is_set_with_it() -> None:
     assert not changed.landed(SUBSCRIPTIONS.apply(TIP))
 
 
-@pytest.mark.parametrize("operation", [CLAIM, SEAL, DROP, SUBSCRIPTIONS, QUARANTINE, POLICY, DELETE], ids=str)
+@pytest.mark.parametrize("operation", [CLAIM, SEAL, DROP, SUBSCRIPTIONS, QUARANTINE, POLICY, LEVELS, DELETE], ids=str)
 def test_nothing_but_a_creation_is_applied_to_no_topic(operation: Operation) -> None:
     with pytest.raises(ValueError, match="the topic does not exist"):
         operation.apply(None)
@@ -318,6 +393,7 @@ def test_nothing_but_a_creation_is_applied_to_no_topic(operation: Operation) -> 
         (SUBSCRIPTIONS, TIP),
         (QUARANTINE, TIP),
         (POLICY, TIP),
+        (LEVELS, TIP),
         (DELETE, TIP),
         (CREATE_AGAIN, DELETED),
     ],
@@ -359,6 +435,8 @@ def test_an_operation_with_an_object_finds_itself_also_after_what_came_later(
         (QUARANTINE, dataclasses.replace(QUARANTINED, owner_epoch=EPOCH + 1)),
         (dataclasses.replace(QUARANTINE, damage="its head is damaged"), QUARANTINED),
         (POLICY, dataclasses.replace(POLICY.apply(TIP), owner_epoch=EPOCH + 1)),
+        (LEVELS, dataclasses.replace(LEVELS.apply(TIP), owner_epoch=EPOCH + 1)),
+        (dataclasses.replace(LEVELS, levels=None), DELETED),
         (dataclasses.replace(POLICY, policy=TopicPolicy()), DELETED),
         (DELETE, dataclasses.replace(DELETED, owner_epoch=EPOCH + 1)),
         (DELETE, dataclasses.replace(DELETED, applied=APPLIED + 8)),

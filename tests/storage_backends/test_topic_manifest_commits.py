@@ -23,6 +23,7 @@ from tests.storage_backends.topic_manifests import (
     DELETE,
     DROP,
     EPOCH,
+    LEVELS,
     POLICY,
     QUARANTINE,
     SUBSCRIPTIONS,
@@ -73,6 +74,7 @@ TO_RETRY: list[tuple[Operation, tuple[Operation, ...]]] = [
     (SUBSCRIPTIONS, ()),
     (dataclasses.replace(QUARANTINE, bucket="b3"), (FIRST_SEAL,)),
     (POLICY, ()),
+    (LEVELS, ()),
     (DELETE, (FIRST_SEAL,)),
     (CREATE_AGAIN, (FIRST_SEAL, DELETE)),
 ]

@@ -14,6 +14,7 @@ from storage_backends.formats.manifest import (
     Progress,
     Subscription,
     Tombstone,
+    TopicDelayLevels,
     TopicManifest,
     TopicPolicy,
 )
@@ -24,6 +25,7 @@ from storage_backends.topic_manifest import (
     DropBuckets,
     Quarantine,
     Seal,
+    SetDelayLevels,
     SetPolicy,
     SetSubscriptions,
 )
@@ -106,6 +108,7 @@ SUBSCRIPTIONS = SetSubscriptions(
 )
 QUARANTINE = Quarantine(bucket="b1", damage="segment 3 is damaged", slot=APPLIED + 3, epoch=EPOCH)
 POLICY = SetPolicy(policy=TopicPolicy(delay_max_ms=9, compatible_form=False), epoch=EPOCH)
+LEVELS = SetDelayLevels(levels=TopicDelayLevels(table="1s 5s", clamp=False), epoch=EPOCH)
 DELETE = DeleteTopic(slot=APPLIED + 7, epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
 
 

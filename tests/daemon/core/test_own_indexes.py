@@ -100,7 +100,7 @@ def test_an_acknowledgement_says_in_which_index_its_rows_are() -> None:
     one = opened(topic, 1)
     handed(topic, one)
     records, rest = topic.core.stage_acknowledge(one, claims_of([(Q, NOW_MS), (P, NOW_MS), (P, NOW_MS), (R, 5)]))
-    named = [(record.own_index, record.rows.entry_id.tolist()) for record in records]
+    named = [(bool(record.index_id), record.rows.entry_id.tolist()) for record in records]
     assert (named, len(rest)) == ([(False, [P[1]]), (True, [Q[1], P[1]])], 1)
 
 
@@ -469,7 +469,7 @@ def test_what_is_decided_for_the_own_index_of_a_subscription_that_is_no_more_doe
     trimmed = [record for each in topic.core.trim(None, 1) for record in each.records()]
     assert [type(record) for record in trimmed] == [GoneRecord]
     records = [*topic.staged.freeze(), *trimmed]
-    assert any(isinstance(record, AcknowledgeRecord) and record.own_index for record in records)
+    assert any(isinstance(record, AcknowledgeRecord) and record.index_id for record in records)
     topic.core.remove_subscription(1)
     before = waiting_in(topic)
     for record in records:

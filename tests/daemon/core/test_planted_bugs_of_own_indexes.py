@@ -57,7 +57,7 @@ def own_rows_are_raised_above_the_creation_of_subscriptions(patch: pytest.Monkey
 def an_acknowledgement_names_the_shared_index_always(patch: pytest.MonkeyPatch) -> None:
     make = Topic._acknowledge_record
     patch.setattr(
-        Topic, "_acknowledge_record", lambda self, *rest: dataclasses.replace(make(self, *rest), own_index=False)
+        Topic, "_acknowledge_record", lambda self, *rest: dataclasses.replace(make(self, *rest), index_id=0)
     )
 
 

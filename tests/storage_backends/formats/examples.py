@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.rows import U32, U64, Rows
 
 U64_MAX = (1 << 64) - 1
 NOON_MS = 1_700_000_000_000
@@ -20,6 +20,19 @@ entries = st.one_of(st.integers(0, 300), st.integers((1 << 32) - 3, (1 << 32) + 
 
 def column(values: list[int]) -> U64:
     return np.array(values, np.uint64)
+
+
+@st.composite
+def u64_column(draw: st.DrawFn, size: int | None = None) -> U64:
+    """So many values, or a few."""
+    few = (0, 6) if size is None else (size, size)
+    return column(draw(st.lists(u64, min_size=few[0], max_size=few[1])))
+
+
+@st.composite
+def u32_column(draw: st.DrawFn, size: int) -> U32:
+    values = draw(st.lists(st.integers(0, (1 << 32) - 1), min_size=size, max_size=size))
+    return np.array(values, np.uint32)
 
 
 @st.composite

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import checkpoint, errors, journal, manifest
+from storage_backends.formats import checkpoint, errors, journal, manifest, record_messages
 from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, OwnRows, SealingPart, TopicPart
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -136,7 +136,7 @@ def test_the_rows_of_a_checkpoint_are_small() -> None:
 
 def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as_it_is() -> None:
     message = journal_pb2.Record(topic_id="id", incarnation=1, rows=3)
-    journal.fill_add(message.add, examples.fixed_delay(2, gap_ms=1))
+    record_messages.fill_rows(message.add, examples.fixed_delay(2, gap_ms=1))
     damaged = CarriedSlot(3, (journal.StoredRecord(message, "journal slot record 0", 0),))
     part = TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(damaged,))
     body = checkpoint.encode_checkpoint(Checkpoint(1, 2, 3, (part,)))

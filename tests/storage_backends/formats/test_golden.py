@@ -61,7 +61,7 @@ def golden_withdrawals() -> tuple[journal.Record, ...]:
     return (
         journal.RescheduleRecord("id", 1, 2, rows),
         journal.GoneRecord("id", 1, 2, journal.GoneReason.CANCELLED, golden_positions(4)),
-        journal.AcknowledgeRecord("id", 1, 2, acknowledged, own_index=True),
+        journal.AcknowledgeRecord("id", 1, 2, acknowledged, index_id=2),
     )
 
 
@@ -250,7 +250,7 @@ def test_a_slot_of_withdrawals_of_version_1_is_read() -> None:
     assert isinstance(cancelled, journal.GoneRecord)
     assert (cancelled.reason, cancelled.positions) == (journal.GoneReason.CANCELLED, golden_positions(4))
     assert isinstance(acknowledged, journal.AcknowledgeRecord)
-    assert acknowledged.own_index
+    assert acknowledged.index_id == 2
     assert {record.subscription_id for record in (rescheduled, cancelled, acknowledged)} == {2}
 
 

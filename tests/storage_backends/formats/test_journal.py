@@ -11,14 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from storage_backends.formats import errors, framing, journal
+from storage_backends.formats import errors, framing, index_ids, journal
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.journal import (
     AcknowledgeRecord,
     AddRecord,
+    DeadLetterReason,
+    DeadLetterRecord,
     GoneReason,
     GoneRecord,
+    NackRecord,
+    PurgeRecord,
     Record,
+    ReplayRecord,
     RescheduleRecord,
     SlotBuilder,
     SlotHeader,
@@ -26,6 +31,7 @@ from storage_backends.formats.journal import (
     WaiveRecord,
 )
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
+from storage_backends.formats.records import COLUMNS
 from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
 
@@ -46,10 +52,55 @@ def waive(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> 
     return WaiveRecord(topic_id, incarnation, subscription_id, position_bitmaps(rows.ledger_id, rows.entry_id))
 
 
-records = st.one_of(
-    st.builds(AddRecord, topics, small, small, examples.rows(max_size=6)),
+indexes = st.sampled_from([index_ids.SHARED, 2, index_ids.batch_parts_of(2)])
+some_rows = examples.rows(max_size=6)
+
+
+@st.composite
+def acknowledgements(draw: st.DrawFn) -> AcknowledgeRecord:
+    return AcknowledgeRecord(draw(topics), draw(small), 2, draw(examples.rows(max_size=6, keyed=False)), draw(indexes))
+
+
+@st.composite
+def nacks(draw: st.DrawFn) -> NackRecord:
+    rows = draw(some_rows)
+    counts = draw(examples.u32_column(len(rows)))
+    times = draw(examples.u64_column(len(rows)))
+    return NackRecord(draw(topics), draw(small), 2, draw(indexes), rows, times, counts, draw(st.booleans()))
+
+
+@st.composite
+def dead_letters(draw: st.DrawFn) -> DeadLetterRecord:
+    rows = draw(some_rows)
+    return DeadLetterRecord(
+        draw(topics),
+        draw(small),
+        2,
+        draw(indexes),
+        rows,
+        draw(examples.u32_column(len(rows))),
+        draw(examples.u64_column(len(rows))),
+        draw(examples.u64_column(len(rows))),
+        draw(st.sampled_from(DeadLetterReason)),
+        draw(st.sampled_from(["", "no such order", "\N{SNOWMAN}" * 300])),
+    )
+
+
+@st.composite
+def replays(draw: st.DrawFn) -> ReplayRecord:
+    rows = draw(some_rows)
+    index_id = draw(st.sampled_from([2, index_ids.batch_parts_of(2)]))
+    return ReplayRecord(draw(topics), draw(small), 2, index_id, rows, draw(examples.u64_column(len(rows))))
+
+
+records: st.SearchStrategy[Record] = st.one_of(
+    st.builds(AddRecord, topics, small, small, examples.rows(max_size=6), small),
+    acknowledgements(),
+    nacks(),
+    dead_letters(),
+    replays(),
+    st.builds(PurgeRecord, topics, small, small, examples.u64_column()),
     st.builds(RescheduleRecord, topics, small, small, examples.rows(max_size=6)),
-    st.builds(AcknowledgeRecord, topics, small, small, examples.rows(max_size=6, keyed=False), st.booleans()),
     st.builds(cancelled, topics, small, small, examples.rows(max_size=6)),
     st.builds(gone, topics, small, small, examples.rows(max_size=6)),
     st.builds(waive, topics, small, small, examples.rows(max_size=6)),
@@ -62,8 +113,15 @@ def plain(record: Record) -> tuple[object, ...]:
         return (*head, record.reason, record.positions)
     if isinstance(record, WaiveRecord):
         return (*head, record.positions)
-    own_index = isinstance(record, AcknowledgeRecord) and record.own_index
-    return (*head, own_index, examples.tuples(record.rows))
+    rows = [] if isinstance(record, PurgeRecord) else examples.tuples(record.rows)
+    beside = [getattr(record, name).tolist() for name in COLUMNS.get(type(record), ())]
+    return (*head, detail(record), rows, beside)
+
+
+def detail(record: Record) -> tuple[object, ...]:
+    """What a record says beside its rows, columns and positions."""
+    names = ("index_id", "reason", "text", "added", "delay_level")
+    return tuple(getattr(record, name, None) for name in names)
 
 
 def header(count: int, *, kind: SlotKind = SlotKind.DATA) -> SlotHeader:
@@ -129,10 +187,11 @@ def test_merging_keeps_every_row_of_every_kind_topic_and_subscription_in_its_ord
     def flat(records_of: list[Record] | tuple[Record, ...]) -> dict[object, list[tuple[int, int]]]:
         rows: dict[tuple[object, ...], list[tuple[int, int]]] = {}
         for record in records_of:
-            how = record.reason if isinstance(record, GoneRecord) else getattr(record, "own_index", None)
-            key = (type(record), record.topic_id, record.incarnation, record.subscription_id, how)
+            key = (type(record), record.topic_id, record.incarnation, record.subscription_id, detail(record))
             if isinstance(record, GoneRecord | WaiveRecord):
                 ledger_id, entry_id = positions_of(record.positions)
+            elif isinstance(record, PurgeRecord):
+                ledger_id = entry_id = record.dead_letter_id
             else:
                 ledger_id, entry_id = record.rows.ledger_id, record.rows.entry_id
             rows.setdefault(key, []).extend(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
@@ -213,7 +272,7 @@ def test_a_cancellation_is_not_moved_across_a_trim() -> None:
 def test_acknowledgements_of_a_subscriptions_own_index_and_of_the_shared_one_stay_apart() -> None:
     rows = examples.random_delays(3)
     shared = AcknowledgeRecord("t", 1, 4, rows)
-    assert len(built([shared, dataclasses.replace(shared, own_index=True), shared])) == 2
+    assert len(built([shared, dataclasses.replace(shared, index_id=4), shared])) == 2
 
 
 @pytest.mark.parametrize("other", [("second", 1, 0), ("first", 2, 0), ("first", 1, 4)])
@@ -261,10 +320,12 @@ def test_rows_counts_the_rows_that_the_records_name(some: list[Record]) -> None:
     builder = SlotBuilder()
     for record in some:
         builder.append(record)
-    expected = sum(
-        len(positions_of(record.positions)[0]) if isinstance(record, GoneRecord | WaiveRecord) else len(record.rows)
-        for record in some
-    )
+    expected = 0
+    for record in some:
+        if isinstance(record, GoneRecord | WaiveRecord):
+            expected += len(positions_of(record.positions)[0])
+        else:
+            expected += len(record.dead_letter_id if isinstance(record, PurgeRecord) else record.rows)
     assert builder.rows == expected
 
 

@@ -47,11 +47,25 @@ live_buckets = st.builds(
     damage=text,
     quarantined_slot=u64,
 )
+redelivery_policies = st.builds(
+    manifest.RedeliveryPolicy,
+    kind=st.sampled_from(manifest.RedeliveryKind),
+    initial_ms=u64,
+    step_ms=u64,
+    max_ms=u64,
+    multiplier=st.floats(allow_nan=False),
+    jitter=st.floats(0, 1),
+    delays_ms=st.lists(u64, max_size=3).map(tuple),
+)
 subscription_policies = st.builds(
     manifest.SubscriptionPolicy,
     in_flight_rows_max=st.none() | u32,
     lease_ms=st.none() | u64,
     properties=st.dictionaries(text, text, max_size=3).map(lambda named: tuple(sorted(named.items()))),
+    redelivery=st.none() | redelivery_policies,
+    max_redeliver_count=st.none() | u32,
+    ack_timeout_ms=st.none() | u64,
+    nack_precision_bits=st.none() | u32,
 )
 subscriptions = st.builds(
     manifest.Subscription,
@@ -86,7 +100,47 @@ acknowledged = st.builds(manifest.SubscriptionProgress, subscription_id=u64, pos
 bucket_progress = st.builds(
     manifest.BucketProgress, bucket=text, gone=bitmaps, acknowledged=st.lists(acknowledged, max_size=2).map(tuple)
 )
-progress = st.builds(Progress, buckets=st.lists(bucket_progress, max_size=2).map(tuple))
+some_bytes = st.binary(max_size=9)
+nacked = st.builds(
+    manifest.NackedRows,
+    index_id=u64,
+    rows=u32,
+    deliver_at_ms=some_bytes,
+    ledger_id=some_bytes,
+    entry_id=some_bytes,
+    key_hash=st.none() | some_bytes,
+    redeliver_at_ms=some_bytes,
+)
+dead_letters = st.builds(
+    manifest.DeadLetters,
+    rows=u32,
+    dead_letter_id=some_bytes,
+    ledger_id=some_bytes,
+    entry_id=some_bytes,
+    batch_index=some_bytes,
+    deliver_at_ms=some_bytes,
+    key_hash=some_bytes,
+    redelivery_count=some_bytes,
+    dead_at_ms=some_bytes,
+    reason=some_bytes,
+    text_index=some_bytes,
+    texts=st.lists(text, max_size=2).map(tuple),
+)
+redeliveries = st.builds(
+    manifest.Redeliveries,
+    subscription_id=u64,
+    nacked=st.lists(nacked, max_size=2).map(tuple),
+    counts=st.lists(st.builds(manifest.CountPlane, index_id=u64, bit=u32, positions=bitmaps), max_size=2).map(tuple),
+    dead_letters=st.none() | dead_letters,
+    last_dead_letter_id=u64,
+)
+level_rows = st.builds(manifest.LevelRows, index_id=u64, delay_level=u32, positions=bitmaps)
+progress = st.builds(
+    Progress,
+    buckets=st.lists(bucket_progress, max_size=2).map(tuple),
+    redeliveries=st.lists(redeliveries, max_size=2).map(tuple),
+    levels=st.lists(level_rows, max_size=2).map(tuple),
+)
 root_formats = st.builds(RootFormat, format_version=u32, shards=u32, created_ms=u64, root_id=text)
 shard_manifests = st.builds(
     ShardManifest,
@@ -117,6 +171,7 @@ topic_manifests = st.builds(
     progress_object=st.none() | objects,
     deleted=st.booleans(),
     policy=topic_policies,
+    delay_levels=st.none() | st.builds(manifest.TopicDelayLevels, table=text, clamp=st.booleans()),
 )
 dead_objects = st.builds(manifest.DeadObject, object=text, size_bytes=u64, attempts=u32, error=text, given_up_ms=u64)
 
@@ -149,7 +204,7 @@ def test_a_dead_object_comes_back_as_it_was(value: manifest.DeadObject) -> None:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (getattr(manifest, name), message)
+        (getattr(manifest, "TopicDelayLevels" if name == "DelayLevels" else name), message)
         for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items()
         if name != "Property"
     ]

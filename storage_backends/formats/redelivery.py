@@ -1,0 +1,120 @@
+"""What progress says of redeliveries, as columns.
+
+Owns: the bytes of the columns of `manifest.NackedRows` and `manifest.DeadLetters`, both ways, and their checks.
+Does not own: the messages that hold them (`manifest`), and what they are in memory (the daemon).
+
+Every column is dense. Work in proportion to the rows: it runs in an executor.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import zstandard
+
+from storage_backends.formats import columns, errors, manifest
+from storage_backends.formats.records import DeadLetterReason
+from storage_backends.formats.rows import U32, U64, Rows
+
+_NACKED: Final = "nacked rows"
+_DEAD_LETTERS: Final = "dead letters"
+
+
+class DeadLetterColumns(NamedTuple):
+    """n dead letters by ascending id. `text_index`: an index of `texts` for each."""
+
+    dead_letter_id: U64
+    ledger_id: U64
+    entry_id: U64
+    batch_index: U32
+    deliver_at_ms: U64
+    key_hash: U32
+    redelivery_count: U32
+    dead_at_ms: U64
+    reason: U32
+    text_index: U32
+    texts: tuple[str, ...]
+
+
+def encode_nacked(
+    index_id: int, rows: Rows, redeliver_at_ms: U64, zstd: zstandard.ZstdCompressor
+) -> manifest.NackedRows:
+    """`redeliver_at_ms`: u64[n], when each of the rows comes back."""
+    return manifest.NackedRows(
+        index_id=index_id,
+        rows=len(rows),
+        deliver_at_ms=columns.encode_u64(rows.deliver_at_ms, zstd),
+        ledger_id=columns.encode_u64(rows.ledger_id, zstd),
+        entry_id=columns.encode_u64(rows.entry_id, zstd),
+        key_hash=None if rows.key_hash is None else columns.encode_u32(rows.key_hash, zstd),
+        redeliver_at_ms=columns.encode_u64(redeliver_at_ms, zstd),
+    )
+
+
+def decode_nacked(stored: manifest.NackedRows) -> tuple[Rows, U64]:
+    """(rows, redeliver_at_ms). Raises FormatError."""
+    hashes = stored.key_hash
+    rows = Rows(
+        _u64(stored.deliver_at_ms, stored.rows, f"{_NACKED} deliver_at_ms"),
+        _u64(stored.ledger_id, stored.rows, f"{_NACKED} ledger_id"),
+        _u64(stored.entry_id, stored.rows, f"{_NACKED} entry_id"),
+        None if hashes is None else _u32(hashes, stored.rows, f"{_NACKED} key_hash"),
+    )
+    return rows, _u64(stored.redeliver_at_ms, stored.rows, f"{_NACKED} redeliver_at_ms")
+
+
+def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompressor) -> manifest.DeadLetters:
+    return manifest.DeadLetters(
+        rows=len(letters.dead_letter_id),
+        dead_letter_id=columns.encode_u64(letters.dead_letter_id, zstd),
+        ledger_id=columns.encode_u64(letters.ledger_id, zstd),
+        entry_id=columns.encode_u64(letters.entry_id, zstd),
+        batch_index=columns.encode_u32(letters.batch_index, zstd),
+        deliver_at_ms=columns.encode_u64(letters.deliver_at_ms, zstd),
+        key_hash=columns.encode_u32(letters.key_hash, zstd),
+        redelivery_count=columns.encode_u32(letters.redelivery_count, zstd),
+        dead_at_ms=columns.encode_u64(letters.dead_at_ms, zstd),
+        reason=columns.encode_u32(letters.reason, zstd),
+        text_index=columns.encode_u32(letters.text_index, zstd),
+        texts=letters.texts,
+    )
+
+
+def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
+    """Raises FormatError."""
+    rows = stored.rows
+    letters = DeadLetterColumns(
+        _u64(stored.dead_letter_id, rows, f"{_DEAD_LETTERS} dead_letter_id"),
+        _u64(stored.ledger_id, rows, f"{_DEAD_LETTERS} ledger_id"),
+        _u64(stored.entry_id, rows, f"{_DEAD_LETTERS} entry_id"),
+        _u32(stored.batch_index, rows, f"{_DEAD_LETTERS} batch_index"),
+        _u64(stored.deliver_at_ms, rows, f"{_DEAD_LETTERS} deliver_at_ms"),
+        _u32(stored.key_hash, rows, f"{_DEAD_LETTERS} key_hash"),
+        _u32(stored.redelivery_count, rows, f"{_DEAD_LETTERS} redelivery_count"),
+        _u64(stored.dead_at_ms, rows, f"{_DEAD_LETTERS} dead_at_ms"),
+        _u32(stored.reason, rows, f"{_DEAD_LETTERS} reason"),
+        _u32(stored.text_index, rows, f"{_DEAD_LETTERS} text_index"),
+        stored.texts,
+    )
+    _check(letters)
+    return letters
+
+
+def _check(letters: DeadLetterColumns) -> None:
+    ids, reasons, texts = letters.dead_letter_id, letters.reason, letters.text_index
+    if (ids[1:] <= ids[:-1]).any():
+        raise errors.FormatError(_DEAD_LETTERS, 0, "their ids do not ascend")
+    unknown = ~np.isin(reasons, list(DeadLetterReason))
+    if unknown.any():
+        raise errors.FormatError(_DEAD_LETTERS, 0, f"reason {reasons[unknown][0]} is not known")
+    if len(texts) and int(texts.max()) >= len(letters.texts):
+        raise errors.FormatError(_DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}")
+
+
+def _u64(data: bytes, rows: int, what: str) -> U64:
+    return columns.decode_u64(data, rows, what=what)
+
+
+def _u32(data: bytes, rows: int, what: str) -> U32:
+    return columns.decode_u32(data, rows, what=what)
