@@ -65,9 +65,15 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._labels = _TopicLabels(per_topic, per_topic_max)
         self._lateness = ArrayHistogram(
-            "tarry_lateness_seconds", "Handed out minus due, repeats included.", LATENESS_BOUNDS_S
+            "tarry_lateness_seconds",
+            "Handed out minus due, repeats included, of rows that were not negatively acknowledged.",
+            LATENESS_BOUNDS_S,
         )
         self.registry.register(self._lateness)
+        self._redelivery_lateness = ArrayHistogram(
+            "tarry_redelivery_lateness_seconds", "READY again minus redelivery time.", LATENESS_BOUNDS_S
+        )
+        self.registry.register(self._redelivery_lateness)
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
 
         self._add_rows = _Children(counter("tarry_add_rows", "Rows of adds by result.", "topic", "result"))
@@ -75,6 +81,10 @@ class Metrics:
         self._acknowledged = _Children(
             counter("tarry_acknowledge_rows", "Acknowledged rows by result.", "topic", "result")
         )
+        self._nacked = _Children(
+            counter("tarry_nack_rows", "Rows of negative acknowledgements by result.", "topic", "result")
+        )
+        self._ack_timed_out = counter("tarry_ack_timeout_rows", "Rows that were IN_FLIGHT for too long.", "topic")
         self._handed_out = _Children(counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic"))
 
         self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
@@ -161,8 +171,23 @@ class Metrics:
             if rows:
                 self._acknowledged(label, result).inc(rows)
 
+    def nacked(self, topic: str, *, nacked: int, dead_lettered: int, ignored: int) -> None:
+        """A negative acknowledgement was decided."""
+        label = self._labels.label(topic)
+        for result, rows in (("nacked", nacked), ("dead_lettered", dead_lettered), ("ignored", ignored)):
+            if rows:
+                self._nacked(label, result).inc(rows)
+
+    def ack_timed_out(self, topic: str, *, rows: int) -> None:
+        """Rows were IN_FLIGHT for longer than their subscription allows."""
+        self._ack_timed_out.labels(self._labels.label(topic)).inc(rows)
+
+    def redelivered(self, lateness_ms: npt.NDArray[np.int64]) -> None:
+        """Rows that were negatively acknowledged are READY again, each so late."""
+        self._redelivery_lateness.observe_ms(lateness_ms)
+
     def handed_out(self, topic: str, *, rows: int, lateness_ms: npt.NDArray[np.int64]) -> None:
-        """`rows` were handed out, each so late."""
+        """`rows` were handed out; those that were never negatively acknowledged so late."""
         self._handed_out(self._labels.label(topic)).inc(rows)
         self._lateness.observe_ms(lateness_ms)
 

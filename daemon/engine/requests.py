@@ -35,6 +35,8 @@ from daemon.engine.calls import (
     Leased,
     LedgerRanges,
     Merged,
+    Nack,
+    NackOutcome,
     Place,
     RescheduleBatch,
     RescheduleOutcome,
@@ -212,6 +214,14 @@ class Requests:
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             return await served.acknowledge(served.subscription(subscription), claims, awaited=True)
+
+    async def negative_acknowledge(self, topic: str, subscription: str, nack: Nack) -> NackOutcome:
+        """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
+        letters, durably. See `redelivering`. Raises DelayTooLong, QuotaExceeded.
+        """
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.redelivery.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
     async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> int:
         """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""

@@ -41,6 +41,9 @@ def used() -> metrics.Metrics:
     everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3)
     everything.acknowledged("t", acknowledged=4, ignored=1)
     everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
+    everything.nacked("t", nacked=6, dead_lettered=2, ignored=1)
+    everything.ack_timed_out("t", rows=5)
+    everything.redelivered(np.array([3, 70]))
     everything.trimmed("t", rows=2, of_subscription=True)
     everything.withdrawn("t", "cancelled", rows=5, not_found=1, already_due=2, in_flight=3)
     everything.withdrawn("t", "rescheduled", rows=4, not_found=0, already_due=1, in_flight=0)
@@ -79,6 +82,10 @@ def test_events_are_counted() -> None:
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "returned"}) == 2
     assert sample("tarry_add_late_on_arrival_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_acknowledge_rows_total", {"topic": "t", "result": "ignored"}) == 1
+    for result, rows in (("nacked", 6), ("dead_lettered", 2), ("ignored", 1)):
+        assert sample("tarry_nack_rows_total", {"topic": "t", "result": result}) == rows
+    assert sample("tarry_ack_timeout_rows_total", {"topic": "t"}) == 5
+    assert sample("tarry_redelivery_lateness_seconds_bucket", {"le": "0.005"}) == 1
     assert sample("tarry_handed_out_rows_total", {"topic": "t"}) == 3
     for result, rows in (("cancelled", 5), ("not_found", 1), ("already_due", 2), ("in_flight", 3)):
         assert sample("tarry_cancel_rows_total", {"topic": "t", "result": result}) == rows
