@@ -10,7 +10,7 @@ a row; a packed fixed field is its array's own bytes, so it is written as such (
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -107,14 +107,17 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> calls.AddBatc
     if request.already_due:
         parsing.require_known("already_due", request.already_due, _ALREADY_DUE)
     ledger_id, entry_id = positions(request)
-    deliver_at_ms, delay_ms = _times(request, len(entry_id))
+    rows = len(entry_id)
+    _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms", "delay_level")})
+    deliver_at_ms, delay_ms = _times(request, rows)
     return calls.AddBatch(
         ledger_id=ledger_id,
         entry_id=entry_id,
         deliver_at_ms=deliver_at_ms,
         delay_ms=delay_ms,
-        key_hash=_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
+        key_hash=_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
         return_already_due=request.already_due == _ALREADY_DUE_RETURN,
+        delay_level=_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
     )
 
 
@@ -127,6 +130,7 @@ def positions(request: Positions) -> tuple[U64, U64]:
 def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> calls.RescheduleBatch:
     """The request's positions and their new times. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
+    _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms")})
     deliver_at_ms, delay_ms = _times(request, len(entry_id))
     return calls.RescheduleBatch(
         ledger_id=ledger_id,
@@ -137,14 +141,19 @@ def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) ->
     )
 
 
+def _require_one_of(lengths: Mapping[str, int]) -> None:
+    """`lengths`: of columns of which exactly one is given, by their names."""
+    given = {name: length for name, length in lengths.items() if length}
+    if not given:
+        raise errors.InvalidArgument(f"{', '.join(lengths)}: none is given; give exactly one")
+    if len(given) > 1:
+        values = " and ".join(map(str, given.values()))
+        raise errors.InvalidArgument(f"{', '.join(given)}: all are given, {values} values; give exactly one")
+
+
 def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
-    """deliver_at_ms and delay_ms, of which one is given."""
+    """deliver_at_ms and delay_ms, of which at most one is given."""
     deliver_at_ms, delay_ms = request.deliver_at_ms, request.delay_ms
-    if not deliver_at_ms and not delay_ms:
-        raise errors.InvalidArgument("deliver_at_ms, delay_ms: none is given; give exactly one")
-    if deliver_at_ms and delay_ms:
-        given = f"{len(deliver_at_ms)} and {len(delay_ms)} values"
-        raise errors.InvalidArgument(f"deliver_at_ms, delay_ms: both are given, {given}; give exactly one")
     return (
         _column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
         _column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,

@@ -19,6 +19,7 @@ from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
 # By its tag: where a field's bytes begin, and how many there are; of a varint, its value.
 _Fields = dict[int, tuple[int, int]]
 
@@ -26,6 +27,9 @@ _VARINT: Final = 0
 _LENGTH_DELIMITED: Final = 2
 # Of 63 bits; longer ones are left to the runtime.
 _SHIFT_MAX = 56
+# The largest and the longest varint of a sint32.
+_LEVEL_FOLDED_MAX = (1 << 32) - 1
+_LEVEL_BYTES_MAX = 5
 
 _StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
 _Add = delayed_delivery_pb2.AddMessagesRequest
@@ -41,8 +45,10 @@ _DELIVER_AT_MS = _Add.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _DELAY_MS = _Add.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _KEY_HASH = _Add.KEY_HASH_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _SUBSCRIPTION = _Add.SUBSCRIPTION_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_DELAY_LEVEL = _Add.DELAY_LEVEL_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _STREAM_ADD_FIELDS = frozenset((_REQUEST_ID, _ADD))
-_ADD_FIELDS = frozenset((_TOPIC, _LEDGER_ID, _ENTRY_ID, _DELIVER_AT_MS, _DELAY_MS, _KEY_HASH, _SUBSCRIPTION))
+_TIMES = frozenset((_DELIVER_AT_MS, _DELAY_MS, _DELAY_LEVEL))
+_ADD_FIELDS = _TIMES | {_TOPIC, _LEDGER_ID, _ENTRY_ID, _KEY_HASH, _SUBSCRIPTION}
 
 _OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _ACKNOWLEDGED_ID = _Acknowledge.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
@@ -78,7 +84,7 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | Non
         start, size = outer[_ADD]
         fields = _scan(data, start, start + size, _ADD_FIELDS)
         rows = fields[_ENTRY_ID][1] >> 3
-        if (_DELIVER_AT_MS in fields) == (_DELAY_MS in fields):
+        if len(_TIMES & fields.keys()) != 1:
             return None
         return (
             outer[_REQUEST_ID][1],
@@ -91,6 +97,7 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | Non
                 delay_ms=_u64(data, fields[_DELAY_MS], rows) if _DELAY_MS in fields else None,
                 key_hash=_u32(data, fields[_KEY_HASH], rows) if _KEY_HASH in fields else None,
                 return_already_due=False,
+                delay_level=_levels(data, fields[_DELAY_LEVEL], rows) if _DELAY_LEVEL in fields else None,
             ),
         )
     except (_NotPlainError, KeyError, IndexError, UnicodeDecodeError):
@@ -185,6 +192,30 @@ def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
     column = np.empty(rows, np.uint64)
     column.fill(int.from_bytes(data[start : start + 8], "little"))
     return column
+
+
+def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
+    """The column of packed sint32, or its one value for all rows. Of many values each is one byte: -64 to 63."""
+    start, size = field
+    if size == rows and max(data[start : start + size], default=0x80) <= 0x7F:
+        return _unfolded(np.frombuffer(data, np.uint8, rows, start).astype(np.int32))
+    value = shift = 0
+    place, end = start, start + min(size, _LEVEL_BYTES_MAX)
+    while place < end and (byte := data[place]) > 0x7F:
+        value |= (byte & 0x7F) << shift
+        place += 1
+        shift += 7
+    if not rows or place + 1 != start + size:
+        raise _NotPlainError
+    value |= data[place] << shift
+    if value > _LEVEL_FOLDED_MAX:
+        raise _NotPlainError
+    return np.full(rows, value >> 1 ^ -(value & 1), np.int32)
+
+
+def _unfolded(folded: I32) -> I32:
+    """Zigzag: 0, -1, 1, -2 ... are written as 0, 1, 2, 3 ..."""
+    return folded >> 1 ^ -(folded & 1)
 
 
 def _u32(data: bytes, field: tuple[int, int], rows: int) -> U32:
