@@ -197,8 +197,10 @@ def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
 def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
     """The column of packed sint32, or its one value for all rows. Of many values each is one byte: -64 to 63."""
     start, size = field
-    if size == rows and max(data[start : start + size], default=0x80) <= 0x7F:
-        return _unfolded(np.frombuffer(data, np.uint8, rows, start).astype(np.int32))
+    if size == rows and rows:
+        folded = np.frombuffer(data, np.uint8, rows, start)
+        if folded.max() <= 0x7F:
+            return _unfolded(folded.astype(np.int32))
     value = shift = 0
     place, end = start, start + min(size, _LEVEL_BYTES_MAX)
     while place < end and (byte := data[place]) > 0x7F:
