@@ -199,6 +199,9 @@ class JournaledTopic:
             self.load(missing)
         raise AssertionError("finding claimed rows in the backlog makes no progress")
 
+    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+        return state.hand_out(dispatcher, limit)
+
     def commit(self) -> None:
         """What is staged is one slot, durable and applied."""
         records = self.staged.freeze()
@@ -315,7 +318,7 @@ class JournaledTopic:
         batches = []
         for _ in range(TURNS_MAX):
             self.catch_up(state, limit)
-            rows = state.hand_out(dispatcher, limit)
+            rows = self.hand_out(state, dispatcher, limit)
             if len(rows):
                 batches.append(rows)
             elif state.reader is None:

@@ -321,7 +321,7 @@ class RowMachine(RowInvariants):
     def hand_out(self, which: int, limit: int) -> None:
         opened = [(number, each) for number, sub in self.oracle.subscribers.items() for each in sorted(sub.dispatchers)]
         number, dispatcher = opened[which % len(opened)]
-        rows = self.state(number).hand_out(dispatcher, limit)
+        rows = self.topic.hand_out(self.state(number), dispatcher, limit)
         assert len(rows) <= limit
         self.handed_out(number, dispatcher, rows)
 
@@ -363,8 +363,11 @@ class RowMachine(RowInvariants):
             self.handed_out(number, dispatcher, rows)
         assert not self.oracle.ready(number), "due, owed, and not handed out"
         if in_order:
-            handed = [row for rows in batches for row in listed(rows)]
-            assert handed == sorted(handed)
+            self.come_in_order(number, batches)
+
+    def come_in_order(self, number: int, batches: Sequence[KeyedRows]) -> None:
+        handed = [row for rows in batches for row in listed(rows)]
+        assert handed == sorted(handed)
 
     def load_all_that_is_due(self) -> None:
         """A bucket that waits for a segment is overtaken by the others."""

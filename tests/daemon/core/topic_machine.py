@@ -124,7 +124,7 @@ class TopicMachine(WithdrawingMachine):
         self.passing(self.topic.pass_all)
         self.topic.catch_up(state)
         self.dispatchers += 1
-        rows = state.hand_out(self.dispatchers, limit)
+        rows = self.topic.hand_out(state, self.dispatchers, limit)
         self.topic.catch_up(state)
         self.handed_out(number, self.dispatchers, rows)
         if len(rows):
@@ -195,7 +195,7 @@ class TopicMachine(WithdrawingMachine):
         policy = SubscriptionPolicy(in_flight_rows_max=in_flight_rows_max)
         state.stored = dataclasses.replace(stored, policy=policy)
         available, ready = state.available_rows, state.ready_rows
-        rows = state.hand_out(dispatcher, 1_000)
+        rows = self.topic.hand_out(state, dispatcher, 1_000)
         state.stored = stored
         assert len(rows) == available == min(ready, max(0, in_flight_rows_max - before))
         self.handed_out(number, dispatcher, rows)
