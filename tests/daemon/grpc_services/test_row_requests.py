@@ -17,6 +17,7 @@ from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
 COLUMN = st.lists(U64, max_size=4)
+LEVELS = st.just([]) | st.lists(st.integers(-70, 70) | st.integers(-(1 << 31), (1 << 31) - 1), max_size=4)
 HASHES = st.lists(st.integers(0, (1 << 32) - 1), max_size=4)
 
 ADDS = st.builds(
@@ -29,6 +30,7 @@ ADDS = st.builds(
         entry_id=COLUMN,
         deliver_at_ms=COLUMN,
         delay_ms=COLUMN,
+        delay_level=LEVELS,
         key_hash=HASHES,
         already_due=st.integers(0, 3),
         subscription=st.text(max_size=3),
@@ -51,6 +53,9 @@ SPLICES = st.tuples(
             b"\x1a\x08abcdefgh",
             b"\x38\x01",
             b"\x42\x02ab",
+            b"\x4a\x01\x05",
+            b"\x4a\x02\x85\x00",
+            b"\x4a\x0a" + b"\xff" * 9 + b"\x01",
             b"\x7a\x01x",
             b"\x82\x01\x00",
             b"\x80",
@@ -81,7 +86,7 @@ def add_by_runtime(data: bytes) -> Read | None:
     except (message.DecodeError, errors.InvalidArgument):
         return None
     assert not batch.return_already_due or request.add.already_due
-    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
+    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
     return Read(request.request_id, request.add.topic, request.add.subscription or None, listed(*of_add))
 
 
@@ -91,7 +96,7 @@ def add_by_bytes(data: bytes) -> Read | None:
         return None
     request_id, topic, subscription, batch = read
     assert not batch.return_already_due
-    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.key_hash)
+    of_add = (batch.ledger_id, batch.entry_id, batch.deliver_at_ms, batch.delay_ms, batch.delay_level, batch.key_hash)
     return Read(request_id, topic, subscription, listed(*of_add))
 
 
@@ -152,6 +157,23 @@ def test_the_plain_form_is_not_left_to_the_runtime(
     add = delayed_delivery_pb2.AddMessagesRequest(topic="persistent://é", subscription=subscription, **fields)
     data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=(1 << 40) + 3, add=add).SerializeToString()
     assert add_by_bytes(data) == add_by_runtime(data) is not None
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [[0], [5], [63], [64], [256], [-1], [(1 << 31) - 1], [-(1 << 31)], [5] * 3, [0, 63, -64], [1] * 1000],
+    ids=lambda levels: f"{len(levels)} from {levels[0]}",
+)
+def test_the_plain_form_of_delay_levels_is_not_left_to_the_runtime(levels: list[int]) -> None:
+    rows = max(len(levels), 3)
+    add = delayed_delivery_pb2.AddMessagesRequest(
+        topic="t", ledger_id=[1], entry_id=range(rows), delay_level=levels, subscription="s"
+    )
+    data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
+    read = add_by_bytes(data)
+    assert read == add_by_runtime(data) is not None
+    assert read is not None
+    assert read.columns[4] == (levels * rows if len(levels) == 1 else levels)
 
 
 @pytest.mark.parametrize("request_id", [0, 1, (1 << 40) + 3])
