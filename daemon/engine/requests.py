@@ -237,9 +237,9 @@ class Requests:
     ) -> SubscriptionCreated:
         """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
         self._check_names(topic, subscription)
-        topic_settings.check_subscription_policy(policy)
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
+            self._check_policy(policy, await shard.topic(topic))
             return await shard.subscriptions.create(topic, subscription, policy)
 
     async def update_subscription(
@@ -247,8 +247,8 @@ class Requests:
     ) -> SubscriptionPolicy:
         """Replaces a subscription's policy; it counts when this returns."""
         self._check_names(topic, subscription)
-        topic_settings.check_subscription_policy(policy)
         async with self._served(topic) as (shard, served):
+            self._check_policy(policy, served)
             return await shard.subscriptions.update(served, subscription, policy)
 
     async def delete_subscription(self, topic: str, subscription: str) -> None:
@@ -428,6 +428,10 @@ class Requests:
         if served is None:
             raise _no_topic(topic)
         return shard, served
+
+    def _check_policy(self, policy: SubscriptionPolicy, served: ServedTopic | None) -> None:
+        request_limits = self._limits if served is None else served.settings.request_limits
+        topic_settings.check_subscription_policy(policy, delay_max_ms=request_limits.delay_max_ms)
 
     def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
         self._check_names(topic, subscription)

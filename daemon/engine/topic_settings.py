@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 from daemon.config import Config
-from daemon.core import delay_levels
+from daemon.core import delay_levels, redelivery_policy
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import SealLimits
@@ -28,6 +28,9 @@ QUOTA_MAX = 1 << 53
 TICK_MAX_MS = 500
 LEASE_MAX_MS = 12 * 3_600_000
 LEASE_DEFAULT_MS = 30_000
+ACK_TIMEOUT_LEAST_MS = 100
+ACK_TIMEOUT_MAX_MS = 12 * 3_600_000
+PRECISION_BITS_MAX = 20
 PROPERTIES_MAX = 64
 PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
@@ -164,10 +167,15 @@ def check_topic_policy(policy: TopicPolicy) -> None:
         _check_not_above(values, "min_indexes_per_bucket_snapshot_segment", "max_indexes_per_bucket_snapshot_segment")
 
 
-def check_subscription_policy(policy: SubscriptionPolicy) -> None:
-    """Raises InvalidArgument for a value outside its limits."""
+def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) -> None:
+    """Raises InvalidArgument for a value outside its limits. `delay_max_ms`: the topic's limit on delays."""
     _check_number("in_flight_rows_max", policy.in_flight_rows_max, 1, ROWS_MAX)
     _check_number("lease_ms", policy.lease_ms, 1, LEASE_MAX_MS)
+    _check_number("max_redeliver_count", policy.max_redeliver_count, 0, ROWS_MAX)
+    _check_number("ack_timeout_ms", policy.ack_timeout_ms, ACK_TIMEOUT_LEAST_MS, ACK_TIMEOUT_MAX_MS)
+    _check_number("nack_precision_bits", policy.nack_precision_bits, 0, PRECISION_BITS_MAX)
+    if policy.redelivery is not None:
+        redelivery_policy.check(policy.redelivery, delay_max_ms)
     if len(policy.properties) > PROPERTIES_MAX:
         raise InvalidArgument(f"properties has {len(policy.properties)} entries; it may have {PROPERTIES_MAX}")
     for name, value in policy.properties:

@@ -42,9 +42,72 @@ def topic_policy_message(policy: manifest.TopicPolicy) -> pb.TopicPolicy:
 
 
 def subscription_policy(given: pb.SubscriptionPolicy) -> manifest.SubscriptionPolicy:
-    numbers = {field.name: value for field, value in given.ListFields() if field.name != "properties"}
-    return manifest.SubscriptionPolicy(**numbers, properties=tuple(sorted(given.properties.items())))
+    """Raises `InvalidArgument`."""
+    numbers = {
+        field.name: value for field, value in given.ListFields() if field.name not in ("properties", "redelivery")
+    }
+    return manifest.SubscriptionPolicy(
+        **numbers,
+        properties=tuple(sorted(given.properties.items())),
+        redelivery=_redelivery_policy(given.redelivery) if given.HasField("redelivery") else None,
+    )
 
 
 def subscription_policy_message(policy: manifest.SubscriptionPolicy) -> pb.SubscriptionPolicy:
-    return pb.SubscriptionPolicy(**dataclasses.asdict(policy) | {"properties": dict(policy.properties)})
+    fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    fields["properties"] = dict(policy.properties)
+    if policy.redelivery is not None:
+        fields["redelivery"] = _redelivery_message(policy.redelivery)
+    return pb.SubscriptionPolicy(**fields)
+
+
+def _redelivery_policy(given: pb.RedeliveryPolicy) -> manifest.RedeliveryPolicy:
+    match given.WhichOneof("delay"):
+        case "constant":
+            return manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.CONSTANT, initial_ms=given.constant.delay_ms)
+        case "linear":
+            linear = given.linear
+            return manifest.RedeliveryPolicy(
+                kind=manifest.RedeliveryKind.LINEAR,
+                initial_ms=linear.initial_ms,
+                step_ms=linear.step_ms,
+                max_ms=linear.max_ms,
+            )
+        case "exponential":
+            exponential = given.exponential
+            return manifest.RedeliveryPolicy(
+                kind=manifest.RedeliveryKind.EXPONENTIAL,
+                initial_ms=exponential.initial_ms,
+                multiplier=exponential.multiplier,
+                max_ms=exponential.max_ms,
+                jitter=exponential.jitter,
+            )
+        case "list":
+            return manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.LIST, delays_ms=tuple(given.list.delay_ms))
+        case "ladder":
+            return manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.LADDER)
+        case _:
+            raise errors.InvalidArgument(
+                "redelivery.delay: none is given; give exactly one of constant, linear, exponential, list and ladder"
+            )
+
+
+def _redelivery_message(policy: manifest.RedeliveryPolicy) -> pb.RedeliveryPolicy:
+    match policy.kind:
+        case manifest.RedeliveryKind.CONSTANT:
+            return pb.RedeliveryPolicy(constant=pb.ConstantDelay(delay_ms=policy.initial_ms))
+        case manifest.RedeliveryKind.LINEAR:
+            linear = pb.LinearDelay(initial_ms=policy.initial_ms, step_ms=policy.step_ms, max_ms=policy.max_ms)
+            return pb.RedeliveryPolicy(linear=linear)
+        case manifest.RedeliveryKind.EXPONENTIAL:
+            exponential = pb.ExponentialDelay(
+                initial_ms=policy.initial_ms,
+                multiplier=policy.multiplier,
+                max_ms=policy.max_ms,
+                jitter=policy.jitter,
+            )
+            return pb.RedeliveryPolicy(exponential=exponential)
+        case manifest.RedeliveryKind.LIST:
+            return pb.RedeliveryPolicy(list=pb.DelayList(delay_ms=policy.delays_ms))
+        case manifest.RedeliveryKind.LADDER:
+            return pb.RedeliveryPolicy(ladder=pb.DelayLadder())

@@ -206,7 +206,7 @@ class FakeEngine(FakeClaims, FakeViews):
     ) -> calls.SubscriptionCreated:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
-        topic_settings.check_subscription_policy(policy)
+        topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
         mine = self._topic_to_write(topic).subscriptions
         created = subscription not in mine
         if created:
@@ -228,7 +228,7 @@ class FakeEngine(FakeClaims, FakeViews):
         self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
     ) -> calls.SubscriptionPolicy:
         await self._begin()
-        topic_settings.check_subscription_policy(policy)
+        topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
         self.find(topic, subscription).policy = policy
         return policy
 
