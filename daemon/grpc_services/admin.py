@@ -1,4 +1,4 @@
-"""`tarry.v1.Admin`: policies, dead letters, what is done to a topic as a whole, and collecting garbage.
+"""`tarry.v1.Admin`: policies, delay levels, dead letters, what is done to a topic as a whole, and collecting garbage.
 
 Owns: the calls' requests and answers.
 Does not own: what they do (engine).
@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from daemon import config
+from daemon.core import delay_levels
 from daemon.engine import calls
 from daemon.grpc_services import dead_letters, policies, records, unary
 from tarry.v1 import admin_pb2 as pb
@@ -33,6 +34,8 @@ class Admin:
         return {
             "SetTopicPolicy": self._handler(pb.SetTopicPolicyRequest, self._set_topic_policy),
             "GetTopicPolicy": self._handler(pb.GetTopicPolicyRequest, self._get_topic_policy),
+            "SetDelayLevels": self._handler(pb.SetDelayLevelsRequest, self._set_delay_levels),
+            "GetDelayLevels": self._handler(pb.GetDelayLevelsRequest, self._get_delay_levels),
             "ReplayDeadLetters": self._handler(pb.ReplayDeadLettersRequest, self._replay_dead_letters),
             "PurgeDeadLetters": self._handler(pb.PurgeDeadLettersRequest, self._purge_dead_letters),
             "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
@@ -51,6 +54,23 @@ class Admin:
         return pb.GetTopicPolicyResponse(
             policy=policies.topic_policy_message(found.stored),
             effective=policies.topic_policy_message(found.effective),
+        )
+
+    async def _set_delay_levels(self, request: pb.SetDelayLevelsRequest) -> pb.SetDelayLevelsResponse:
+        given = request.levels
+        table = None
+        if request.HasField("levels"):
+            table = calls.TopicDelayLevels(given.table, given.clamp if given.HasField("clamp") else True)
+        levels = await self._requests.set_delay_levels(request.topic, table)
+        return pb.SetDelayLevelsResponse(levels=_levels(levels), warnings=delay_levels.warnings(levels))
+
+    async def _get_delay_levels(self, request: pb.GetDelayLevelsRequest) -> pb.GetDelayLevelsResponse:
+        found = await self._requests.delay_levels(request.topic)
+        return pb.GetDelayLevelsResponse(
+            levels=_levels(found.levels),
+            delay_ms=found.levels.delays_ms,
+            of_topic=found.of_topic,
+            pending=found.pending,
         )
 
     async def _replay_dead_letters(self, request: pb.ReplayDeadLettersRequest) -> pb.ReplayDeadLettersResponse:
@@ -82,6 +102,10 @@ class Admin:
         async with contextlib.aclosing(passes):
             async for progress in passes:
                 yield _progress(progress)
+
+
+def _levels(levels: calls.DelayLevels) -> pb.DelayLevels:
+    return pb.DelayLevels(table=levels.table, clamp=levels.clamp)
 
 
 def _progress(progress: calls.GarbageProgress) -> pb.CollectGarbageResponse:

@@ -22,6 +22,7 @@ from daemon.engine import calls, leases, topic_settings
 from storage_backends.formats.rows import U32, U64
 from tests.support.fake_claims import FakeClaims, rows_of
 from tests.support.fake_stream import FakeDispatchStream
+from tests.support.fake_levels import FakeLevels
 from tests.support.fake_topic import EPOCH, Lease, Position, Row, Subscription, Topic
 from tests.support.fake_views import FakeViews
 
@@ -49,13 +50,14 @@ DEFAULT_POLICY = calls.TopicPolicy(
 )
 
 
-class FakeEngine(FakeClaims, FakeViews):
+class FakeEngine(FakeClaims, FakeLevels, FakeViews):
     """See the module. Use it from one event loop."""
 
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):
         self.settings = settings
         self.now_ms = now_ms
         self.topics: dict[str, Topic] = {}
+        self.tables: dict[str, calls.TopicDelayLevels] = {}
         self.rebuild_needed: tuple[calls.RebuildNeeded, ...] = ()
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
@@ -87,7 +89,10 @@ class FakeEngine(FakeClaims, FakeViews):
         limits.check_name("topic", topic, request_limits.topic_bytes_max)
         limits.check_rows("entry_id", len(batch.entry_id), request_limits.rows_per_request_max)
         times = limits.absolute_times(
-            batch.deliver_at_ms, batch.delay_ms, now_ms=now_ms, delay_max_ms=request_limits.delay_max_ms
+            batch.deliver_at_ms,
+            self.delays_of(topic, batch),
+            now_ms=now_ms,
+            delay_max_ms=request_limits.delay_max_ms,
         )
         rows = self._topic_to_write(topic).rows if subscription is None else self.find(topic, subscription).own
         hashes = np.zeros(len(times), np.uint32) if batch.key_hash is None else batch.key_hash
