@@ -14,6 +14,8 @@ from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, NO_BATCH_INDEX
 from storage_backends.formats.rows import U32, U64
 
+PAGE_ROWS_DEFAULT = 1_000
+PAGE_ROWS_MAX = 10_000
 # Spread positions over 64 bits, so that two of them rarely fall together.
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _ANOTHER_ODD = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -35,6 +37,13 @@ def check_name(field: str, name: str, max_bytes: int) -> None:
     size_bytes = len(name.encode())
     if not 1 <= size_bytes <= max_bytes:
         raise InvalidArgument(f"{field} has {size_bytes} bytes in UTF-8; it must have 1 to {max_bytes}")
+
+
+def page_rows(page_size: int) -> int:
+    """How many rows a page has. Raises InvalidArgument."""
+    if not 0 <= page_size <= PAGE_ROWS_MAX:
+        raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_ROWS_MAX}")
+    return page_size or PAGE_ROWS_DEFAULT
 
 
 def check_rows(field: str, rows: int, rows_max: int) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
+from daemon.core.dead_letters import DeadLetterFilter, DeadLetterRows
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
@@ -33,6 +34,9 @@ __all__ = [
     "Caller",
     "CancelOutcome",
     "Contained",
+    "DeadLetterFilter",
+    "DeadLetterPage",
+    "DeadLetterRows",
     "DelayLevels",
     "EntryRanges",
     "GarbageProgress",
@@ -47,6 +51,7 @@ __all__ = [
     "NackOutcome",
     "Place",
     "RebuildNeeded",
+    "Replayed",
     "RescheduleBatch",
     "RescheduleOutcome",
     "ScheduledPage",
@@ -377,6 +382,25 @@ class BacklogPage:
     batch_index: U32 | None
     next_after: Place | None
     as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DeadLetterPage:
+    """Dead letters by ascending id. `next_after`: the id to go on after, None on the last page."""
+
+    rows: DeadLetterRows
+    next_after: int | None
+    as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replayed:
+    """`replayed` dead letters are rows of their subscription again; `skipped` stay, since there are rows of their
+    positions.
+    """
+
+    replayed: int
+    skipped: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from daemon.core import limits
-from daemon.engine import inspection, leases, topic_settings
+from daemon.engine import dead_letters, inspection, leases, topic_settings
 from daemon.engine.calls import (
     AddBatch,
     AddOutcome,
@@ -26,6 +26,8 @@ from daemon.engine.calls import (
     Caller,
     CancelOutcome,
     Contained,
+    DeadLetterFilter,
+    DeadLetterPage,
     DelayLevels,
     EntryRanges,
     GarbageProgress,
@@ -38,6 +40,7 @@ from daemon.engine.calls import (
     Nack,
     NackOutcome,
     Place,
+    Replayed,
     RescheduleBatch,
     RescheduleOutcome,
     ScheduledPage,
@@ -251,11 +254,35 @@ class Requests:
             self._check_policy(policy, served)
             return await shard.subscriptions.update(served, subscription, policy)
 
-    async def delete_subscription(self, topic: str, subscription: str) -> None:
-        """Deletes a subscription and waives its claims."""
+    async def delete_subscription(self, topic: str, subscription: str) -> int:
+        """Deletes a subscription and waives its claims; how many dead letters left with it."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
-            await shard.subscriptions.delete(served, subscription)
+            return await shard.subscriptions.delete(served, subscription)
+
+    # ---- dead letters
+
+    async def list_dead_letters(
+        self, topic: str, subscription: str, asked: DeadLetterFilter, page_size: int, after_id: int
+    ) -> DeadLetterPage:
+        """Dead letters with ids above `after_id`, `next_after` of the page before. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.page(served.subscription(subscription), asked, page_size, after_id)
+
+    async def replay_dead_letters(
+        self, topic: str, subscription: str, asked: DeadLetterFilter, delay_ms: int
+    ) -> Replayed:
+        """Has dead letters delivered again, `delay_ms` from now; returns when that is durable. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.replay(served.subscription(subscription), asked, delay_ms=delay_ms)
+
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> int:
+        """Forgets dead letters; how many, when that is durable. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.purge(served.subscription(subscription), asked)
 
     # ---- topics
 
@@ -437,6 +464,10 @@ class Requests:
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(entry_id), self._limits.rows_max)
         limits.check_distinct(ledger_id, entry_id)
+
+    def _check_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> None:
+        self._check_names(topic, subscription)
+        dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
 
     def _check_topic(self, topic: str) -> None:
         limits.check_name("topic", topic, self._limits.topic_max_bytes)

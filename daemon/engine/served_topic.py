@@ -29,6 +29,7 @@ from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.engine import topic_settings
+from daemon.engine.dead_letters import TopicDeadLetters
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
@@ -101,6 +102,7 @@ class ServedTopic:
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.leases = Leases(self, environment)
         self.withdrawing = Withdrawing(self, environment)
+        self.dead_letters = TopicDeadLetters(self, environment)
         self.wake_at_ms: int | None = None
         # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
         self.last_changed_slot = 0
@@ -179,7 +181,7 @@ class ServedTopic:
         """Acknowledges positions; how many were not in the backlog with that time. Raises NotFound."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         await self.gate.passed()
-        self._check_there(state)
+        self.check_there(state)
         commits = self.shard.commits
         commits.check_accepting()
         records, rest = self.core.stage_acknowledge(state, claims)
@@ -205,7 +207,7 @@ class ServedTopic:
     async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
         """Due rows, leased. Empty when none came in time."""
         await self.gate.passed()
-        self._check_there(state)
+        self.check_there(state)
         rows = await self.leases.get(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
         if not len(rows):
             await self.shard.commits.confirmed()
@@ -215,7 +217,7 @@ class ServedTopic:
         """Moves the end of leases; how many of the positions were not leased with that time."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         await self.gate.passed()
-        self._check_there(state)
+        self.check_there(state)
         ignored = self.leases.extend(state, claims, lease_ms=lease_ms)
         # Under another owner the positions are due again.
         await self.shard.commits.confirmed()
@@ -231,7 +233,7 @@ class ServedTopic:
         seen: SeenRows = {}
         while True:
             await self.gate.passed()
-            self._check_there(state)
+            self.check_there(state)
             found, missing = self.core.find_in_backlog(state, claims, seen)
             if not missing:
                 return found
@@ -252,7 +254,8 @@ class ServedTopic:
             raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
         return state
 
-    def _check_there(self, state: SubscriptionState) -> None:
+    def check_there(self, state: SubscriptionState) -> None:
+        """Raises NotFound when the subscription was deleted, and what ended the topic."""
         if self._ended is not None:
             raise self._ended
         if self.core.subscriptions.get(state.subscription_id) is not state:
@@ -320,7 +323,7 @@ class ServedTopic:
             # The rows that it holds have been passed before it asks for them.
             await self.settle_due()
             found = await self._find_in_backlog(state, held)
-        self._check_there(state)
+        self.check_there(state)
         self.core.open(state, stream.dispatcher)
         self.core.hold(state, stream.dispatcher, found)
         stream.held = len(found)

@@ -100,11 +100,11 @@ class SubscriptionChanges:
         state.stored = stored
         topic.notify(state)
 
-    async def delete(self, topic: ServedTopic, subscription: str) -> None:
-        """Deletes the subscription; what only it was owed is gone. Raises NotFound."""
-        await topic.gate.change(lambda: self._delete(topic, subscription))
+    async def delete(self, topic: ServedTopic, subscription: str) -> int:
+        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it. Raises NotFound."""
+        return await topic.gate.change(lambda: self._delete(topic, subscription))
 
-    async def _delete(self, topic: ServedTopic, subscription: str) -> None:
+    async def _delete(self, topic: ServedTopic, subscription: str) -> int:
         name = topic.core.name
         deleted = topic.subscription(subscription).subscription_id
         with topic.withholding((deleted,)):
@@ -124,6 +124,7 @@ class SubscriptionChanges:
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
             topic.end_streams(gone, subscription_id=deleted)
         self._shard.lives[name].after_slot(self._shard.applied_slot)
+        return 0
 
     async def _commit(self, name: str, operation: Callable[[TopicManifest], SetSubscriptions]) -> None:
         try:

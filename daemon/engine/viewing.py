@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pyroaring import BitMap64
 
+from daemon.core import limits
 from daemon.core.bucket import Bucket
 from daemon.core.histogram import BARS_MAX, Bars, Counts, PartCount, round_width_ms
 from daemon.core.index import Index
@@ -32,8 +33,6 @@ from storage_backends.object_store import StoreError
 
 T = TypeVar("T")
 
-ROWS_DEFAULT = 1_000
-ROWS_MAX = 10_000
 # Parts of buckets that are looked at at a time, by all who look.
 READS_MAX = 8
 # Segments that a page looks at before it is decided which are next.
@@ -63,7 +62,7 @@ class Viewing:
 
         Raises NotFound, InvalidArgument, Corruption naming the bucket, Unavailable.
         """
-        limit = _page_rows(page_size)
+        limit = limits.page_rows(page_size)
         names = {number: state.stored.name for number, state in topic.core.subscriptions.items()}
         as_of_ms = self._as_of(topic)
         asked, indexes = _asked(topic, view)
@@ -87,7 +86,7 @@ class Viewing:
         after: Place | None,
     ) -> BacklogPage:
         """A page of what a subscription is owed that is due and not acknowledged. Raises as `scheduled`."""
-        limit = _page_rows(page_size)
+        limit = limits.page_rows(page_size)
         state = topic.subscription(subscription)
         asked, indexes = _asked(topic, View(ledgers=ledgers, subscription=subscription), backlog=True)
         as_of_ms = self._as_of(topic)
@@ -376,10 +375,3 @@ def _bars(view: View, width_ms: int, *, now_ms: int, last_ms: int) -> Bars:
     if not view.until_ms:
         bars = Bars(from_ms, min(from_ms + bars.count * width_ms, LAST_MS), width_ms)
     return bars
-
-
-def _page_rows(page_size: int) -> int:
-    """How many rows a page has. Raises InvalidArgument."""
-    if not 0 <= page_size <= ROWS_MAX:
-        raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {ROWS_MAX}")
-    return page_size or ROWS_DEFAULT

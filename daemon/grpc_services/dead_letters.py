@@ -26,8 +26,8 @@ def filter_of(request: inspect_pb2.DeadLetterFilter) -> calls.DeadLetterFilter:
         ids=np.array(request.dead_letter_id, np.uint64) if request.dead_letter_id else None,
         ledgers=(ledgers.first_ledger_id, ledgers.last_ledger_id) if request.HasField("ledgers") else None,
         reason=request.reason or None,
-        from_ms=request.from_ms,
-        until_ms=request.until_ms,
+        from_ms=request.from_ms or None,
+        until_ms=request.until_ms or None,
     )
 
 
@@ -48,16 +48,6 @@ def page_response(page: calls.DeadLetterPage, rest: inspect_pb2.ListDeadLettersR
         columns._pack(fields, columns._tag(number, columns._PACKED), column, form)
     # Each is a varint of one byte.
     columns._pack(fields, _REASON, rows.reason, "u1")
-    texts, index = _texts(rows)
-    rest.texts.extend(texts)
-    rest.text_index.extend(index)
+    rest.texts.extend(rows.texts)
+    rest.text_index.extend(rows.text_index.tolist())
     return b"".join(fields) + rest.SerializeToString()
-
-
-def _texts(rows: calls.DeadLetterRows) -> tuple[list[str], list[int]]:
-    """The texts of the rows, the first one empty, and of each row the place of its own."""
-    used, of_row = np.unique(rows.text, return_inverse=True)
-    said = [rows.texts[number] for number in used.tolist()]
-    place_of = {text: place for place, text in enumerate(["", *sorted({text for text in said if text})])}
-    places = np.array([place_of[text] for text in said], np.uint32)
-    return list(place_of), places[of_row].tolist()

@@ -78,8 +78,8 @@ class Dispatch:
         return pb.UpdateSubscriptionResponse(policy=policies.subscription_policy_message(policy))
 
     async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
-        await self._engine.requests.delete_subscription(request.topic, request.subscription)
-        return pb.DeleteSubscriptionResponse()
+        dead_letters = await self._engine.requests.delete_subscription(request.topic, request.subscription)
+        return pb.DeleteSubscriptionResponse(dead_letters=dead_letters)
 
     async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
         positions = columns.handed_out(request)

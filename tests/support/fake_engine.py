@@ -21,8 +21,8 @@ from daemon.core import limits
 from daemon.engine import calls, leases, topic_settings
 from storage_backends.formats.rows import U32, U64
 from tests.support.fake_claims import FakeClaims, rows_of
-from tests.support.fake_stream import FakeDispatchStream
 from tests.support.fake_levels import FakeLevels
+from tests.support.fake_stream import FakeDispatchStream
 from tests.support.fake_topic import EPOCH, Lease, Position, Row, Subscription, Topic
 from tests.support.fake_views import FakeViews
 
@@ -237,10 +237,11 @@ class FakeEngine(FakeClaims, FakeLevels, FakeViews):
         self.find(topic, subscription).policy = policy
         return policy
 
-    async def delete_subscription(self, topic: str, subscription: str) -> None:
+    async def delete_subscription(self, topic: str, subscription: str) -> int:
         await self._begin()
-        self.find(topic, subscription)
+        dead_letters = len(self.find(topic, subscription).dead_letters)
         del self.topics[topic].subscriptions[subscription]
+        return dead_letters
 
     async def open_dispatch(self, topic: str, subscription: str, held: calls.HeldPositions) -> FakeDispatchStream:
         await self._begin()
