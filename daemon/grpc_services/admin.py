@@ -60,7 +60,8 @@ class Admin:
         given = request.levels
         table = None
         if request.HasField("levels"):
-            table = calls.TopicDelayLevels(given.table, given.clamp if given.HasField("clamp") else True)
+            clamp = given.clamp if given.HasField("clamp") else True
+            table = calls.TopicDelayLevels(table=given.table, clamp=clamp)
         levels = await self._requests.set_delay_levels(request.topic, table)
         return pb.SetDelayLevelsResponse(levels=_levels(levels), warnings=delay_levels.warnings(levels))
 

@@ -375,6 +375,7 @@ COVERED: dict[type[message.Message], set[str]] = {
         "entry_id",
         "deliver_at_ms",
         "delay_ms",
+        "delay_level",
         "key_hash",
         "already_due",
         "subscription",

@@ -26,6 +26,7 @@ from tests.daemon.grpc_services.bad_calls import (
     LIST_TOPICS,
     TOPIC_STATS,
 )
+from tests.daemon.grpc_services.bad_levels import BAD_LEVELS, LEVELS_COVERED
 from tests.daemon.grpc_services.bad_requests import (
     ADD,
     ADDS,
@@ -49,7 +50,7 @@ from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 
-ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED
+ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED
 
 
 @pytest.fixture(params=["engine in memory", "real engine"])
@@ -95,7 +96,7 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
     assert not missing, f"{missing} not in {said!r}"
 
 
-@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS], ids=str)
+@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS, *BAD_LEVELS], ids=str)
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
     populated: Edge, case: Case
 ) -> None:
