@@ -148,7 +148,8 @@ def _require_one_of(lengths: Mapping[str, int]) -> None:
         raise errors.InvalidArgument(f"{', '.join(lengths)}: none is given; give exactly one")
     if len(given) > 1:
         values = " and ".join(map(str, given.values()))
-        raise errors.InvalidArgument(f"{', '.join(given)}: all are given, {values} values; give exactly one")
+        which = "both" if len(given) == 2 else "all"  # noqa: PLR2004 - two is what both says
+        raise errors.InvalidArgument(f"{', '.join(given)}: {which} are given, {values} values; give exactly one")
 
 
 def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
