@@ -148,7 +148,7 @@ def _require_one_of(lengths: Mapping[str, int]) -> None:
         raise errors.InvalidArgument(f"{', '.join(lengths)}: none is given; give exactly one")
     if len(given) > 1:
         values = " and ".join(map(str, given.values()))
-        which = "both" if len(given) == 2 else "all"  # noqa: PLR2004 - two is what both says
+        which = "both" if len(given) == 2 else "all"
         raise errors.InvalidArgument(f"{', '.join(given)}: {which} are given, {values} values; give exactly one")
 
 
