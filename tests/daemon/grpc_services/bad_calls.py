@@ -364,7 +364,7 @@ BAD_CALLS = [
 ]
 
 _TOPIC_AND_SUBSCRIPTION = {"topic", "subscription"}
-_HANDED_OUT = {"ledger_id", "entry_id", "deliver_at_ms"}
+_HANDED_OUT = {"ledger_id", "entry_id", "deliver_at_ms", "batch_index"}
 _PAGE = {"page_size", "page_token"}
 
 # The fields for which there are cases, by message; every field of the contract's requests is here.
@@ -383,7 +383,8 @@ COVERED: dict[type[message.Message], set[str]] = {
     delayed_delivery_pb2.ContainsMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "last_entry_id"},
     delayed_delivery_pb2.TrimMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "all_lower_ledgers"},
     delayed_delivery_pb2.ClearMessagesRequest: _TOPIC_AND_SUBSCRIPTION,
-    dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms"},
+    dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION
+    | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"},
     dispatch_pb2.Flow: {"permits"},
     dispatch_pb2.Acknowledge: _HANDED_OUT,
     dispatch_pb2.CreateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},
@@ -424,5 +425,14 @@ COVERED: dict[type[message.Message], set[str]] = {
         "client_rows_per_second_max",
         "client_bytes_per_second_max",
     },
-    policy_pb2.SubscriptionPolicy: {"in_flight_rows_max", "lease_ms", "properties"},
+    policy_pb2.SubscriptionPolicy: {
+        "in_flight_rows_max",
+        "lease_ms",
+        "properties",
+        "redelivery",
+        # Any number is right.
+        "max_redeliver_count",
+        "ack_timeout_ms",
+        "nack_precision_bits",
+    },
 }

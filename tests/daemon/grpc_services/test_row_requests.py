@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon import errors
+from daemon.engine import calls
 from daemon.grpc_services import columns, row_requests
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
@@ -39,7 +40,27 @@ ADDS = st.builds(
 ACKNOWLEDGEMENTS = st.builds(
     dispatch_pb2.SubscribeRequest,
     acknowledge=st.builds(
-        dispatch_pb2.Acknowledge, request_id=U64, ledger_id=COLUMN, entry_id=COLUMN, deliver_at_ms=COLUMN
+        dispatch_pb2.Acknowledge,
+        request_id=U64,
+        ledger_id=COLUMN,
+        entry_id=COLUMN,
+        deliver_at_ms=COLUMN,
+        batch_index=HASHES,
+    ),
+)
+NACKS = st.builds(
+    dispatch_pb2.SubscribeRequest,
+    negative_acknowledge=st.builds(
+        dispatch_pb2.NegativeAcknowledge,
+        request_id=U64,
+        ledger_id=COLUMN,
+        entry_id=COLUMN,
+        deliver_at_ms=COLUMN,
+        batch_index=HASHES,
+        delay_ms=COLUMN,
+        reject=st.booleans(),
+        reason=st.text(max_size=3),
+        key_hash=HASHES,
     ),
 )
 # What may stand before, after or between fields: others, twice the same, none at all.
@@ -106,8 +127,7 @@ def acknowledge_by_runtime(data: bytes) -> Read | None:
         positions = columns.handed_out(request.acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
-    of_request = (positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
-    return Read(request.acknowledge.request_id, "", None, listed(*of_request))
+    return Read(request.acknowledge.request_id, "", None, of_positions(positions))
 
 
 def acknowledge_by_bytes(data: bytes) -> Read | None:
@@ -115,7 +135,30 @@ def acknowledge_by_bytes(data: bytes) -> Read | None:
     if read is None:
         return None
     request_id, positions = read
-    return Read(request_id, "", None, listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms))
+    return Read(request_id, "", None, of_positions(positions))
+
+
+def of_positions(positions: calls.HeldPositions) -> list[list[int] | None]:
+    return listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms, positions.batch_index)
+
+
+def nack_by_runtime(data: bytes) -> Read | None:
+    try:
+        request = dispatch_pb2.SubscribeRequest.FromString(data)
+        nack = columns.nack(request.negative_acknowledge)
+    except (message.DecodeError, errors.InvalidArgument):
+        return None
+    return read_nack(request.negative_acknowledge.request_id, nack)
+
+
+def nack_by_bytes(data: bytes) -> Read | None:
+    read = row_requests.negative_acknowledge(data)
+    return None if read is None else read_nack(*read)
+
+
+def read_nack(request_id: int, nack: calls.Nack) -> Read:
+    of_nack = [*of_positions(nack.positions), *listed(nack.delay_ms, nack.delay_level, nack.key_hash)]
+    return Read(request_id, nack.text, str(nack.reject), of_nack)
 
 
 def spliced(data: bytes, splice: tuple[int, bytes]) -> bytes:
@@ -141,6 +184,16 @@ def test_an_acknowledgement_is_read_as_the_runtime_reads_it(
         for part in (data, data[: len(data) - cut]):
             read = acknowledge_by_bytes(part)
             assert read is None or read == acknowledge_by_runtime(part)
+
+
+@given(request=NACKS, splice=SPLICES, cut=st.integers(0, 3))
+def test_a_negative_acknowledgement_is_read_as_the_runtime_reads_it(
+    request: dispatch_pb2.SubscribeRequest, splice: tuple[int, bytes], cut: int
+) -> None:
+    for data in (request.SerializeToString(), spliced(request.SerializeToString(), splice)):
+        for part in (data, data[: len(data) - cut]):
+            read = nack_by_bytes(part)
+            assert read is None or read == nack_by_runtime(part)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 1000])
@@ -182,6 +235,18 @@ def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request
     request = dispatch_pb2.SubscribeRequest(acknowledge=dispatch_pb2.Acknowledge(request_id=request_id, **positions))
     data = request.SerializeToString()
     assert acknowledge_by_bytes(data) == acknowledge_by_runtime(data) is not None
+
+
+@pytest.mark.parametrize("request_id", [0, (1 << 40) + 3])
+@pytest.mark.parametrize("delays", [0, 1, 1000])
+@pytest.mark.parametrize("times", [0, 1000])
+def test_the_plain_form_of_a_negative_acknowledgement_is_not_left_to_the_runtime(
+    request_id: int, delays: int, times: int
+) -> None:
+    fields = {"ledger_id": [7], "entry_id": range(1000), "deliver_at_ms": range(times), "delay_ms": range(delays)}
+    nack = dispatch_pb2.NegativeAcknowledge(request_id=request_id, **fields)
+    data = dispatch_pb2.SubscribeRequest(negative_acknowledge=nack).SerializeToString()
+    assert nack_by_bytes(data) == nack_by_runtime(data) is not None
 
 
 def test_columns_are_the_reader_s_own() -> None:
