@@ -39,6 +39,11 @@ def _tag(field_number: int, wire_type: int) -> bytes:
     return bytes((field_number << 3 | wire_type,))
 
 
+def packed_tag(field_number: int) -> bytes:
+    """The same, of a column."""
+    return _tag(field_number, _PACKED)
+
+
 _MESSAGES = dispatch_pb2.Messages
 _EPOCH = _tag(_MESSAGES.EPOCH_FIELD_NUMBER, _VARINT)
 _LEDGER_ID = _tag(_MESSAGES.LEDGER_ID_FIELD_NUMBER, _PACKED)
@@ -65,7 +70,11 @@ _ROW_COLUMNS = (
     _tag(inspect_pb2.ListScheduledResponse.DELIVER_AT_MS_FIELD_NUMBER, _PACKED),
 )
 _ROW_KEY_HASH = _tag(inspect_pb2.ListScheduledResponse.KEY_HASH_FIELD_NUMBER, _PACKED)
-_STATE = _tag(inspect_pb2.ListBacklogResponse.STATE_FIELD_NUMBER, _PACKED)
+_BACKLOG = inspect_pb2.ListBacklogResponse
+_STATE = _tag(_BACKLOG.STATE_FIELD_NUMBER, _PACKED)
+_BACKLOG_REDELIVERY_COUNT = _tag(_BACKLOG.REDELIVERY_COUNT_FIELD_NUMBER, _PACKED)
+_BACKLOG_BATCH_INDEX = _tag(_BACKLOG.BATCH_INDEX_FIELD_NUMBER, _PACKED)
+_REDELIVER_AT_MS = _tag(_BACKLOG.REDELIVER_AT_MS_FIELD_NUMBER, _PACKED)
 
 _already_due = delayed_delivery_pb2.AlreadyDue
 _ALREADY_DUE = _already_due.DESCRIPTOR
@@ -321,8 +330,15 @@ def backlog_response(page: calls.BacklogPage, rest: inspect_pb2.ListBacklogRespo
     """An encoded `ListBacklogResponse`; `rest` has what is not in the columns."""
     state = np.where(page.in_flight, inspect_pb2.BACKLOG_STATE_IN_FLIGHT, inspect_pb2.BACKLOG_STATE_READY)
     fields: list[bytes] = []
+    if page.redeliver_at_ms is not None:
+        state[page.redeliver_at_ms > 0] = inspect_pb2.BACKLOG_STATE_NACKED
+        pack(fields, _REDELIVER_AT_MS, page.redeliver_at_ms, "<u8")
     # Each is a varint of one byte.
-    _pack(fields, _STATE, state, "u1")
+    pack(fields, _STATE, state, "u1")
+    if page.redelivery_count is not None:
+        pack(fields, _BACKLOG_REDELIVERY_COUNT, page.redelivery_count, "<u4")
+    if page.batch_index is not None:
+        pack(fields, _BACKLOG_BATCH_INDEX, page.batch_index, "<u4")
     return _rows(page.rows) + b"".join(fields) + rest.SerializeToString()
 
 
@@ -332,24 +348,24 @@ def backlog_response(page: calls.BacklogPage, rest: inspect_pb2.ListBacklogRespo
 def _messages(handed: calls.HandedOut, part: slice) -> bytes:
     rows = handed.rows
     fields = [_EPOCH, _varint(handed.epoch)]
-    _pack(fields, _LEDGER_ID, rows.ledger_id[part], "<u8")
-    _pack(fields, _ENTRY_ID, rows.entry_id[part], "<u8")
-    _pack(fields, _DELIVER_AT_MS, rows.deliver_at_ms[part], "<u8")
+    pack(fields, _LEDGER_ID, rows.ledger_id[part], "<u8")
+    pack(fields, _ENTRY_ID, rows.entry_id[part], "<u8")
+    pack(fields, _DELIVER_AT_MS, rows.deliver_at_ms[part], "<u8")
     if rows.key_hash is not None:
-        _pack(fields, _KEY_HASH, rows.key_hash[part], "<u4")
+        pack(fields, _KEY_HASH, rows.key_hash[part], "<u4")
     if handed.redelivery_count is not None and (counts := handed.redelivery_count[part]).any():
-        _pack(fields, _REDELIVERY_COUNT, counts, "<u4")
+        pack(fields, _REDELIVERY_COUNT, counts, "<u4")
     if handed.batch_index is not None and ((batch_index := handed.batch_index[part]) != NO_BATCH_INDEX).any():
-        _pack(fields, _BATCH_INDEX, batch_index, "<u4")
+        pack(fields, _BATCH_INDEX, batch_index, "<u4")
     return b"".join(fields)
 
 
 def _rows(rows: Rows) -> bytes:
     fields: list[bytes] = []
     for tag, column in zip(_ROW_COLUMNS, (rows.ledger_id, rows.entry_id, rows.deliver_at_ms), strict=True):
-        _pack(fields, tag, column, "<u8")
+        pack(fields, tag, column, "<u8")
     key_hash = np.zeros(len(rows), np.uint32) if rows.key_hash is None else rows.key_hash
-    _pack(fields, _ROW_KEY_HASH, key_hash, "<u4")
+    pack(fields, _ROW_KEY_HASH, key_hash, "<u4")
     return b"".join(fields)
 
 
@@ -358,11 +374,12 @@ def _entry_ranges(ranges: calls.EntryRanges) -> bytes:
     for tag, column in zip(
         _RANGE_COLUMNS, (ranges.ledger_id, ranges.first_entry_id, ranges.last_entry_id), strict=True
     ):
-        _pack(fields, tag, column, "<u8")
+        pack(fields, tag, column, "<u8")
     return b"".join(fields)
 
 
-def _pack(fields: list[bytes], tag: bytes, column: npt.NDArray[T], form: str) -> None:
+def pack(fields: list[bytes], tag: bytes, column: npt.NDArray[T], form: str) -> None:
+    """Appends a packed field; `form`: of one value, as numpy names it."""
     data = column.astype(form, copy=False).tobytes()
     fields += (tag, _varint(len(data)), data)
 

@@ -15,7 +15,7 @@ from daemon.grpc_services import columns, parsing
 from tarry.v1 import inspect_pb2
 
 _RESPONSE: Final = inspect_pb2.ListDeadLettersResponse
-_REASON: Final = columns._tag(_RESPONSE.REASON_FIELD_NUMBER, columns._PACKED)
+_REASON: Final = columns.packed_tag(_RESPONSE.REASON_FIELD_NUMBER)
 
 
 def filter_of(request: inspect_pb2.DeadLetterFilter) -> calls.DeadLetterFilter:
@@ -45,9 +45,9 @@ def page_response(page: calls.DeadLetterPage, rest: inspect_pb2.ListDeadLettersR
         (_RESPONSE.REDELIVERY_COUNT_FIELD_NUMBER, rows.redelivery_count, "<u4"),
         (_RESPONSE.DEAD_AT_MS_FIELD_NUMBER, rows.dead_at_ms, "<u8"),
     ):
-        columns._pack(fields, columns._tag(number, columns._PACKED), column, form)
+        columns.pack(fields, columns.packed_tag(number), column, form)
     # Each is a varint of one byte.
-    columns._pack(fields, _REASON, rows.reason, "u1")
+    columns.pack(fields, _REASON, rows.reason, "u1")
     rest.texts.extend(rows.texts)
     rest.text_index.extend(rows.text_index.tolist())
     return b"".join(fields) + rest.SerializeToString()

@@ -21,6 +21,7 @@ from daemon.core import limits
 from daemon.engine import calls, leases, topic_settings
 from storage_backends.formats.rows import U32, U64
 from tests.support.fake_claims import FakeClaims, rows_of
+from tests.support.fake_dead_letters import FakeDeadLetters
 from tests.support.fake_levels import FakeLevels
 from tests.support.fake_stream import FakeDispatchStream
 from tests.support.fake_topic import EPOCH, Lease, Position, Row, Subscription, Topic
@@ -50,7 +51,7 @@ DEFAULT_POLICY = calls.TopicPolicy(
 )
 
 
-class FakeEngine(FakeClaims, FakeLevels, FakeViews):
+class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
     """See the module. Use it from one event loop."""
 
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):

@@ -76,11 +76,18 @@ class Subscription:
         """A dead letter becomes a row of its own index; whether it may."""
         letter = self.dead_letters[number]
         position = letter.row[1:]
-        if position in self.own and (self.own[position][0], *position) not in self.acknowledged:
-            return False
+        if letter.batch_index != NO_BATCH_INDEX:
+            part = (deliver_at_ms, *position, letter.batch_index)
+            if any(each[1:] == part[1:] for each in self.parts):
+                return False
+            self.parts.add(part)
+            self.acknowledged.discard(part)
+        else:
+            if position in self.own and (self.own[position][0], *position) not in self.acknowledged:
+                return False
+            self.own[position] = (deliver_at_ms, letter.key_hash)
+            self.acknowledged.discard((deliver_at_ms, *position))
         del self.dead_letters[number]
-        self.own[position] = (deliver_at_ms, letter.key_hash)
-        self.acknowledged.discard((deliver_at_ms, *position))
         return True
 
     def owes(self, row: Row) -> bool:
@@ -287,8 +294,8 @@ class Topic:
             leased=sum(isinstance(holder, Lease) for holder in known.in_flight.values()),
             policy=known.policy,
             own_pending=sum(due > now_ms for due, _ in known.own.values()),
-            nacked=0,
-            next_redelivery_ms=0,
+            nacked=len(known.nacked),
+            next_redelivery_ms=min(known.nacked.values(), default=0),
             dead_letters=len(known.dead_letters),
         )
 

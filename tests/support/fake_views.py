@@ -14,6 +14,7 @@ import numpy as np
 
 from daemon import errors
 from daemon.engine import calls
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.rows import Rows
 from tests.support.fake_topic import EPOCH, Topic
 
@@ -153,14 +154,19 @@ class FakeViews(abc.ABC):
         known = self._topic(topic)
         _known(known, topic, subscription)
         state = known.subscriptions[subscription]
-        rows = [(*row, 0) for row in known.backlog(state, self.now_ms())]
+        # Messages of a batch come after their entry.
+        rows = [(*row[:3], row[3] + 1 if len(row) > 3 else 0) for row in known.backlog(state, self.now_ms())]
         page, next_after = _rows_after(_within(calls.View(ledgers=ledgers), rows), page_size, after)
+        named = [row[:3] if not row[3] else (*row[:3], row[3] - 1) for row in page]
+        redeliver_at_ms = np.array([state.nacked.get(row, 0) for row in named], np.uint64)
+        counts = np.array([state.counts.get(row, 0) for row in named], np.uint32)
+        parts = np.array([row[3] if len(row) > 3 else NO_BATCH_INDEX for row in named], np.uint32)
         return calls.BacklogPage(
             rows=_columns(known, page),
-            in_flight=np.array([row[1:3] in state.in_flight for row in page], np.bool_),
-            redeliver_at_ms=None,
-            redelivery_count=None,
-            batch_index=None,
+            in_flight=np.array([row[1:] in state.in_flight for row in named], np.bool_),
+            redeliver_at_ms=redeliver_at_ms if redeliver_at_ms.any() else None,
+            redelivery_count=counts if counts.any() else None,
+            batch_index=parts if (parts != NO_BATCH_INDEX).any() else None,
             next_after=next_after,
             as_of_ms=self.now_ms(),
         )
