@@ -169,7 +169,14 @@ def opened(epoch: int = 1, held: int = 0) -> dispatch_pb2.SubscribeResponse:
     return dispatch_pb2.SubscribeResponse(opened=dispatch_pb2.Opened(epoch=epoch, held=held))
 
 
-def messages(entries: range | list[int], *, epoch: int = 1, ledger: int = 7) -> dispatch_pb2.SubscribeResponse:
+def messages(
+    entries: range | list[int],
+    *,
+    epoch: int = 1,
+    ledger: int = 7,
+    redelivery_count: list[int] | None = None,
+    batch_index: list[int] | None = None,
+) -> dispatch_pb2.SubscribeResponse:
     """Positions of one ledger; entry n is due at 1000 + n."""
     return dispatch_pb2.SubscribeResponse(
         messages=dispatch_pb2.Messages(
@@ -177,14 +184,20 @@ def messages(entries: range | list[int], *, epoch: int = 1, ledger: int = 7) -> 
             ledger_id=[ledger] * len(entries),
             entry_id=list(entries),
             deliver_at_ms=[1000 + entry for entry in entries],
+            redelivery_count=redelivery_count,
+            batch_index=batch_index,
         )
     )
 
 
-def done(request: Any, *, epoch: int = 1, ignored: int = 0) -> dispatch_pb2.SubscribeResponse:
-    return dispatch_pb2.SubscribeResponse(
-        done=dispatch_pb2.Done(request_id=request.acknowledge.request_id, epoch=epoch, ignored=ignored)
-    )
+TO_BE_CONFIRMED = ("acknowledge", "negative_acknowledge", "extend")
+
+
+def done(request: Any, *, epoch: int = 1, ignored: int = 0, dead_lettered: int = 0) -> dispatch_pb2.SubscribeResponse:
+    """The answer to a request that is one of `TO_BE_CONFIRMED`."""
+    request_id = getattr(request, request.WhichOneof("request")).request_id
+    answer = dispatch_pb2.Done(request_id=request_id, epoch=epoch, ignored=ignored, dead_lettered=dead_lettered)
+    return dispatch_pb2.SubscribeResponse(done=answer)
 
 
 def moved(owner_address: str) -> dispatch_pb2.SubscribeResponse:
@@ -192,7 +205,7 @@ def moved(owner_address: str) -> dispatch_pb2.SubscribeResponse:
 
 
 def take(requests: Requests, kind: str) -> Any:
-    """The next request of a kind: open, flow or acknowledge; others before it are skipped."""
+    """The next request of a kind, by its field; others before it are skipped."""
     while True:
         request = requests.take()
         if request.WhichOneof("request") == kind:
@@ -205,14 +218,19 @@ async def receive(subscription: tarry.aio.Subscription) -> tarry.Batch:
     return received
 
 
-def held_of(request: Any) -> list[tuple[int, int, int]]:
-    columns = (request.open.held_ledger_id, request.open.held_entry_id, request.open.held_deliver_at_ms)
+def held_of(request: Any) -> list[tuple[int, ...]]:
+    """Held positions; with batch indexes where they were sent."""
+    opening = request.open
+    columns = [opening.held_ledger_id, opening.held_entry_id, opening.held_deliver_at_ms]
+    if opening.held_batch_index:
+        columns.append(opening.held_batch_index)
     return list(zip(*columns, strict=True))
 
 
 def confirm_all(requests: Requests, *, epoch: int = 1) -> Iterator[Any]:
     for request in requests:
-        if request.WhichOneof("request") == "acknowledge" and request.acknowledge.request_id:
+        kind = request.WhichOneof("request")
+        if kind in TO_BE_CONFIRMED and getattr(request, kind).request_id:
             yield done(request, epoch=epoch)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tarry
-from tarry import batch
+from tarry import batch, columns
 
 
 def received(number: int, entries: list[int]) -> tarry.Batch:
@@ -20,12 +22,13 @@ def received(number: int, entries: list[int]) -> tarry.Batch:
         key_hash=None,
         received_at_ms=150,
         number=number,
+        redelivery_count=np.zeros(len(entries), dtype=np.uint32),
     )
 
 
 def held_entries(held: batch.HeldPositions) -> list[tuple[int, int]]:
-    ledger_id, entry_id, _ = held.positions()
-    return list(zip(ledger_id.tolist(), entry_id.tolist(), strict=True))
+    positions = held.positions()
+    return list(zip(positions.ledger_id.tolist(), positions.entry_id.tolist(), strict=True))
 
 
 def test_a_batch_is_given_back_once() -> None:
@@ -72,6 +75,38 @@ def test_whatever_is_given_back_in_parts_or_as_columns_what_is_left_is_held(
 def test_columns_with_another_time_are_not_the_held_ones() -> None:
     held = batch.HeldPositions()
     held.add(received(1, [5]))
-    ledger_id, entry_id, deliver_at_ms = held.positions()
-    assert held.give_back((ledger_id, entry_id, deliver_at_ms + np.uint64(1))) == 0
+    positions = held.positions()
+    assert held.give_back(positions._replace(deliver_at_ms=positions.deliver_at_ms + np.uint64(1))) == 0
     assert len(held) == 1
+
+
+def test_a_message_of_a_batch_is_not_its_entry() -> None:
+    held = batch.HeldPositions()
+    held.add(received(1, [5]))
+    part = dataclasses.replace(
+        received(2, [5]), ledger_id=np.array([1], np.uint64), batch_index=np.array([3], np.uint32)
+    )
+    held.add(part)
+    assert held.positions().batch_indexes().tolist() == [tarry.NO_BATCH_INDEX, 3]
+    assert held.give_back(columns.positions(1, 5, 105, 4)) == 0
+    assert held.give_back(columns.positions(1, 5, 105, 3)) == 1
+    assert held.positions().batch_index is None
+    assert held.give_back(columns.positions(1, 5, 105)) == 1
+
+
+def test_a_part_has_the_counts_and_batch_indexes_of_its_rows() -> None:
+    whole = dataclasses.replace(
+        received(1, [5, 6, 7]),
+        redelivery_count=np.array([0, 2, 1], np.uint32),
+        batch_index=np.array([9, 8, 7], np.uint32),
+    )
+    part = whole.take([2, 0])
+    assert part.redelivery_count.tolist() == [1, 0]
+    assert part.positions.batch_indexes().tolist() == [7, 9]
+
+
+def test_a_batch_index_that_is_given_takes_the_place_of_the_batch_s() -> None:
+    whole = received(1, [5, 6])
+    assert batch.positions_of(whole, 3).batch_indexes().tolist() == [3, 3]
+    assert batch.positions_of((7, 5, 0), [1, 2]).entry_id.tolist() == [5, 5]
+    assert batch.positions_of((7, 5, 0, [1, 2])).batch_indexes().tolist() == [1, 2]

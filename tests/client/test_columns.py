@@ -65,9 +65,9 @@ def test_columns_of_two_lengths_are_refused() -> None:
         columns.add_columns([1, 2], [1, 2, 3], delay_ms=1)
 
 
-@pytest.mark.parametrize("times", [{}, {"deliver_at_ms": 1, "delay_ms": 1}])
+@pytest.mark.parametrize("times", [{}, {"deliver_at_ms": 1, "delay_ms": 1}, {"delay_ms": 1, "delay_level": 0}])
 def test_exactly_one_time_column_is_needed(times: dict[str, int]) -> None:
-    with pytest.raises(tarry.InvalidArgument, match="exactly one of deliver_at_ms and delay_ms"):
+    with pytest.raises(tarry.InvalidArgument, match="exactly one of deliver_at_ms, delay_ms and delay_level"):
         columns.add_columns(1, 1, **times)
 
 
@@ -93,3 +93,47 @@ def test_a_column_of_length_1_is_in_every_request() -> None:
     parts = [part for _, part in columns.add_columns(7, range(5), delay_ms=3).requests(2, 1 << 20)]
     assert [part.ledger_id.tolist() for part in parts] == [[7]] * 3
     assert [len(part) for part in parts] == [2, 2, 1]
+
+
+def test_a_delay_level_has_a_sign_and_32_bits() -> None:
+    assert columns.add_columns(1, [1, 2], delay_level=[-1, 2**31 - 1]).delay_level is not None
+    with pytest.raises(tarry.InvalidArgument, match="delay_level holds 2147483648; it must be from -2147483648 to"):
+        columns.add_columns(1, 1, delay_level=2**31)
+
+
+def test_requests_of_the_longest_levels_are_within_the_limit_of_bytes() -> None:
+    batch = columns.add_columns(range(50), range(50), delay_level=[-(2**31)] * 50)
+    parts = [part for _, part in batch.requests(1_000, 4096 + 210)]
+    assert [len(part) for part in parts] == [10] * 5
+
+
+POSITIONS = columns.positions(7, range(5), 0)
+
+
+def test_what_goes_with_negatively_acknowledged_positions_is_cut_with_them() -> None:
+    given = columns.nack_columns(POSITIONS, delay_ms=[1, 2, 3, 4, 5], key_hash=9)
+    parts = list(given.requests(2))
+    assert [part.positions.entry_id.tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part.delay_ms.tolist() for part in parts if part.delay_ms is not None] == [[1, 2], [3, 4], [5]]
+    assert [part.key_hash.tolist() for part in parts if part.key_hash is not None] == [[9]] * 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"delay_ms": 1, "delay_level": 1}, "at most one of delay_ms and delay_level"),
+        ({"delay_ms": [1, 2]}, "delay_ms has 2 rows; it must have 1 or 5, as the positions"),
+        ({"key_hash": [1, 2]}, "key_hash has 2 rows"),
+        ({"delay_level": 0.5}, "delay_level is a float"),
+    ],
+)
+def test_a_wrong_negative_acknowledgement_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(tarry.InvalidArgument, match=says):
+        columns.nack_columns(POSITIONS, **wrong)
+
+
+def test_positions_have_batch_indexes_where_one_has() -> None:
+    assert POSITIONS.batch_index is None
+    assert POSITIONS.batch_indexes().tolist() == [tarry.NO_BATCH_INDEX] * 5
+    parts = columns.positions(7, 3, 0, [1, 2])
+    assert (parts.rows, parts.entry_id.tolist(), parts.batch_indexes().tolist()) == (2, [3, 3], [1, 2])

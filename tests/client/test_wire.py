@@ -19,14 +19,22 @@ def u64s(rows: int) -> st.SearchStrategy[list[int]]:
     return st.one_of(st.lists(u64, min_size=1, max_size=1), st.lists(u64, min_size=rows, max_size=rows))
 
 
+def level_columns(rows: int) -> st.SearchStrategy[list[int]]:
+    level = st.one_of(st.integers(-3, 70), st.integers(-(2**31), 2**31 - 1))
+    return st.one_of(st.lists(level, min_size=1, max_size=1), st.lists(level, min_size=rows, max_size=rows))
+
+
 @st.composite
-def adds(draw: st.DrawFn) -> dict[str, Any]:
+def adds(draw: st.DrawFn, *, levels: bool = True) -> dict[str, Any]:
     rows = draw(st.integers(1, 300))
     given_columns: dict[str, Any] = {
         "ledger_id": draw(u64s(rows)),
         "entry_id": draw(st.lists(u64, min_size=rows, max_size=rows)),
         draw(st.sampled_from(["deliver_at_ms", "delay_ms"])): draw(u64s(rows)),
     }
+    if levels and draw(st.booleans()):
+        del given_columns["deliver_at_ms" if "deliver_at_ms" in given_columns else "delay_ms"]
+        given_columns["delay_level"] = draw(level_columns(rows))
     if draw(st.booleans()):
         given_columns["key_hash"] = draw(st.lists(u32, min_size=rows, max_size=rows))
     return given_columns
@@ -73,7 +81,7 @@ def test_a_cancellation_is_the_message_that_the_generated_code_makes(
     assert delayed_delivery_pb2.CancelMessagesRequest.FromString(encoded) == expected
 
 
-@given(topic=st.text(), subscription=st.text(), given_columns=adds())
+@given(topic=st.text(), subscription=st.text(), given_columns=adds(levels=False))
 def test_a_reschedule_is_the_message_that_the_generated_code_makes(
     topic: str, subscription: str, given_columns: dict[str, Any]
 ) -> None:
@@ -100,8 +108,73 @@ def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
 
 
 def columns_of(rows: list[tuple[int, int, int]]) -> columns.Positions:
-    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
-    return ledger_id, entry_id, deliver_at_ms
+    return columns.Positions(*(np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True)))
+
+
+@st.composite
+def nacks(draw: st.DrawFn) -> tuple[columns.NackColumns, dict[str, Any]]:
+    """What is sent, and the fields of its message."""
+    rows = draw(st.integers(1, 300))
+    positions: dict[str, Any] = {
+        name: draw(st.lists(u64, min_size=rows, max_size=rows)) for name in ("ledger_id", "entry_id", "deliver_at_ms")
+    }
+    if draw(st.booleans()):
+        positions["batch_index"] = draw(st.lists(u32, min_size=rows, max_size=rows))
+    terms: dict[str, Any] = draw(
+        st.one_of(
+            st.just({}),
+            st.builds(lambda column: {"delay_ms": column}, u64s(rows)),
+            st.builds(lambda column: {"delay_level": column}, level_columns(rows)),
+            st.builds(lambda text: {"reject": True, "reason": text}, st.text()),
+        )
+    )
+    if draw(st.booleans()):
+        terms["key_hash"] = draw(st.lists(u32, min_size=1, max_size=1))
+    return columns.nack_columns(columns.positions(**positions), **terms), positions | terms
+
+
+@given(topic=st.text(), subscription=st.text(), nack=nacks(), request_id=u64)
+def test_a_negative_acknowledgement_is_the_message_that_the_generated_code_makes(
+    topic: str, subscription: str, nack: tuple[columns.NackColumns, dict[str, Any]], request_id: int
+) -> None:
+    given_columns, named = nack
+    encoded = wire.encode_nack(request_id, given_columns)
+    expected = dispatch_pb2.NegativeAcknowledge(request_id=request_id, **named)
+    assert dispatch_pb2.SubscribeRequest.FromString(encoded) == dispatch_pb2.SubscribeRequest(
+        negative_acknowledge=expected
+    )
+    request = wire.encode_nack_request(topic.encode(), subscription.encode(), given_columns)
+    assert dispatch_pb2.NegativeAcknowledgeRequest.FromString(request) == dispatch_pb2.NegativeAcknowledgeRequest(
+        topic=topic, subscription=subscription, **named
+    )
+
+
+@given(rows=st.lists(st.tuples(u64, u64, u64, u32), min_size=1, max_size=50), request_id=u64, lease_ms=u64)
+def test_batch_indexes_go_with_every_request_that_names_positions(
+    rows: list[tuple[int, int, int, int]], request_id: int, lease_ms: int
+) -> None:
+    ledger_id, entry_id, deliver_at_ms, batch_index = (list(column) for column in zip(*rows, strict=True))
+    positions = columns.positions(ledger_id, entry_id, deliver_at_ms, batch_index)
+    named: dict[str, Any] = {
+        "ledger_id": ledger_id, "entry_id": entry_id, "deliver_at_ms": deliver_at_ms, "batch_index": batch_index
+    }  # fmt: skip
+    on_stream = dispatch_pb2.SubscribeRequest.FromString
+    assert on_stream(wire.encode_acknowledge(request_id, positions)) == dispatch_pb2.SubscribeRequest(
+        acknowledge=dispatch_pb2.Acknowledge(request_id=request_id, **named)
+    )
+    assert on_stream(wire.encode_extend(request_id, positions)) == dispatch_pb2.SubscribeRequest(
+        extend=dispatch_pb2.Extend(request_id=request_id, **named)
+    )
+    opening = on_stream(wire.encode_open(b"t", b"s", 1, positions)).open
+    assert list(opening.held_batch_index) == batch_index
+    acknowledge = wire.encode_acknowledge_request(b"t", b"s", positions)
+    assert dispatch_pb2.AcknowledgeRequest.FromString(acknowledge) == dispatch_pb2.AcknowledgeRequest(
+        topic="t", subscription="s", **named
+    )
+    extend = wire.encode_extend_lease(b"t", b"s", positions, lease_ms)
+    assert dispatch_pb2.ExtendLeaseRequest.FromString(extend) == dispatch_pb2.ExtendLeaseRequest(
+        topic="t", subscription="s", lease_ms=lease_ms, **named
+    )
 
 
 @given(topic=st.text(), subscription=st.text(), rows=st.lists(st.tuples(u64, u64, u64), max_size=300))
@@ -147,9 +220,9 @@ def test_what_is_said_of_leases_is_the_message_that_the_generated_code_makes(
         "deliver_at_ms": [row[2] for row in rows],
     }
     names = topic.encode(), subscription.encode()
-    acknowledge = wire.encode_handed_out(*names, columns_of(rows))
+    acknowledge = wire.encode_acknowledge_request(*names, columns_of(rows))
     assert dispatch_pb2.AcknowledgeRequest.FromString(acknowledge) == dispatch_pb2.AcknowledgeRequest(**named)
-    extend = wire.encode_handed_out(*names, columns_of(rows), lease_ms=lease_ms)
+    extend = wire.encode_extend_lease(*names, columns_of(rows), lease_ms)
     assert dispatch_pb2.ExtendLeaseRequest.FromString(extend) == dispatch_pb2.ExtendLeaseRequest(
         **named, lease_ms=lease_ms
     )
@@ -187,17 +260,19 @@ def test_a_received_column_is_an_array_of_its_numbers(values: list[int], counts:
 @given(
     epoch=u64,
     rows=st.lists(st.tuples(u64, u64, u64), max_size=300),
-    hashes=st.one_of(st.just([]), st.lists(u32, min_size=1, max_size=300)),
+    others=st.lists(st.one_of(st.just([]), st.lists(u32, min_size=1, max_size=300)), min_size=3, max_size=3),
 )
 def test_due_positions_are_what_the_generated_code_reads(
-    epoch: int, rows: list[tuple[int, int, int]], hashes: list[int]
+    epoch: int, rows: list[tuple[int, int, int]], others: list[list[int]]
 ) -> None:
     messages = dispatch_pb2.Messages(
         epoch=epoch,
         ledger_id=[row[0] for row in rows],
         entry_id=[row[1] for row in rows],
         deliver_at_ms=[row[2] for row in rows],
-        key_hash=hashes,
+        key_hash=others[0],
+        redelivery_count=others[1],
+        batch_index=others[2],
     )
     decoded = wire.decode_messages(dispatch_pb2.SubscribeResponse(messages=messages).SerializeToString())
     assert decoded is not None
@@ -210,7 +285,9 @@ def assert_same(decoded: wire.MessagesColumns, messages: dispatch_pb2.Messages) 
     assert decoded.ledger_id.tolist() == list(messages.ledger_id)
     assert decoded.entry_id.tolist() == list(messages.entry_id)
     assert decoded.deliver_at_ms.tolist() == list(messages.deliver_at_ms)
-    assert ([] if decoded.key_hash is None else decoded.key_hash.tolist()) == list(messages.key_hash)
+    for name in ("key_hash", "redelivery_count", "batch_index"):
+        column = getattr(decoded, name)
+        assert ([] if column is None else column.tolist()) == list(getattr(messages, name))
 
 
 @given(st.one_of(st.binary(max_size=60), st.binary(max_size=40).map(lambda data: bytes((0x12, len(data))) + data)))

@@ -84,11 +84,17 @@ class AddRequests(Generic[Answer]):
         deliver_at_ms: columns.Column | None,
         delay_ms: columns.Column | None,
         key_hash: columns.Column | None,
+        delay_level: columns.Column | None,
         already_due: results.AlreadyDue,
     ) -> Iterator[tuple[int, bytes]]:
         """A batch as requests, each with the index of its first row. Raises InvalidArgument before the first."""
         rows = columns.add_columns(
-            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
+            ledger_id,
+            entry_id,
+            deliver_at_ms=deliver_at_ms,
+            delay_ms=delay_ms,
+            key_hash=key_hash,
+            delay_level=delay_level,
         )
         for first, part in rows.requests(self._rows_max, self._bytes_max):
             yield first, wire.encode_add(self._topic, part, already_due, self._subscription)

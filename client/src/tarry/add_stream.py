@@ -55,6 +55,7 @@ class AddStream:
         deliver_at_ms: columns.Column | None = None,
         delay_ms: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
         timeout_s: float | None = None,
     ) -> Future[results.AddResult]:
@@ -75,6 +76,7 @@ class AddStream:
             deliver_at_ms=deliver_at_ms,
             delay_ms=delay_ms,
             key_hash=key_hash,
+            delay_level=delay_level,
             already_due=already_due,
         ):
             firsts.append(first)

@@ -31,6 +31,11 @@ class Batch:
     """Unix time in ms by this machine's clock."""
     number: int
     """Counts the batches of the subscription from 1; 0 for what is leased. A part of a batch has the whole one's."""
+    redelivery_count: NDArray[np.uint32]
+    """How often each was negatively acknowledged or timed out before."""
+    batch_index: NDArray[np.uint32] | None = None
+    """None when all rows are entries as a whole; else of each row the message of its batch that was negatively
+    acknowledged by itself, or `tarry.NO_BATCH_INDEX`."""
     rows: NDArray[np.intp] | None = dataclasses.field(default=None, repr=False)
     """Which rows of the whole batch these are; None = all."""
 
@@ -39,7 +44,8 @@ class Batch:
 
     @property
     def positions(self) -> columns.Positions:
-        return self.ledger_id, self.entry_id, self.deliver_at_ms
+        """The columns that an acknowledgement names; a tuple."""
+        return columns.Positions(self.ledger_id, self.entry_id, self.deliver_at_ms, self.batch_index)
 
     @property
     def lateness_ms(self) -> NDArray[np.int64]:
@@ -55,21 +61,15 @@ class Batch:
             entry_id=self.entry_id[rows],
             deliver_at_ms=self.deliver_at_ms[rows],
             key_hash=None if self.key_hash is None else self.key_hash[rows],
+            redelivery_count=self.redelivery_count[rows],
+            batch_index=None if self.batch_index is None else self.batch_index[rows],
             rows=chosen,
         )
 
     @staticmethod
     def from_columns(received: wire.MessagesColumns, number: int) -> Batch:
         """Received now."""
-        return Batch(
-            received.epoch,
-            received.ledger_id,
-            received.entry_id,
-            received.deliver_at_ms,
-            received.key_hash,
-            received_at_ms=_now_ms(),
-            number=number,
-        )
+        return Batch(**_columns_of(received), number=number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,31 +87,44 @@ class Leased(Batch):
     @staticmethod
     def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
         """Received now."""
-        received = wire.messages_columns(response.messages)
         return Leased(
-            received.epoch,
-            received.ledger_id,
-            received.entry_id,
-            received.deliver_at_ms,
-            received.key_hash,
-            received_at_ms=_now_ms(),
+            **_columns_of(wire.messages_columns(response.messages)),
             number=0,
             lease_ms=response.lease_ms,
             rebuild_needed=tuple(results.RebuildNeeded.from_message(each) for each in response.rebuild_needed),
         )
 
 
-HandedOut: TypeAlias = Batch | tuple[columns.Column, columns.Column, columns.Column]
-"""A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms)."""
+HandedOut: TypeAlias = (
+    Batch
+    | tuple[columns.Column, columns.Column, columns.Column]
+    | tuple[columns.Column, columns.Column, columns.Column, columns.Column | None]
+)
+"""A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index])."""
 
 
-def positions_of(given: HandedOut) -> columns.Positions:
-    """The three columns of what is acknowledged, of one length. Raises InvalidArgument."""
+def positions_of(given: HandedOut, batch_index: columns.Column | None = None) -> columns.Positions:
+    """The columns of what is acknowledged, of one length; `batch_index` takes the place of theirs.
+
+    Raises InvalidArgument.
+    """
+    if batch_index is not None:
+        return columns.positions(*(given.positions if isinstance(given, Batch) else given)[:3], batch_index)
     return given.positions if isinstance(given, Batch) else columns.positions(*given)
 
 
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+def _columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
+    counts = received.redelivery_count
+    return {
+        "epoch": received.epoch,
+        "ledger_id": received.ledger_id,
+        "entry_id": received.entry_id,
+        "deliver_at_ms": received.deliver_at_ms,
+        "key_hash": received.key_hash,
+        "received_at_ms": time.time_ns() // 1_000_000,
+        "redelivery_count": np.zeros(len(received.entry_id), np.uint32) if counts is None else counts,
+        "batch_index": received.batch_index,
+    }
 
 
 @dataclasses.dataclass(slots=True)
@@ -155,17 +168,12 @@ class HeldPositions:
 
     def positions(self) -> columns.Positions:
         """Everything held, oldest batch first."""
-        parts = [
-            share.batch.positions
-            if share.left is None
-            else (
-                share.batch.ledger_id[share.left],
-                share.batch.entry_id[share.left],
-                share.batch.deliver_at_ms[share.left],
-            )
-            for share in self._shares.values()
-        ]
-        return concatenate(parts)
+        return concatenate(
+            [
+                share.batch.positions if share.left is None else share.batch.positions.take(share.left)
+                for share in self._shares.values()
+            ]
+        )
 
     def _give_back_batch(self, batch: Batch) -> None:
         share = self._shares.get(batch.number)
@@ -180,7 +188,7 @@ class HeldPositions:
 
     def _give_back_positions(self, positions: columns.Positions) -> None:
         shares = list(self._shares.items())
-        found = _members(concatenate([share.batch.positions for _, share in shares]), positions)
+        found = members(concatenate([share.batch.positions for _, share in shares]), positions)
         first = 0
         for number, share in shares:
             rows = found[first : first + len(share.batch)]
@@ -202,24 +210,34 @@ def concatenate(parts: list[columns.Positions]) -> columns.Positions:
     """One set of columns from many."""
     if not parts:
         nothing = np.empty(0, dtype=np.uint64)
-        return nothing, nothing, nothing
-    ledger_id, entry_id, deliver_at_ms = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return ledger_id, entry_id, deliver_at_ms
+        return columns.Positions(nothing, nothing, nothing)
+    if len(parts) == 1:
+        return parts[0]
+    return columns.Positions(
+        np.concatenate([part.ledger_id for part in parts]),
+        np.concatenate([part.entry_id for part in parts]),
+        np.concatenate([part.deliver_at_ms for part in parts]),
+        None
+        if all(part.batch_index is None for part in parts)
+        else np.concatenate([part.batch_indexes() for part in parts]),
+    )
 
 
-def _members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:
+def members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:
     """Which of the positions are among the wanted ones: both are sorted together, and equal rows become neighbours."""
-    ledger_id, entry_id, deliver_at_ms = concatenate([positions, wanted])
-    if not len(entry_id):
+    both = concatenate([positions, wanted])
+    if not both.rows:
         return np.empty(0, dtype=np.bool_)
-    order = np.lexsort((deliver_at_ms, entry_id, ledger_id))
+    sorted_by = [column for column in both if column is not None]
+    order = np.lexsort(sorted_by[::-1])
     begins = np.ones(len(order), dtype=np.bool_)
     begins[1:] = False
-    for column in (ledger_id[order], entry_id[order], deliver_at_ms[order]):
-        begins[1:] |= column[1:] != column[:-1]
+    for column in sorted_by:
+        in_order = column[order]
+        begins[1:] |= in_order[1:] != in_order[:-1]
     group = np.cumsum(begins) - 1
-    is_wanted = order >= len(positions[1])
+    is_wanted = order >= positions.rows
     group_is_wanted = np.bincount(group, weights=is_wanted) > 0
-    members = np.empty(len(order), dtype=np.bool_)
-    members[order] = group_is_wanted[group]
-    return members[: len(positions[1])]
+    found = np.empty(len(order), dtype=np.bool_)
+    found[order] = group_is_wanted[group]
+    return found[: positions.rows]

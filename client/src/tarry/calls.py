@@ -2,14 +2,27 @@
 
 Owns: checking arguments, requests of at most the daemon's size, putting the answers of several requests together, and
 which failure of a retry means that it is done.
-Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`).
+Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`); the plans
+of redelivery (`tarry.redelivery_calls`).
 """
 
 from __future__ import annotations
 
 import math
 
-from tarry import attempts, batch, columns, errors, inspection, policies, results, retry, wire
+from tarry import (
+    attempts,
+    batch,
+    columns,
+    errors,
+    inspection,
+    planning,
+    policies,
+    redelivery_calls,
+    results,
+    retry,
+    wire,
+)
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 ADD = attempts.Method("/tarry.v1.DelayedDelivery/AddMessages", delayed_delivery_pb2.AddMessagesResponse.FromString)
@@ -56,20 +69,8 @@ DELETE_TOPIC = attempts.Method("/tarry.v1.Admin/DeleteTopic", admin_pb2.DeleteTo
 LOOKUP = attempts.Method("/tarry.v1.Cluster/LookupTopic", cluster_pb2.LookupTopicResponse.FromString)
 
 
-class Calls:
+class Calls(redelivery_calls.RedeliveryCalls):
     """The calls of one client; each method gives the plan of one call, with the arguments of `tarry.Client`'s."""
-
-    def __init__(
-        self, target: str, policy: retry.RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int
-    ) -> None:
-        self.owners = attempts.Owners(target)
-        self.policy = policy
-        self.timeout_s = timeout_s
-        self.rows_max = rows_max
-        self.bytes_max = bytes_max
-
-    def deadline(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> retry.Deadline:
-        return retry.Deadline.after((self.timeout_s if timeout_s is None else timeout_s) + longer_by_s)
 
     # The publish path.
 
@@ -82,14 +83,20 @@ class Calls:
         deliver_at_ms: columns.Column | None,
         delay_ms: columns.Column | None,
         key_hash: columns.Column | None,
+        delay_level: columns.Column | None,
         already_due: results.AlreadyDue,
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.AddResult]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         name, receiver = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
         rows = columns.add_columns(
-            ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
+            ledger_id,
+            entry_id,
+            deliver_at_ms=deliver_at_ms,
+            delay_ms=delay_ms,
+            key_hash=key_hash,
+            delay_level=delay_level,
         )
         parts = []
         for first, part in rows.requests(self.rows_max, self.bytes_max):
@@ -106,7 +113,7 @@ class Calls:
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.Cancelled]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
         parts, first = [], 0
         for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
@@ -127,7 +134,7 @@ class Calls:
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.Rescheduled]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
         rows = columns.add_columns(
             ledger_id, entry_id, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key_hash=key_hash
@@ -149,7 +156,7 @@ class Calls:
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[results.Contained]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription or "")
         rows = columns.entry_columns(ledger_id, entry_id, last_entry_id)
         pending, due = results.RangesInParts(), results.RangesInParts()
@@ -174,8 +181,8 @@ class Calls:
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[int]:
-        asking = self._asking(timeout_s)
-        _check_names(topic, subscription or "")
+        asking = self.asking(timeout_s)
+        planning.check_names(topic, subscription or "")
         trimmed = 0
         for part in columns.entry_columns(ledger_id, entry_id).requests(self.rows_max, self.bytes_max):
             request = delayed_delivery_pb2.TrimMessagesRequest(
@@ -190,9 +197,9 @@ class Calls:
         return trimmed
 
     def clear(self, topic: str, *, subscription: str | None, timeout_s: float | None) -> attempts.Plan[int]:
-        _check_names(topic, subscription or "")
+        planning.check_names(topic, subscription or "")
         request = delayed_delivery_pb2.ClearMessagesRequest(topic=topic, subscription=subscription or "")
-        message = yield from self._asking(timeout_s).ask(CLEAR, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(CLEAR, request.SerializeToString(), topic=topic)
         return message.cleared
 
     # Dispatchers.
@@ -207,7 +214,7 @@ class Calls:
         wait_ms: int,
         timeout_s: float | None,
     ) -> attempts.Plan[batch.Leased]:
-        _check_names(topic, subscription)
+        planning.check_names(topic, subscription)
         columns.check_unsigned("max_rows", max_rows, bits=32)
         columns.check_unsigned("lease_ms", lease_ms or 0, bits=64)
         columns.check_unsigned("wait_ms", wait_ms, bits=32)
@@ -223,30 +230,30 @@ class Calls:
                 wait_ms=math.ceil(waiting.remaining_s() * 1000),
             ).SerializeToString()
 
-        asking = self._asking(timeout_s, longer_by_s=wait_ms / 1000)
+        asking = self.asking(timeout_s, longer_by_s=wait_ms / 1000)
         message = yield from asking.ask(GET, request, topic=topic)
         return batch.Leased.from_response(message)
 
     def ack(
         self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None
     ) -> attempts.Plan[int]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
         ignored = 0
         for part in columns.parts(batch.positions_of(given), self.rows_max):
-            message = yield from asking.ask(ACKNOWLEDGE, wire.encode_handed_out(*names, part), topic=topic)
+            message = yield from asking.ask(ACKNOWLEDGE, wire.encode_acknowledge_request(*names, part), topic=topic)
             ignored += message.ignored
         return ignored
 
     def extend_lease(
         self, topic: str, subscription: str, given: batch.HandedOut, lease_ms: int, *, timeout_s: float | None
     ) -> attempts.Plan[int]:
-        asking = self._asking(timeout_s)
+        asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
         columns.check_unsigned("lease_ms", lease_ms, bits=64)
         ignored = 0
         for part in columns.parts(batch.positions_of(given), self.rows_max):
-            request = wire.encode_handed_out(*names, part, lease_ms=lease_ms)
+            request = wire.encode_extend_lease(*names, part, lease_ms)
             message = yield from asking.ask(EXTEND_LEASE, request, topic=topic)
             ignored += message.ignored
         return ignored
@@ -254,32 +261,37 @@ class Calls:
     def create_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy | None, *, timeout_s: float | None
     ) -> attempts.Plan[results.SubscriptionCreated]:
-        _check_names(topic, subscription)
+        planning.check_names(topic, subscription)
         request = dispatch_pb2.CreateSubscriptionRequest(
             topic=topic, subscription=subscription, policy=None if policy is None else policy.to_message()
         )
-        message = yield from self._asking(timeout_s).ask(CREATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(CREATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
         return results.SubscriptionCreated.from_message(message)
 
     def update_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None
     ) -> attempts.Plan[policies.SubscriptionPolicy]:
-        _check_names(topic, subscription)
+        planning.check_names(topic, subscription)
         request = dispatch_pb2.UpdateSubscriptionRequest(
             topic=topic, subscription=subscription, policy=policy.to_message()
         )
-        message = yield from self._asking(timeout_s).ask(UPDATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(UPDATE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
         return policies.SubscriptionPolicy.from_message(message.policy)
 
-    def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None) -> attempts.Plan[None]:
-        _check_names(topic, subscription)
+    def delete_subscription(
+        self, topic: str, subscription: str, *, timeout_s: float | None
+    ) -> attempts.Plan[results.SubscriptionDeleted]:
+        planning.check_names(topic, subscription)
         request = dispatch_pb2.DeleteSubscriptionRequest(topic=topic, subscription=subscription)
         try:
-            yield from self._asking(timeout_s).ask(DELETE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
+            asking = self.asking(timeout_s)
+            message = yield from asking.ask(DELETE_SUBSCRIPTION, request.SerializeToString(), topic=topic)
         except errors.NotFound as error:
             # It is missing because an earlier attempt, whose answer was lost, deleted it.
             if not error.may_have_landed:
                 raise
+            return results.SubscriptionDeleted(dead_letters=None)
+        return results.SubscriptionDeleted.from_message(message)
 
     # Inspection.
 
@@ -288,31 +300,31 @@ class Calls:
     ) -> attempts.Plan[inspection.TopicPage]:
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListTopicsRequest(page_token=page_token, page_size=page_size)
-        message = yield from self._asking(timeout_s).ask(LIST_TOPICS, request.SerializeToString(), topic=None)
+        message = yield from self.asking(timeout_s).ask(LIST_TOPICS, request.SerializeToString(), topic=None)
         return inspection.TopicPage.from_message(message)
 
     def stats(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[inspection.TopicStats]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = inspect_pb2.GetTopicStatsRequest(topic=topic)
-        message = yield from self._asking(timeout_s).ask(STATS, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(STATS, request.SerializeToString(), topic=topic)
         return inspection.TopicStats.from_message(message)
 
     def buckets_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
     ) -> attempts.Plan[inspection.BucketPage]:
-        _check_names(topic)
+        planning.check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListBucketsRequest(topic=topic, page_token=page_token, page_size=page_size)
-        message = yield from self._asking(timeout_s).ask(LIST_BUCKETS, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(LIST_BUCKETS, request.SerializeToString(), topic=topic)
         return inspection.BucketPage.from_message(message)
 
     def subscriptions_page(
         self, topic: str, page_token: str, *, page_size: int, timeout_s: float | None
     ) -> attempts.Plan[inspection.SubscriptionPage]:
-        _check_names(topic)
+        planning.check_names(topic)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListSubscriptionsRequest(topic=topic, page_token=page_token, page_size=page_size)
-        message = yield from self._asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
         return inspection.SubscriptionPage.from_message(message)
 
     def scheduled_page(
@@ -327,17 +339,17 @@ class Calls:
         page_size: int,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.ScheduledPage]:
-        _check_names(topic, subscription or "")
+        planning.check_names(topic, subscription or "")
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListScheduledRequest(
             topic=topic,
-            **_range("from_ms", from_ms, "until_ms", until_ms),
-            ledgers=_ledgers(ledgers),
+            **planning.time_range("from_ms", from_ms, "until_ms", until_ms),
+            ledgers=planning.ledger_range(ledgers),
             subscription=subscription or "",
             page_size=page_size,
             page_token=page_token,
         )
-        message = yield from self._asking(timeout_s).ask(LIST_SCHEDULED, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(LIST_SCHEDULED, request.SerializeToString(), topic=topic)
         return inspection.ScheduledPage.from_message(message)
 
     def histogram(
@@ -351,16 +363,16 @@ class Calls:
         subscription: str | None,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.Histogram]:
-        _check_names(topic, subscription or "")
+        planning.check_names(topic, subscription or "")
         columns.check_unsigned("width_ms", width_ms or 0, bits=64)
         request = inspect_pb2.GetHistogramRequest(
             topic=topic,
-            **_range("from_ms", from_ms, "until_ms", until_ms),
+            **planning.time_range("from_ms", from_ms, "until_ms", until_ms),
             width_ms=width_ms or 0,
-            ledgers=_ledgers(ledgers),
+            ledgers=planning.ledger_range(ledgers),
             subscription=subscription or "",
         )
-        message = yield from self._asking(timeout_s).ask(GET_HISTOGRAM, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(GET_HISTOGRAM, request.SerializeToString(), topic=topic)
         return inspection.Histogram.from_message(message)
 
     def backlog_page(
@@ -373,51 +385,51 @@ class Calls:
         page_size: int,
         timeout_s: float | None,
     ) -> attempts.Plan[inspection.BacklogPage]:
-        _check_names(topic, subscription)
+        planning.check_names(topic, subscription)
         columns.check_unsigned("page_size", page_size, bits=32)
         request = inspect_pb2.ListBacklogRequest(
             topic=topic,
             subscription=subscription,
-            ledgers=_ledgers(ledgers),
+            ledgers=planning.ledger_range(ledgers),
             page_size=page_size,
             page_token=page_token,
         )
-        message = yield from self._asking(timeout_s).ask(LIST_BACKLOG, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(LIST_BACKLOG, request.SerializeToString(), topic=topic)
         return inspection.BacklogPage.from_message(message)
 
     def lookup(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicLocation]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = cluster_pb2.LookupTopicRequest(topic=topic)
-        message = yield from self._asking(timeout_s).ask(LOOKUP, request.SerializeToString(), topic=None)
+        message = yield from self.asking(timeout_s).ask(LOOKUP, request.SerializeToString(), topic=None)
         return results.TopicLocation.from_message(message)
 
     # Operators.
 
     def policy_of(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicPolicies]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = admin_pb2.GetTopicPolicyRequest(topic=topic)
-        message = yield from self._asking(timeout_s).ask(GET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(GET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
         return results.TopicPolicies.from_message(message)
 
     def set_policy(
         self, topic: str, policy: policies.TopicPolicy, *, timeout_s: float | None
     ) -> attempts.Plan[policies.TopicPolicy]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = admin_pb2.SetTopicPolicyRequest(topic=topic, policy=policy.to_message())
-        message = yield from self._asking(timeout_s).ask(SET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(SET_TOPIC_POLICY, request.SerializeToString(), topic=topic)
         return policies.TopicPolicy.from_message(message.effective)
 
     def seal(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.Sealed]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = admin_pb2.SealBucketRequest(topic=topic)
-        message = yield from self._asking(timeout_s).ask(SEAL, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(SEAL, request.SerializeToString(), topic=topic)
         return results.Sealed.from_message(message)
 
     def merge(self, topic: str, buckets_max: int | None, *, timeout_s: float | None) -> attempts.Plan[results.Merged]:
-        _check_names(topic)
+        planning.check_names(topic)
         columns.check_unsigned("buckets_max", buckets_max or 0, bits=32)
         request = admin_pb2.MergeBucketsRequest(topic=topic, buckets_max=buckets_max or 0)
-        message = yield from self._asking(timeout_s).ask(MERGE, request.SerializeToString(), topic=topic)
+        message = yield from self.asking(timeout_s).ask(MERGE, request.SerializeToString(), topic=topic)
         return results.Merged.from_message(message)
 
     def collect_garbage(
@@ -429,41 +441,16 @@ class Calls:
         return attempts.Send(COLLECT_GARBAGE, request.SerializeToString(), self.owners.target, remaining_s)
 
     def delete_topic(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicDeleted]:
-        _check_names(topic)
+        planning.check_names(topic)
         request = admin_pb2.DeleteTopicRequest(topic=topic)
         try:
-            message = yield from self._asking(timeout_s).ask(DELETE_TOPIC, request.SerializeToString(), topic=topic)
+            message = yield from self.asking(timeout_s).ask(DELETE_TOPIC, request.SerializeToString(), topic=topic)
         except errors.NotFound as error:
             # As of a subscription.
             if not error.may_have_landed:
                 raise
             return results.TopicDeleted(rows=None, incarnation=None)
         return results.TopicDeleted.from_message(message)
-
-    def _asking(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> attempts.Asking:
-        return attempts.Asking(self.owners, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
-
-
-def _check_names(topic: str, subscription: str = "") -> None:
-    wire.utf8("topic", topic)
-    wire.utf8("subscription", subscription)
-
-
-def _range(first_name: str, first: int | None, last_name: str, last: int | None) -> dict[str, int]:
-    """Both ends of a range of times; 0 where one is open. Raises InvalidArgument."""
-    for name, value in ((first_name, first), (last_name, last)):
-        columns.check_unsigned(name, value or 0, bits=64)
-    return {first_name: first or 0, last_name: last or 0}
-
-
-def _ledgers(ledgers: tuple[int, int] | None) -> inspect_pb2.LedgerRange | None:
-    """Raises InvalidArgument."""
-    if ledgers is None:
-        return None
-    first, last = ledgers
-    columns.check_unsigned("first_ledger_id", first, bits=64)
-    columns.check_unsigned("last_ledger_id", last, bits=64)
-    return inspect_pb2.LedgerRange(first_ledger_id=first, last_ledger_id=last)
 
 
 def _rest(

@@ -64,6 +64,7 @@ class Client(inspecting.Inspecting, operating.Operating):
         deliver_at_ms: columns.Column | None = None,
         delay_ms: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
         subscription: str | None = None,
         timeout_s: float | None = None,
@@ -71,7 +72,8 @@ class Client(inspecting.Inspecting, operating.Operating):
         """Adds positions and returns when every accepted row is durable.
 
         Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
-        `deliver_at_ms` (Unix time in ms) and `delay_ms` is given. `key_hash` comes from `tarry.key_hash`.
+        `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` (of the topic's table of delays, 0 = none) is
+        given. `key_hash` comes from `tarry.key_hash`.
         `subscription`: the rows are for that one alone. Raises NotFound: no such subscription.
         A batch over the limits is sent as several requests: when one fails, those before it are durable.
 
@@ -85,6 +87,7 @@ class Client(inspecting.Inspecting, operating.Operating):
                 deliver_at_ms=deliver_at_ms,
                 delay_ms=delay_ms,
                 key_hash=key_hash,
+                delay_level=delay_level,
                 already_due=already_due,
                 subscription=subscription,
                 timeout_s=timeout_s,
@@ -282,14 +285,84 @@ class Client(inspecting.Inspecting, operating.Operating):
         )
 
     def ack(self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None) -> int:
-        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms); durable on return.
+        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
 
-        Returns how many positions were ignored because they were not in the backlog with that time. After a lost
-        answer it is sent again, and counts as ignored what the first try had acknowledged. Raises NotFound.
+        It is durable on return. Returns how many positions were ignored because they were not in the backlog with that
+        time. After a lost answer it is sent again, and counts as ignored what the first try had acknowledged. Raises
+        NotFound.
 
         Example: `client.ack("flights", "departures", batch.take(slice(0, 10)))`
         """
         return self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
+
+    def nack(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        *,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Nacked:
+        """Negatively acknowledges a batch, a part of one, or columns: the positions come back later; durable on return.
+
+        When: after `delay_ms`, or after the delay of the topic's `delay_level`, 0 = at once; without both as the
+        subscription's policy says. One for all, or one for each. What was negatively acknowledged more often than the
+        policy's `max_redeliver_count` becomes a dead letter instead.
+        `batch_index`: only these messages of entries that hold a batch, one for each row or one for all; each comes
+        back by itself, and the entry as a whole stays as it is.
+        Also positions that Tarry never handed out: columns with 0 as `deliver_at_ms`, and their `key_hash`.
+        After a lost answer it is sent again: what waits for its redelivery already gets the time anew, and is not
+        counted again. Raises NotFound, OutOfRange: a delay over the limit.
+
+        Example: `client.nack("flights", "departures", batch.take([0]), delay_ms=10_000).dead_lettered`
+        """
+        return self._connections.run(
+            self._calls.nack(
+                topic,
+                subscription,
+                given,
+                delay_ms=delay_ms,
+                delay_level=delay_level,
+                batch_index=batch_index,
+                key_hash=key_hash,
+                timeout_s=timeout_s,
+            )
+        )
+
+    def reject(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        reason: str = "",
+        *,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Nacked:
+        """Makes positions dead letters now, durably; the rest as `nack`.
+
+        `reason` is kept with them, at most 1,024 bytes in UTF-8. After a lost answer it is sent again, and counts as
+        ignored what the first try had rejected. Raises NotFound.
+
+        Example: `client.reject("flights", "departures", batch.take([0]), "no such gate")`
+        """
+        return self._connections.run(
+            self._calls.nack(
+                topic,
+                subscription,
+                given,
+                reject=True,
+                reason=reason,
+                batch_index=batch_index,
+                key_hash=key_hash,
+                timeout_s=timeout_s,
+            )
+        )
 
     def extend_lease(
         self,
@@ -336,12 +409,14 @@ class Client(inspecting.Inspecting, operating.Operating):
         """
         return self._connections.run(self._calls.update_subscription(topic, subscription, policy, timeout_s=timeout_s))
 
-    def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None = None) -> None:
-        """Deletes a subscription; deleting the last one drops what is due. Raises NotFound.
+    def delete_subscription(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> results.SubscriptionDeleted:
+        """Deletes a subscription with its dead letters; deleting the last one drops what is due. Raises NotFound.
 
-        Example: `client.delete_subscription("flights", "departures")`
+        Example: `client.delete_subscription("flights", "departures").dead_letters`
         """
-        self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
+        return self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
     def close(self) -> None:
         """Closes every stream and connection; idempotent."""

@@ -1,6 +1,6 @@
 """What a caller gives, as columns.
 
-Owns: turning numbers, lists and arrays into unsigned columns, the shape rules of a batch, and cutting a batch into
+Owns: turning numbers, lists and arrays into integer columns, the shape rules of a batch, and cutting a batch into
 requests.
 Does not own: names, delays and limits, which are the daemon's to judge; the bytes (`tarry.wire`).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +25,46 @@ REQUEST_BYTES_MAX = 16 * 1024 * 1024
 # Names, tags and lengths around the columns, and the gRPC frame.
 _REQUEST_OVERHEAD_BYTES = 4096
 _U64_MAX = 2**64 - 1
+# The longest that a delay level gets on the wire; more than it has in memory.
+_LEVEL_BYTES = 5
+
+NO_BATCH_INDEX = 2**32 - 1
+"""In a column of batch indexes: the entry as a whole."""
 
 
-Positions: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
-"""(ledger_id, entry_id, deliver_at_ms), of one length."""
+class Positions(NamedTuple):
+    """What was handed out, columns of one length."""
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    deliver_at_ms: NDArray[np.uint64]
+    batch_index: NDArray[np.uint32] | None = None
+    """Of each row the message of its batch, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+
+    @property
+    def rows(self) -> int:
+        """Not `len`, which is that of a tuple."""
+        return len(self.entry_id)
+
+    def batch_indexes(self) -> NDArray[np.uint32]:
+        """The column also where there is none."""
+        return np.full(self.rows, NO_BATCH_INDEX, np.uint32) if self.batch_index is None else self.batch_index
+
+    def take(self, rows: slice | NDArray[Any]) -> Positions:
+        """Some of the rows."""
+        return Positions(*(None if column is None else column[rows] for column in self))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddColumns:
-    """Rows to add: columns of one length, `entry_id`, or of length 1. One of the two time columns is None."""
+    """Rows to add: columns of one length, `entry_id`, or of length 1. One of the three time columns is not None."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64] | None
     delay_ms: NDArray[np.uint64] | None
     key_hash: NDArray[np.uint32] | None
+    delay_level: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.entry_id)
@@ -48,6 +73,7 @@ class AddColumns:
         """Cuts the batch into requests of at most so many rows and bytes: (index of the first row, rows)."""
         given = (self.ledger_id, self.entry_id, self.deliver_at_ms, self.delay_ms, self.key_hash)
         row_bytes = sum(column.itemsize for column in given if column is not None)
+        row_bytes += 0 if self.delay_level is None else _LEVEL_BYTES
         step = _rows_per_request(row_bytes, rows_max, bytes_max)
         if len(self) <= step:
             yield 0, self
@@ -62,6 +88,7 @@ class AddColumns:
                     deliver_at_ms=None if self.deliver_at_ms is None else _cut(self.deliver_at_ms, rows),
                     delay_ms=None if self.delay_ms is None else _cut(self.delay_ms, rows),
                     key_hash=None if self.key_hash is None else _cut(self.key_hash, rows),
+                    delay_level=None if self.delay_level is None else _cut(self.delay_level, rows),
                 ),
             )
 
@@ -102,22 +129,26 @@ def add_columns(
     deliver_at_ms: Column | None = None,
     delay_ms: Column | None = None,
     key_hash: Column | None = None,
+    delay_level: Column | None = None,
 ) -> AddColumns:
     """Checks and converts the columns of a batch.
 
-    Raises InvalidArgument: no rows, lengths that differ, both or none of the time columns, values that are not unsigned
-    integers.
+    Raises InvalidArgument: no rows, lengths that differ, several or none of the time columns, values that are not
+    integers of their column.
     """
-    if (deliver_at_ms is None) == (delay_ms is None):
-        raise errors.InvalidArgument("exactly one of deliver_at_ms and delay_ms must be given")
+    if sum(given is not None for given in (deliver_at_ms, delay_ms, delay_level)) != 1:
+        raise errors.InvalidArgument("exactly one of deliver_at_ms, delay_ms and delay_level must be given")
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     due = None if deliver_at_ms is None else u64("deliver_at_ms", deliver_at_ms)
     delay = None if delay_ms is None else u64("delay_ms", delay_ms)
+    level = None if delay_level is None else i32("delay_level", delay_level)
     hashes = None if key_hash is None else u32("key_hash", key_hash)
-    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due, delay_ms=delay, key_hash=hashes)
+    rows = _rows_of(
+        ledger_id=ledger, entry_id=entry, deliver_at_ms=due, delay_ms=delay, key_hash=hashes, delay_level=level
+    )
     if len(entry) != rows:
         entry = np.repeat(entry, rows)
-    return AddColumns(ledger, entry, due, delay, hashes)
+    return AddColumns(ledger, entry, due, delay, hashes, level)
 
 
 def entry_columns(ledger_id: Column, entry_id: Column, last_entry_id: Column | None = None) -> EntryColumns:
@@ -132,20 +163,76 @@ def entry_columns(ledger_id: Column, entry_id: Column, last_entry_id: Column | N
     )
 
 
-def positions(ledger_id: Column, entry_id: Column, deliver_at_ms: Column) -> Positions:
+def positions(
+    ledger_id: Column, entry_id: Column, deliver_at_ms: Column, batch_index: Column | None = None
+) -> Positions:
     """Checks and converts positions that were handed out. Raises InvalidArgument as `add_columns`."""
     ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
     due = u64("deliver_at_ms", deliver_at_ms)
-    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due)
-    return np.broadcast_to(ledger, rows), np.broadcast_to(entry, rows), np.broadcast_to(due, rows)
+    index = None if batch_index is None else u32("batch_index", batch_index)
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, deliver_at_ms=due, batch_index=index)
+    return Positions(
+        np.broadcast_to(ledger, rows),
+        np.broadcast_to(entry, rows),
+        np.broadcast_to(due, rows),
+        None if index is None else np.broadcast_to(index, rows),
+    )
 
 
 def parts(given: Positions, rows_max: int) -> Iterator[Positions]:
     """Cuts positions into requests of at most so many rows."""
-    ledger_id, entry_id, deliver_at_ms = given
-    for first in range(0, len(entry_id), rows_max):
-        rows = slice(first, first + rows_max)
-        yield ledger_id[rows], entry_id[rows], deliver_at_ms[rows]
+    for first in range(0, given.rows, rows_max):
+        yield given.take(slice(first, first + rows_max))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NackColumns:
+    """Positions that are negatively acknowledged, and how. Beside them columns of their length or of length 1.
+
+    Without `delay_ms`, `delay_level` and `reject` the subscription's policy says when they come back.
+    """
+
+    positions: Positions
+    delay_ms: NDArray[np.uint64] | None
+    delay_level: NDArray[np.int32] | None
+    key_hash: NDArray[np.uint32] | None
+    reject: bool
+    reason: str
+
+    def requests(self, rows_max: int) -> Iterator[NackColumns]:
+        """Cuts them into requests of at most so many rows."""
+        for first in range(0, self.positions.rows, rows_max):
+            rows = slice(first, first + rows_max)
+            yield dataclasses.replace(
+                self,
+                positions=self.positions.take(rows),
+                delay_ms=None if self.delay_ms is None else _cut(self.delay_ms, rows),
+                delay_level=None if self.delay_level is None else _cut(self.delay_level, rows),
+                key_hash=None if self.key_hash is None else _cut(self.key_hash, rows),
+            )
+
+
+def nack_columns(
+    given: Positions,
+    *,
+    delay_ms: Column | None = None,
+    delay_level: Column | None = None,
+    key_hash: Column | None = None,
+    reject: bool = False,
+    reason: str = "",
+) -> NackColumns:
+    """Checks and converts what goes with positions. Raises InvalidArgument: both delays, columns of another length."""
+    if delay_ms is not None and delay_level is not None:
+        raise errors.InvalidArgument("at most one of delay_ms and delay_level may be given")
+    delay = None if delay_ms is None else u64("delay_ms", delay_ms)
+    level = None if delay_level is None else i32("delay_level", delay_level)
+    hashes = None if key_hash is None else u32("key_hash", key_hash)
+    for name, column in (("delay_ms", delay), ("delay_level", level), ("key_hash", hashes)):
+        if column is not None and len(column) not in (1, given.rows):
+            raise errors.InvalidArgument(
+                f"{name} has {len(column)} rows; it must have 1 or {given.rows}, as the positions"
+            )
+    return NackColumns(given, delay, level, hashes, reject, reason)
 
 
 def check_unsigned(name: str, value: int, *, bits: int) -> None:
@@ -157,15 +244,20 @@ def check_unsigned(name: str, value: int, *, bits: int) -> None:
 
 def u64(name: str, values: Column) -> NDArray[np.uint64]:
     """The column as unsigned 64-bit numbers; raises InvalidArgument."""
-    return _unsigned(name, values, np.dtype(np.uint64))
+    return _integers(name, values, np.dtype(np.uint64))
 
 
 def u32(name: str, values: Column) -> NDArray[np.uint32]:
     """The column as unsigned 32-bit numbers; raises InvalidArgument."""
-    return _unsigned(name, values, np.dtype(np.uint32))
+    return _integers(name, values, np.dtype(np.uint32))
 
 
-def _unsigned(name: str, values: Column, dtype: np.dtype[Any]) -> NDArray[Any]:
+def i32(name: str, values: Column) -> NDArray[np.int32]:
+    """The column as signed 32-bit numbers; raises InvalidArgument."""
+    return _integers(name, values, np.dtype(np.int32))
+
+
+def _integers(name: str, values: Column, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not isinstance(values, np.ndarray):
         values = _from_numbers(name, values)
     if values.ndim == 0:
@@ -176,10 +268,10 @@ def _unsigned(name: str, values: Column, dtype: np.dtype[Any]) -> NDArray[Any]:
         return values.astype(dtype, copy=False)
     if values.dtype.kind not in "ui":
         raise errors.InvalidArgument(f"{name} holds {values.dtype}; it must hold integers")
-    limit = int(np.iinfo(dtype).max)
+    limits = np.iinfo(dtype)
     for extreme in (int(values.min()), int(values.max())):
-        if not 0 <= extreme <= limit:
-            raise errors.InvalidArgument(f"{name} holds {extreme}; it must be from 0 to {limit}")
+        if not limits.min <= extreme <= limits.max:
+            raise errors.InvalidArgument(f"{name} holds {extreme}; it must be from {limits.min} to {limits.max}")
     return values.astype(dtype)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from tarry import calls, connections, inspection, results
+from tarry import calls, connections, inspection, redelivery, results
 
 T = TypeVar("T")
-P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage)
+P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage, inspection.DeadLetterPage)
 
 
 class Inspecting:
@@ -200,6 +200,42 @@ class Inspecting:
         return self._connections.run(
             self._calls.backlog_page(
                 topic, subscription, page_token, ledgers=ledgers, page_size=page_size, timeout_s=timeout_s
+            )
+        )
+
+    def dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Iterator[inspection.DeadLetterPage]:
+        """Dead letters of a subscription, in the order in which they became such, in pages as `scheduled`.
+
+        `which`: None = all. Raises NotFound, InvalidArgument: a range that ends before it begins.
+
+        Example: `for page in client.dead_letters("flights", "departures"): print(page.dead_letter_id, page.reason)`
+        """
+        return _pages(lambda token: self.dead_letters_page(topic, subscription, which, token, timeout_s=timeout_s))
+
+    def dead_letters_page(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        page_token: str = "",
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> inspection.DeadLetterPage:
+        """One page of dead letters, as `scheduled_page`. Raises NotFound, InvalidArgument.
+
+        Example: `client.dead_letters_page("flights", "departures", page_size=10).dead_letter_id`
+        """
+        return self._connections.run(
+            self._calls.dead_letters_page(
+                topic, subscription, which, page_token, page_size=page_size, timeout_s=timeout_s
             )
         )
 

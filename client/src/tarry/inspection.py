@@ -61,6 +61,11 @@ class SubscriptionStats:
     policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
     own_pending: int = 0
     """Of the topic's `pending`, rows of this subscription's own index."""
+    nacked: int = 0
+    """Of `backlog`, positions that wait for their redelivery."""
+    next_redelivery_ms: int | None = None
+    """When the next of these comes back; None when there is none."""
+    dead_letters: int = 0
 
     @staticmethod
     def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
@@ -75,6 +80,9 @@ class SubscriptionStats:
             leased=message.leased,
             policy=policies.SubscriptionPolicy.from_message(message.policy),
             own_pending=message.own_pending,
+            nacked=message.nacked,
+            next_redelivery_ms=message.next_redelivery_ms or None,
+            dead_letters=message.dead_letters,
         )
 
 
@@ -228,6 +236,8 @@ class BacklogState(enum.IntEnum):
     """At no dispatcher."""
     IN_FLIGHT = inspect_pb2.BACKLOG_STATE_IN_FLIGHT
     """Handed out, on a stream or under a lease."""
+    NACKED = inspect_pb2.BACKLOG_STATE_NACKED
+    """Negatively acknowledged: it comes back at its redelivery time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -276,13 +286,74 @@ class BacklogPage(RowsPage):
 
     state: NDArray[np.int64]
     """Of each row its `BacklogState`."""
+    redelivery_count: NDArray[np.uint32]
+    """How often each was negatively acknowledged or timed out."""
+    batch_index: NDArray[np.uint32] | None
+    """As of `tarry.Batch`."""
+    redeliver_at_ms: NDArray[np.uint64]
+    """Of a NACKED row when it comes back, else 0."""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListBacklogResponse) -> BacklogPage:
-        return BacklogPage(**_rows_of(message), state=wire.decode_indexes(message.state))
+        rows = len(message.entry_id)
+        times = wire.decode_u64(message.redeliver_at_ms)
+        return BacklogPage(
+            **_rows_of(message),
+            state=wire.decode_indexes(message.state),
+            redelivery_count=_counts_of(message),
+            batch_index=_batch_indexes_of(message),
+            redeliver_at_ms=times if len(times) else np.zeros(rows, np.uint64),
+        )
 
 
-def _rows_of(message: inspect_pb2.ListScheduledResponse | inspect_pb2.ListBacklogResponse) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeadLetterPage(RowsPage):
+    """Dead letters in the order in which they became such; `deliver_at_ms` is that of their last hand-out."""
+
+    dead_letter_id: NDArray[np.uint64]
+    """Ascending; of one subscription an id is never used again."""
+    batch_index: NDArray[np.uint32] | None
+    """As of `tarry.Batch`."""
+    redelivery_count: NDArray[np.uint32]
+    """How often each was negatively acknowledged or timed out, the last time included."""
+    dead_at_ms: NDArray[np.uint64]
+    reason: NDArray[np.int64]
+    """Of each row its `DeadLetterReason`."""
+    text_index: NDArray[np.int64]
+    """Of each row, which of `texts` the dispatcher gave as its reason."""
+    texts: tuple[str, ...]
+    """The first one is empty."""
+
+    @staticmethod
+    def from_message(message: inspect_pb2.ListDeadLettersResponse) -> DeadLetterPage:
+        rows = len(message.entry_id)
+        text_index = wire.decode_indexes(message.text_index)
+        return DeadLetterPage(
+            **_rows_of(message),
+            dead_letter_id=wire.decode_u64(message.dead_letter_id),
+            batch_index=_batch_indexes_of(message),
+            redelivery_count=_counts_of(message),
+            dead_at_ms=wire.decode_u64(message.dead_at_ms),
+            reason=wire.decode_indexes(message.reason),
+            text_index=text_index if len(text_index) else np.zeros(rows, np.int64),
+            texts=tuple(message.texts) or ("",),
+        )
+
+
+def _counts_of(message: inspect_pb2.ListBacklogResponse | inspect_pb2.ListDeadLettersResponse) -> NDArray[np.uint32]:
+    counts = wire.decode_u32(message.redelivery_count)
+    return counts if len(counts) else np.zeros(len(message.entry_id), np.uint32)
+
+
+def _batch_indexes_of(
+    message: inspect_pb2.ListBacklogResponse | inspect_pb2.ListDeadLettersResponse,
+) -> NDArray[np.uint32] | None:
+    return wire.decode_u32(message.batch_index) if message.batch_index else None
+
+
+def _rows_of(
+    message: inspect_pb2.ListScheduledResponse | inspect_pb2.ListBacklogResponse | inspect_pb2.ListDeadLettersResponse,
+) -> dict[str, Any]:
     return {
         "ledger_id": wire.decode_u64(message.ledger_id),
         "entry_id": wire.decode_u64(message.entry_id),

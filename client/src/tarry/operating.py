@@ -1,6 +1,6 @@
 """What an operator does.
 
-Owns: the calls of a client on a topic as a whole, and on the garbage of a root.
+Owns: the calls of a client on a topic as a whole, on dead letters, and on the garbage of a root.
 Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.connections`).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tarry import calls, connections, policies, results
+from tarry import calls, connections, policies, redelivery, results
 
 
 class Operating:
@@ -34,6 +34,61 @@ class Operating:
         Example: `client.set_policy("flights", tarry.TopicPolicy(bucket_form=tarry.BucketForm.COMPATIBLE))`
         """
         return self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
+
+    def delay_levels(self, topic: str = "", *, timeout_s: float | None = None) -> results.DelayLevelsInForce:
+        """The delay levels in force of a topic, with what is pending by each; without a topic the daemon's own.
+
+        Raises NotFound.
+
+        Example: `client.delay_levels("flights").delay_ms`
+        """
+        return self._connections.run(self._calls.delay_levels(topic, timeout_s=timeout_s))
+
+    def set_delay_levels(
+        self, topic: str, levels: policies.DelayLevels | None, *, timeout_s: float | None = None
+    ) -> results.DelayLevelsSet:
+        """Replaces the delay levels of a topic, and creates the topic if it is new; they count from the answer on.
+
+        None: the daemon's from now on. What is pending keeps its time. Raises InvalidArgument: a table that cannot be
+        read, with the place.
+
+        Example: `client.set_delay_levels("flights", tarry.DelayLevels("1s 5s 10s 30s 1m")).warnings`
+        """
+        return self._connections.run(self._calls.set_delay_levels(topic, levels, timeout_s=timeout_s))
+
+    def replay_dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        delay_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> results.Replayed:
+        """Has dead letters delivered again, now or after `delay_ms`, with no redelivery counted; durable on return.
+
+        `which`: None = all. What takes longer than `timeout_s` goes on: ask again. After a lost answer it is sent
+        again, and counts only what was left. Raises NotFound, OutOfRange: a delay over the limit.
+
+        Example: `client.replay_dead_letters("flights", "departures", tarry.DeadLetterFilter(ids=[7, 8])).replayed`
+        """
+        return self._connections.run(
+            self._calls.replay_dead_letters(topic, subscription, which, delay_ms=delay_ms, timeout_s=timeout_s)
+        )
+
+    def purge_dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Forgets dead letters, durably; returns how many, as `replay_dead_letters` counts. Raises NotFound.
+
+        Example: `client.purge_dead_letters("flights", "departures", tarry.DeadLetterFilter(until_ms=monday_ms))`
+        """
+        return self._connections.run(self._calls.purge_dead_letters(topic, subscription, which, timeout_s=timeout_s))
 
     def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
         """Seals the mutable bucket now; the bucket is committed on return.

@@ -1,7 +1,8 @@
 """What may be set for one topic or one subscription.
 
-Owns: the two policies as frozen values, to and from their messages. A field that is None has the daemon's default.
-Does not own: limits and defaults, which are the daemon's.
+Owns: the two policies and the table of delays as frozen values, to and from their messages. A field that is None has
+the daemon's default.
+Does not own: limits and defaults, which are the daemon's; when redeliveries come (`tarry.redelivery`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from tarry import errors
-from tarry.v1 import policy_pb2
+from tarry import errors, redelivery
+from tarry.v1 import admin_pb2, policy_pb2
 
 
 class BucketForm(enum.IntEnum):
@@ -90,12 +91,22 @@ class SubscriptionPolicy:
     """Lease of a `get` that names none; 1 ms to 12 hours."""
     properties: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Free for the user: at most 64, names of at most 128 bytes, values of at most 1,024 bytes."""
+    redelivery: redelivery.RedeliveryPolicy | None = None
+    """When a negatively acknowledged position that names no delay comes back."""
+    max_redeliver_count: int | None = None
+    """What is negatively acknowledged more often becomes a dead letter; 0: at the first time, None: never."""
+    ack_timeout_ms: int | None = None
+    """What is in flight for so long is negatively acknowledged; 100 ms to 12 hours, None: never."""
+    nack_precision_bits: int | None = None
+    """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 to 20, 0 = exact."""
 
     def to_message(self) -> policy_pb2.SubscriptionPolicy:
         """Raises InvalidArgument: a value that the field cannot hold."""
         message = policy_pb2.SubscriptionPolicy()
-        _set(message, "in_flight_rows_max", self.in_flight_rows_max)
-        _set(message, "lease_ms", self.lease_ms)
+        for field in _PLAIN_FIELDS:
+            _set(message, field, getattr(self, field))
+        if self.redelivery is not None:
+            message.redelivery.CopyFrom(redelivery.policy_to_message(self.redelivery))
         for name, value in self.properties.items():
             try:
                 message.properties[name] = value
@@ -107,14 +118,41 @@ class SubscriptionPolicy:
 
     @staticmethod
     def from_message(message: policy_pb2.SubscriptionPolicy) -> SubscriptionPolicy:
+        known = redelivery.policy_from_message(message.redelivery) if message.HasField("redelivery") else None
         return SubscriptionPolicy(
-            in_flight_rows_max=message.in_flight_rows_max if message.HasField("in_flight_rows_max") else None,
-            lease_ms=message.lease_ms if message.HasField("lease_ms") else None,
+            **{field: getattr(message, field) for field in _PLAIN_FIELDS if message.HasField(field)},  # type: ignore[arg-type]
             properties=dict(sorted(message.properties.items())),
+            redelivery=known,
         )
 
 
-def _set(message: policy_pb2.TopicPolicy | policy_pb2.SubscriptionPolicy, name: str, value: Any) -> None:
+_PLAIN_FIELDS = ("in_flight_rows_max", "lease_ms", "max_redeliver_count", "ack_timeout_ms", "nack_precision_bits")
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayLevels:
+    """A table of delays (RocketMQ). Example: `DelayLevels("1s 5s 10s 30s 1m")`."""
+
+    table: str
+    """1 to 256 delays, level 1 first: positive whole numbers, each with s, m, h or d, separated by white space."""
+    clamp: bool = True
+    """A level above the last one is the last one; if not, it is refused."""
+
+    def to_message(self) -> admin_pb2.DelayLevels:
+        """Raises InvalidArgument: a value that the field cannot hold."""
+        message = admin_pb2.DelayLevels()
+        _set(message, "table", self.table)
+        _set(message, "clamp", self.clamp)
+        return message
+
+    @staticmethod
+    def from_message(message: admin_pb2.DelayLevels) -> DelayLevels:
+        return DelayLevels(message.table, message.clamp if message.HasField("clamp") else True)
+
+
+def _set(
+    message: policy_pb2.TopicPolicy | policy_pb2.SubscriptionPolicy | admin_pb2.DelayLevels, name: str, value: Any
+) -> None:
     if value is None:
         return
     try:

@@ -1,20 +1,20 @@
-"""One subscription's side of its stream: what is received, held and acknowledged. No I/O, no threads, no waiting.
+"""One subscription's side of its stream: what is received, held and given back. No I/O, no threads, no waiting.
 
-Owns: the permits, what is held and declared when a stream is opened again, acknowledgements until they are durable, and
-dropping what a former owner still sends.
+Owns: the permits, what is held and declared when a stream is opened again, requests until they are durable
+(acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner still sends.
 Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); who waits for what
 (`tarry.subscription`, `tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
-batch is acknowledged (not only when that is durable) or released; they are granted again in portions, at least a
-quarter of all unless the daemon has none left. When acknowledgements of eight times `permits` positions wait to become
-durable, no more are granted until some are.
+batch is acknowledged, positively or negatively (not only when that is durable), or released; they are granted again in
+portions, at least a quarter of all unless the daemon has none left. When requests about eight times `permits` positions
+wait to become durable, no more are granted until some are.
 
 Reopening. `Open` declares every position that is held and every one whose acknowledgement is not known to be durable:
-they stay in flight and are not sent again. After `Opened` these acknowledgements are sent again.
+they stay in flight and are not sent again. After `Opened` these requests are sent again.
 
-Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every acknowledgement is
-durable finds every answer settled.
+Whoever drives it settles what a method returns, and only then calls `remove`: who waits until every request is durable
+finds every answer settled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from tarry import batch, columns, errors, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
@@ -42,17 +42,25 @@ _UNCONFIRMED_PER_PERMIT = 8
 _GRANTS_PER_WINDOW = 4
 
 Answer = TypeVar("Answer")
-Settled: TypeAlias = streams.Settled[Answer, int]
+Rows = TypeVar("Rows", columns.Positions, columns.NackColumns)
+Settled: TypeAlias = streams.Settled[Answer, Any]
 
 
 @dataclasses.dataclass(slots=True)
 class _Unconfirmed(Generic[Answer]):
-    """An acknowledgement that is not known to be durable."""
+    """A request that is not known to be durable."""
 
     positions: columns.Positions
     message: bytes
     answer: Answer
+    read: Callable[[dispatch_pb2.Done], object]
+    gives_back: bool
+    """Whether the positions are held no longer."""
     attempt: int = 1
+
+
+def _ignored(done: dispatch_pb2.Done) -> int:
+    return done.ignored
 
 
 class Receiving(Generic[Answer]):
@@ -97,7 +105,7 @@ class Receiving(Generic[Answer]):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether every acknowledgement is durable, or `raise_ended` tells that it will not be."""
+        """Whether every request is durable, or `raise_ended` tells that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
     def take(self) -> batch.Batch | None:
@@ -115,9 +123,9 @@ class Receiving(Generic[Answer]):
             raise self.ended
 
     def unconfirmed(self, timeout_s: float | None) -> errors.DeadlineExceeded:
-        """What to raise when acknowledgements stayed unconfirmed."""
+        """What to raise when requests stayed unconfirmed."""
         return errors.DeadlineExceeded(
-            f"{len(self._unconfirmed)} acknowledgements are not durable after {timeout_s or 0:g} s",
+            f"{len(self._unconfirmed)} requests are not durable after {timeout_s or 0:g} s",
             last=self.last_error,
         )
 
@@ -125,17 +133,47 @@ class Receiving(Generic[Answer]):
         """Sends acknowledgements, each with an answer that `promise` makes. Raises InvalidArgument, what ended it."""
         positions = batch.positions_of(given)
         self._check_open()
-        answers = []
-        for part in columns.parts(positions, self._rows_max):
-            self._last_request_id += 1
-            message = wire.encode_acknowledge(self._last_request_id, part)
-            answers.append(promise())
-            self._unconfirmed[self._last_request_id] = _Unconfirmed(part, message, answers[-1])
-            self._unconfirmed_rows += len(part[1])
-            if self._sending is not None:
-                self._sending.put(message)
+        answers = [
+            self._request(wire.encode_acknowledge, part, part, _ignored, promise)
+            for part in columns.parts(positions, self._rows_max)
+        ]
         self._give_back(given, positions)
         return answers
+
+    def nack(
+        self,
+        given: batch.HandedOut,
+        promise: Callable[[], Answer],
+        *,
+        batch_index: columns.Column | None,
+        key_hash: columns.Column | None,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        reject: bool = False,
+        reason: str = "",
+    ) -> list[Answer]:
+        """Sends negative acknowledgements, as `acknowledge`."""
+        positions = batch.positions_of(given, batch_index)
+        nack = columns.nack_columns(
+            positions, delay_ms=delay_ms, delay_level=delay_level, key_hash=key_hash, reject=reject, reason=reason
+        )
+        self._check_open()
+        answers = [
+            self._request(wire.encode_nack, part, part.positions, results.Nacked.from_message, promise)
+            for part in nack.requests(self._rows_max)
+        ]
+        # Of a message of a batch the entry as a whole stays here.
+        self._give_back(given if batch_index is None else positions, positions)
+        return answers
+
+    def extend(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
+        """Sends extensions of the ack time-out, as `acknowledge`; the positions stay here."""
+        positions = batch.positions_of(given)
+        self._check_open()
+        return [
+            self._request(wire.encode_extend, part, part, _ignored, promise, gives_back=False)
+            for part in columns.parts(positions, self._rows_max)
+        ]
 
     def acknowledge_unconfirmed(self, given: batch.HandedOut) -> None:
         """Sends acknowledgements without answer. Raises InvalidArgument, what ended it."""
@@ -155,14 +193,15 @@ class Receiving(Generic[Answer]):
 
     def opened(self, sending: streams.Sending) -> None:
         """A stream has begun: it is opened with what is held. Nothing else is sent before it is answered."""
-        declared = batch.concatenate(
-            [self._held.positions(), *(request.positions for request in self._unconfirmed.values())]
-        )
+        held = self._held.positions()
+        leaving = batch.concatenate([each.positions for each in self._unconfirmed.values() if each.gives_back])
+        # What was redelivered before its negative acknowledgement was answered is both.
+        declared = batch.concatenate([held, leaving.take(~batch.members(leaving, held))])
         self._opening = sending
         sending.put(wire.encode_open(self._topic, self._subscription, dispatch_pb2.SUBSCRIPTION_TYPE_SHARED, declared))
 
     def received(self, response: Response) -> tuple[bool, Settled[Answer] | None]:
-        """Whether the answer shows progress, and the acknowledgement that is settled now, if any.
+        """Whether the answer shows progress, and the request that is settled now, if any.
 
         Raises Unavailable, NotOwner: the stream is of no use any more.
         """
@@ -190,7 +229,7 @@ class Receiving(Generic[Answer]):
         self.last_error = error
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
-        """There will be no other stream: every acknowledgement that is not durable."""
+        """There will be no other stream: every request that is not durable."""
         self._opening = self._sending = None
         self.ended = error
         return [streams.Settled(number, request.answer, None, error) for number, request in self._unconfirmed.items()]
@@ -198,13 +237,31 @@ class Receiving(Generic[Answer]):
     def remove(self, request_id: int) -> None:
         """Its answer is settled."""
         request = self._unconfirmed.pop(request_id)
-        self._unconfirmed_rows -= len(request.positions[1])
+        self._unconfirmed_rows -= request.positions.rows
         self._grant()
 
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed("the subscription is closed")
         self.raise_ended()
+
+    def _request(
+        self,
+        encode: Callable[[int, Rows], bytes],
+        rows: Rows,
+        positions: columns.Positions,
+        read: Callable[[dispatch_pb2.Done], object],
+        promise: Callable[[], Answer],
+        *,
+        gives_back: bool = True,
+    ) -> Answer:
+        self._last_request_id += 1
+        request = _Unconfirmed(positions, encode(self._last_request_id, rows), promise(), read, gives_back)
+        self._unconfirmed[self._last_request_id] = request
+        self._unconfirmed_rows += positions.rows
+        if self._sending is not None:
+            self._sending.put(request.message)
+        return request.answer
 
     def _give_back(self, given: batch.HandedOut, positions: columns.Positions) -> None:
         self._held.give_back(given if isinstance(given, batch.Batch) else positions)
@@ -221,7 +278,7 @@ class Receiving(Generic[Answer]):
         self._sending.put(wire.encode_flow(free))
 
     def _start(self, opened: dispatch_pb2.Opened) -> None:
-        """The stream is open: acknowledgements go out again, and permits for all that is not held."""
+        """The stream is open: requests go out again, and permits for all that is not held."""
         if opened.epoch < self.epoch:
             raise errors.Unavailable(f"a former owner answered, of epoch {opened.epoch}; {self.epoch} was seen")
         self.epoch = opened.epoch
@@ -254,7 +311,7 @@ class Receiving(Generic[Answer]):
         if request is None:
             return None
         if not done.HasField("error"):
-            return streams.Settled(done.request_id, request.answer, done.ignored, None)
+            return streams.Settled(done.request_id, request.answer, request.read(done), None)
         error = errors.from_status(done.error)
         if isinstance(error, errors.NotOwner):
             raise error

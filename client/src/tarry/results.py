@@ -70,6 +70,27 @@ class AddResult:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Nacked:
+    """What became of positions that were negatively acknowledged. All others come back later, durably."""
+
+    ignored: int
+    """Not in the backlog with that time: nothing happened to them."""
+    dead_lettered: int
+    """Dead letters now, durably: rejected, or redelivered as often as the policy allows."""
+
+    @staticmethod
+    def from_message(message: dispatch_pb2.NegativeAcknowledgeResponse | dispatch_pb2.Done) -> Nacked:
+        return Nacked(ignored=message.ignored, dead_lettered=message.dead_lettered)
+
+    @staticmethod
+    def merge(parts: Sequence[Nacked]) -> Nacked:
+        """The result of a batch from those of its requests."""
+        return Nacked(
+            ignored=sum(part.ignored for part in parts), dead_lettered=sum(part.dead_lettered for part in parts)
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Withdrawn:
     """Positions of a batch that are as they were, by why; indexes are those of the rows in the batch."""
@@ -262,6 +283,73 @@ class SubscriptionCreated:
     @staticmethod
     def from_message(message: dispatch_pb2.CreateSubscriptionResponse) -> SubscriptionCreated:
         return SubscriptionCreated(message.subscription_id, message.since_ms, message.created)
+
+
+@dataclasses.dataclass(frozen=True)
+class SubscriptionDeleted:
+    """A subscription that is gone."""
+
+    dead_letters: int | None
+    """Dead letters that left with it; None when the answer that told it was lost."""
+
+    @staticmethod
+    def from_message(message: dispatch_pb2.DeleteSubscriptionResponse) -> SubscriptionDeleted:
+        return SubscriptionDeleted(message.dead_letters)
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What became of dead letters that were to be delivered again."""
+
+    replayed: int
+    """Rows of the subscription again, durably, with no redelivery counted."""
+    skipped: int
+    """Dead letters still: the subscription's own index has a row of their position."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.ReplayDeadLettersResponse) -> Replayed:
+        return Replayed(replayed=message.replayed, skipped=message.skipped)
+
+    @staticmethod
+    def merge(parts: Sequence[Replayed]) -> Replayed:
+        """As `Nacked.merge`."""
+        return Replayed(replayed=sum(part.replayed for part in parts), skipped=sum(part.skipped for part in parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayLevelsInForce:
+    """The delay levels of a topic, or the daemon's own."""
+
+    levels: policies.DelayLevels
+    delay_ms: tuple[int, ...]
+    """Level 1 first."""
+    of_topic: bool
+    """They were set for the topic; if not, they are the daemon's."""
+    pending: tuple[int, ...]
+    """Of a topic: rows that are not due yet, by the level they were added by, level 1 first; it may be longer than the
+    table, which had more levels then."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.GetDelayLevelsResponse) -> DelayLevelsInForce:
+        return DelayLevelsInForce(
+            levels=policies.DelayLevels.from_message(message.levels),
+            delay_ms=tuple(message.delay_ms),
+            of_topic=message.of_topic,
+            pending=tuple(message.pending),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayLevelsSet:
+    """Delay levels that are in force now."""
+
+    levels: policies.DelayLevels
+    warnings: tuple[str, ...]
+    """What is allowed and may be a mistake."""
+
+    @staticmethod
+    def from_message(message: admin_pb2.SetDelayLevelsResponse) -> DelayLevelsSet:
+        return DelayLevelsSet(policies.DelayLevels.from_message(message.levels), tuple(message.warnings))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,19 +7,22 @@ Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
+from typing import Any, TypeVar
 
-from tarry import batch, calls, connections, errors, futures, receiving, results, retry, session, streams
+from tarry import batch, calls, columns, connections, errors, futures, receiving, results, retry, session, streams
+
+R = TypeVar("R")
 
 
 class Subscription:
     """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
 
-    Leaving it waits until every acknowledgement is durable, for the client's `timeout_s` at most. Safe to use from
-    several threads. A failure that no retry cures (the subscription was deleted, say) is raised from the iteration,
-    after what was received before it.
+    Leaving it waits until every acknowledgement, also every negative one, is durable, for the client's `timeout_s` at
+    most. Safe to use from several threads. A failure that no retry cures (the subscription was deleted, say) is raised
+    from the iteration, after what was received before it.
     """
 
     def __init__(
@@ -29,7 +32,7 @@ class Subscription:
         # Guards the state, and is not held while a future is settled. Only the session's thread settles futures and
         # removes acknowledgements.
         self._changed = threading.Condition()
-        self._state: receiving.Receiving[Future[int]] = receiving.Receiving(
+        self._state: receiving.Receiving[Future[Any]] = receiving.Receiving(
             topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
         )
         name = f"subscription {subscription!r} of topic {topic!r}"
@@ -90,7 +93,7 @@ class Subscription:
             return self._state.take()
 
     def ack(self, given: batch.HandedOut) -> Future[int]:
-        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms).
+        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
 
         The future is settled when it is durable, with the number of positions that were ignored because they were not
         in the backlog with that time. After a reconnect it may count positions that the first try had acknowledged.
@@ -100,11 +103,62 @@ class Subscription:
         """
         with self._changed:
             parts = self._state.acknowledge(given, futures.promise)
-        if len(parts) == 1:
-            return parts[0]
-        whole: Future[int] = futures.promise()
-        futures.join(parts, sum, whole)
-        return whole
+        return _whole(parts, sum)
+
+    def nack(
+        self,
+        given: batch.HandedOut,
+        *,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+    ) -> Future[results.Nacked]:
+        """Negatively acknowledges, as `Client.nack`: positions come back later, and hold no permit meanwhile.
+
+        The future is settled as that of `ack`. With `batch_index` the entry as a whole stays here: acknowledge it, too.
+
+        Example: `subscription.nack(batch.take([0]), delay_ms=10_000)`
+        """
+        with self._changed:
+            parts = self._state.nack(
+                given,
+                futures.promise,
+                delay_ms=delay_ms,
+                delay_level=delay_level,
+                batch_index=batch_index,
+                key_hash=key_hash,
+            )
+        return _whole(parts, results.Nacked.merge)
+
+    def reject(
+        self,
+        given: batch.HandedOut,
+        reason: str = "",
+        *,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+    ) -> Future[results.Nacked]:
+        """Makes positions dead letters, as `Client.reject`. The future is settled as that of `nack`.
+
+        Example: `subscription.reject(batch.take([0]), "no such gate")`
+        """
+        with self._changed:
+            parts = self._state.nack(
+                given, futures.promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
+            )
+        return _whole(parts, results.Nacked.merge)
+
+    def extend(self, given: batch.HandedOut) -> Future[int]:
+        """Begins the ack time-out of positions anew. Only where the policy has one (`ack_timeout_ms`) it matters.
+
+        The future has the number of positions that were ignored because they are not in flight at this stream.
+
+        Example: `subscription.extend(batch).result()`
+        """
+        with self._changed:
+            parts = self._state.extend(given, futures.promise)
+        return _whole(parts, sum)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
         """Acknowledges without an answer: nothing is repeated, and what is lost on the way is handed out again."""
@@ -121,7 +175,7 @@ class Subscription:
             self._state.release(given)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Waits until every acknowledgement is durable.
+        """Waits until every acknowledgement, also every negative one, is durable.
 
         Raises DeadlineExceeded, or the failure that ended the subscription.
         """
@@ -180,9 +234,18 @@ class Subscription:
             self._changed.notify_all()
         self._settle(left)
 
-    def _settle(self, settled: Iterable[receiving.Settled[Future[int]]]) -> None:
+    def _settle(self, settled: Iterable[receiving.Settled[Future[Any]]]) -> None:
         for each in settled:
             futures.settle(each)
             with self._changed:
                 self._state.remove(each.request_id)
                 self._changed.notify_all()
+
+
+def _whole(parts: list[Future[R]], combine: Callable[[list[R]], R]) -> Future[R]:
+    """One future of a call that was sent as several requests."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: Future[R] = futures.promise()
+    futures.join(parts, combine, whole)
+    return whole

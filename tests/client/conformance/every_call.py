@@ -44,19 +44,32 @@ LOST = inspect_pb2.RebuildNeeded(
 )
 LOST_RESULT = tarry.RebuildNeeded(1, 2, 3, "b", "crc", True)
 STATS = inspect_pb2.SubscriptionStats(
-    subscription="s", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6, leased=5
-)
-STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy())
+    subscription="s", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6, leased=5,
+    nacked=7, next_redelivery_ms=8, dead_letters=9,
+)  # fmt: skip
+STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy(), 0, 7, 8, 9)
 TOPIC_POLICY = policy_pb2.TopicPolicy(bucket_rows_max=9, bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
 TOPIC_POLICY_RESULT = tarry.TopicPolicy(bucket_rows_max=9, bucket_form=tarry.BucketForm.COMPATIBLE)
-POLICY = policy_pb2.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
-POLICY_RESULT = tarry.SubscriptionPolicy(in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"})
+POLICY = policy_pb2.SubscriptionPolicy(
+    in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"}, max_redeliver_count=0, ack_timeout_ms=100,
+    redelivery=policy_pb2.RedeliveryPolicy(linear=policy_pb2.LinearDelay(initial_ms=1, step_ms=2, max_ms=3)),
+)  # fmt: skip
+POLICY_RESULT = tarry.SubscriptionPolicy(
+    in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"}, max_redeliver_count=0, ack_timeout_ms=100,
+    redelivery=tarry.LinearDelay(1, 2, 3),
+)  # fmt: skip
 TRIM = delayed_delivery_pb2.TrimMessagesRequest(
     topic="t", subscription="s", ledger_id=[7], entry_id=[3], all_lower_ledgers=True
 )
 LEDGERS = inspect_pb2.LedgerRange(first_ledger_id=3, last_ledger_id=4)
 NONE = np.empty(0, np.int64)
 COLUMNS = (np.array([7, 8]), np.array([1, 2]), np.array([10, 11]), np.array([0, 9]))
+FILTER = inspect_pb2.DeadLetterFilter(
+    dead_letter_id=[3, 9], ledgers=LEDGERS, reason=inspect_pb2.DEAD_LETTER_REASON_REJECTED, from_ms=1, until_ms=2
+)
+FILTER_RESULT = tarry.DeadLetterFilter(
+    ids=[9, 3, 9], ledgers=(3, 4), reason=tarry.DeadLetterReason.REJECTED, from_ms=1, until_ms=2
+)
 BUCKET = inspect_pb2.BucketSummary(bucket="b", size_bytes=9, rows=8, pending=7, due=1, last_ledger_id=5, segments=2)
 
 CALLS = [
@@ -110,8 +123,8 @@ CALLS = [
         "DeleteSubscription",
         lambda client: client.delete_subscription("t", "s"),
         dispatch_pb2.DeleteSubscriptionRequest(topic="t", subscription="s"),
-        dispatch_pb2.DeleteSubscriptionResponse(),
-        None,
+        dispatch_pb2.DeleteSubscriptionResponse(dead_letters=4),
+        tarry.SubscriptionDeleted(4),
     ),
     Call(
         "ListTopics",
@@ -236,14 +249,20 @@ CALLS = [
             entry_id=[1, 2],
             deliver_at_ms=[10, 11],
             key_hash=[0, 9],
-            state=[inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_IN_FLIGHT],
+            state=[inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_NACKED],
+            redelivery_count=[0, 2],
+            batch_index=[tarry.NO_BATCH_INDEX, 3],
+            redeliver_at_ms=[0, 99],
             as_of_ms=8,
         ),
         tarry.BacklogPage(
             *COLUMNS,
             "",
             8,
-            np.array([tarry.BacklogState.READY, tarry.BacklogState.IN_FLIGHT]),
+            np.array([tarry.BacklogState.READY, tarry.BacklogState.NACKED]),
+            np.array([0, 2]),
+            np.array([tarry.NO_BATCH_INDEX, 3]),
+            np.array([0, 99]),
         ),
     ),
     Call(
@@ -271,5 +290,101 @@ CALLS = [
         admin_pb2.MergeBucketsRequest(topic="t", buckets_max=5),
         admin_pb2.MergeBucketsResponse(merges=1, merged_buckets=3, buckets=5),
         tarry.Merged(1, 3, 5),
+    ),
+    Call(
+        "NegativeAcknowledge",
+        lambda client: client.nack("t", "s", HANDED_OUT, delay_level=[0, 3], batch_index=[4, 5], key_hash=6),
+        dispatch_pb2.NegativeAcknowledgeRequest(
+            topic="t",
+            subscription="s",
+            ledger_id=[7, 7],
+            entry_id=[1, 2],
+            deliver_at_ms=[10, 11],
+            batch_index=[4, 5],
+            delay_level=[0, 3],
+            key_hash=[6],
+        ),
+        dispatch_pb2.NegativeAcknowledgeResponse(ignored=1, dead_lettered=2),
+        tarry.Nacked(1, 2),
+    ),
+    Call(
+        "NegativeAcknowledge",
+        lambda client: client.reject("t", "s", HANDED_OUT, "why"),
+        dispatch_pb2.NegativeAcknowledgeRequest(
+            topic="t",
+            subscription="s",
+            ledger_id=[7, 7],
+            entry_id=[1, 2],
+            deliver_at_ms=[10, 11],
+            reject=True,
+            reason="why",
+        ),
+        dispatch_pb2.NegativeAcknowledgeResponse(dead_lettered=2),
+        tarry.Nacked(0, 2),
+    ),
+    Call(
+        "ListDeadLetters",
+        lambda client: client.dead_letters_page("t", "s", FILTER_RESULT, "from", page_size=5),
+        inspect_pb2.ListDeadLettersRequest(topic="t", subscription="s", filter=FILTER, page_size=5, page_token="from"),
+        inspect_pb2.ListDeadLettersResponse(
+            dead_letter_id=[3, 9],
+            ledger_id=[7, 8],
+            entry_id=[1, 2],
+            batch_index=[tarry.NO_BATCH_INDEX, 3],
+            deliver_at_ms=[10, 11],
+            key_hash=[0, 9],
+            redelivery_count=[4, 0],
+            dead_at_ms=[20, 21],
+            reason=[inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN, inspect_pb2.DEAD_LETTER_REASON_REJECTED],
+            text_index=[0, 1],
+            texts=["", "why"],
+            next_page_token="n",
+            as_of_ms=8,
+        ),
+        tarry.DeadLetterPage(
+            *COLUMNS,
+            "n",
+            8,
+            np.array([3, 9]),
+            np.array([tarry.NO_BATCH_INDEX, 3]),
+            np.array([4, 0]),
+            np.array([20, 21]),
+            np.array([tarry.DeadLetterReason.TOO_OFTEN, tarry.DeadLetterReason.REJECTED]),
+            np.array([0, 1]),
+            ("", "why"),
+        ),
+    ),
+    Call(
+        "ReplayDeadLetters",
+        lambda client: client.replay_dead_letters("t", "s", FILTER_RESULT, delay_ms=7),
+        admin_pb2.ReplayDeadLettersRequest(topic="t", subscription="s", filter=FILTER, delay_ms=7),
+        admin_pb2.ReplayDeadLettersResponse(replayed=3, skipped=1),
+        tarry.Replayed(3, 1),
+    ),
+    Call(
+        "PurgeDeadLetters",
+        lambda client: client.purge_dead_letters("t", "s"),
+        admin_pb2.PurgeDeadLettersRequest(topic="t", subscription="s", filter=inspect_pb2.DeadLetterFilter()),
+        admin_pb2.PurgeDeadLettersResponse(purged=3),
+        3,
+    ),
+    Call(
+        "GetDelayLevels",
+        lambda client: client.delay_levels("t"),
+        admin_pb2.GetDelayLevelsRequest(topic="t"),
+        admin_pb2.GetDelayLevelsResponse(
+            levels=admin_pb2.DelayLevels(table="1s 1m", clamp=False),
+            delay_ms=[1_000, 60_000],
+            of_topic=True,
+            pending=[0, 5, 6],
+        ),
+        tarry.DelayLevelsInForce(tarry.DelayLevels("1s 1m", clamp=False), (1_000, 60_000), True, (0, 5, 6)),
+    ),
+    Call(
+        "SetDelayLevels",
+        lambda client: client.set_delay_levels("t", tarry.DelayLevels("1s 1s")),
+        admin_pb2.SetDelayLevelsRequest(topic="t", levels=admin_pb2.DelayLevels(table="1s 1s", clamp=True)),
+        admin_pb2.SetDelayLevelsResponse(levels=admin_pb2.DelayLevels(table="1s 1s"), warnings=["as long as 1"]),
+        tarry.DelayLevelsSet(tarry.DelayLevels("1s 1s"), ("as long as 1",)),
     ),
 ]

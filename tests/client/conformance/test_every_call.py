@@ -11,7 +11,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.client.conformance.every_call import (
     BUCKET,
     CALLS,
@@ -35,7 +35,9 @@ async def items(iterated: Any) -> list[Any]:
     return [item async for item in iterated]
 
 
-every_call = pytest.mark.parametrize("call", CALLS, ids=[call.method for call in CALLS])
+every_call = pytest.mark.parametrize(
+    "call", CALLS, ids=[f"{call.method}-{number}" for number, call in enumerate(CALLS)]
+)
 
 
 @every_call
@@ -110,7 +112,7 @@ async def test_what_is_missing_after_a_lost_answer_was_deleted(
     if method == "DeleteTopic":
         assert await client.delete_topic("t") == tarry.TopicDeleted(None, None)
     else:
-        await client.delete_subscription("t", "s")
+        assert await client.delete_subscription("t", "s") == tarry.SubscriptionDeleted(None)
     assert daemon.count(method) == 2
 
 
@@ -149,6 +151,102 @@ async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemo
         [1000],
     ]
     assert [list(request.ledger_id) for request in daemon.requests("TrimMessages")] == [[0, 1], [2]]
+    daemon.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse(ignored=1, dead_lettered=2)))
+    assert await client.nack("t", "s", (7, range(5), 0), delay_ms=[1, 2, 3, 4, 5]) == tarry.Nacked(3, 6)
+    assert [list(request.delay_ms) for request in daemon.requests("NegativeAcknowledge")] == [[1, 2], [3, 4], [5]]
+
+
+# Redelivery.
+
+
+async def test_what_was_redelivered_tells_how_often_and_which_message_and_goes_back_as_it_came(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    messages = dispatch_pb2.Messages(
+        ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 0], redelivery_count=[0, 3],
+        batch_index=[tarry.NO_BATCH_INDEX, 5],
+    )  # fmt: skip
+    daemon.script("GetScheduledMessages", answer(dispatch_pb2.GetScheduledMessagesResponse(messages=messages)))
+    daemon.script("Acknowledge", answer(dispatch_pb2.AcknowledgeResponse()))
+    daemon.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse()))
+    daemon.script("ExtendLease", answer(dispatch_pb2.ExtendLeaseResponse()))
+    leased = await client.get("t", "s")
+    assert leased.redelivery_count.tolist() == [0, 3]
+    assert leased.batch_index is not None
+    assert leased.batch_index.tolist() == [tarry.NO_BATCH_INDEX, 5]
+    await client.ack("t", "s", leased.take([1]))
+    await client.ack("t", "s", leased.positions)
+    await client.nack("t", "s", leased)
+    await client.extend_lease("t", "s", leased, 9)
+    named = [list(request.batch_index) for method, request in daemon.calls if method != "GetScheduledMessages"]
+    assert named == [[5], *([[tarry.NO_BATCH_INDEX, 5]] * 3)]
+
+
+async def test_what_was_never_redelivered_has_counts_of_0(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    messages = dispatch_pb2.Messages(ledger_id=[7, 7], entry_id=[1, 2], deliver_at_ms=[10, 11])
+    daemon.script("GetScheduledMessages", answer(dispatch_pb2.GetScheduledMessagesResponse(messages=messages)))
+    leased = await client.get("t", "s")
+    assert (leased.redelivery_count.tolist(), leased.batch_index) == ([0, 0], None)
+
+
+async def test_positions_that_tarry_never_handed_out_are_sent_with_no_time(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse()))
+    await client.nack("t", "s", (7, range(3), 0), delay_ms=5, key_hash=[1, 2, 3])
+    (asked,) = daemon.requests("NegativeAcknowledge")
+    assert (list(asked.deliver_at_ms), list(asked.delay_ms), list(asked.key_hash)) == ([0] * 3, [5], [1, 2, 3])
+
+
+async def test_delay_levels_are_sent_with_the_rows(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
+    daemon.script("AddMessages", answer(delayed_delivery_pb2.AddMessagesResponse(accepted=2)))
+    await client.add("t", 7, [1, 2], delay_level=[-1, 300])
+    (asked,) = daemon.requests("AddMessages")
+    assert (list(asked.delay_level), list(asked.delay_ms), list(asked.deliver_at_ms)) == ([-1, 300], [], [])
+
+
+async def test_dead_letters_are_read_page_by_page_and_a_page_may_be_empty(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    first = inspect_pb2.ListDeadLettersResponse(
+        dead_letter_id=[4], ledger_id=[7], entry_id=[1], deliver_at_ms=[0], next_page_token="a",
+        reason=[inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN],
+    )  # fmt: skip
+    empty = inspect_pb2.ListDeadLettersResponse(next_page_token="b")
+    daemon.script("ListDeadLetters", answer(first), answer(empty), answer(inspect_pb2.ListDeadLettersResponse()))
+    (page,) = await items(client.dead_letters("t", "s"))
+    assert (page.dead_letter_id.tolist(), page.redelivery_count.tolist(), page.batch_index) == ([4], [0], None)
+    assert (page.text_index.tolist(), page.texts) == ([0], ("",))
+    assert [request.page_token for request in daemon.requests("ListDeadLetters")] == ["", "a", "b"]
+
+
+async def test_more_dead_letters_than_a_request_may_name_are_several_requests(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("ReplayDeadLetters", answer(admin_pb2.ReplayDeadLettersResponse(replayed=5, skipped=1)))
+    which = tarry.DeadLetterFilter(ids=np.arange(150_000)[::-1])
+    assert await client.replay_dead_letters("t", "s", which) == tarry.Replayed(10, 2)
+    asked = [np.array(request.filter.dead_letter_id) for request in daemon.requests("ReplayDeadLetters")]
+    assert [(len(ids), int(ids[0]), int(ids[-1])) for ids in asked] == [
+        (100_000, 0, 99_999),
+        (50_000, 100_000, 149_999),
+    ]
+
+
+async def test_no_ids_are_not_all_dead_letters(client: tarry.aio.Client) -> None:
+    with pytest.raises(tarry.InvalidArgument, match="ids names no dead letter"):
+        await client.purge_dead_letters("t", "s", tarry.DeadLetterFilter(ids=[]))
+
+
+async def test_the_daemon_s_own_levels_are_asked_of_any_daemon_and_reset_by_none(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    levels = admin_pb2.DelayLevels(table="1s")
+    daemon.script("GetDelayLevels", answer(admin_pb2.GetDelayLevelsResponse(levels=levels, delay_ms=[1_000])))
+    daemon.script("SetDelayLevels", answer(admin_pb2.SetDelayLevelsResponse(levels=levels)))
+    assert await client.delay_levels() == tarry.DelayLevelsInForce(tarry.DelayLevels("1s"), (1_000,), False, ())
+    assert (await client.set_delay_levels("t", None)).levels == tarry.DelayLevels("1s")
+    assert not daemon.requests("SetDelayLevels")[0].HasField("levels")
 
 
 # Leases.
@@ -168,7 +266,7 @@ async def test_what_is_due_is_leased_as_a_batch(daemon: FakeDaemon, client: tarr
     assert asked == dispatch_pb2.GetScheduledMessagesRequest(topic="t", subscription="s", max_rows=5, lease_ms=9)
     assert isinstance(leased, tarry.Batch)
     assert (leased.epoch, leased.lease_ms, leased.rebuild_needed) == (4, 30_000, (LOST_RESULT,))
-    assert [column.tolist() for column in leased.positions] == [[7, 7, 7], [1, 2, 3], [10, 11, 12]]
+    assert [column.tolist() for column in leased.positions[:3]] == [[7, 7, 7], [1, 2, 3], [10, 11, 12]]
     assert leased.key_hash is not None
     assert leased.key_hash.tolist() == [0, 5, 0]
     daemon.script("Acknowledge", answer(dispatch_pb2.AcknowledgeResponse()))

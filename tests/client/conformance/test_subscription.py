@@ -328,7 +328,7 @@ async def test_a_flush_that_takes_too_long_is_told(daemon: FakeDaemon, client: t
     daemon.script(METHOD, silent)
     subscription = await client.subscribe("topic", "sub")
     _ = subscription.ack((7, [1], [1001]))
-    with pytest.raises(tarry.DeadlineExceeded, match="1 acknowledgements are not durable"):
+    with pytest.raises(tarry.DeadlineExceeded, match="1 requests are not durable"):
         await subscription.flush(0.05)
     await subscription.close()
 

@@ -64,6 +64,9 @@ class _Client(_Threaded):
     def backlog(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.backlog(*arguments, **named))
 
+    def dead_letters(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.dead_letters(*arguments, **named))
+
     def collect_garbage(self, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.collect_garbage(**named))
 
@@ -85,6 +88,15 @@ class _AddStream(_Threaded):
 class _Subscription(_Threaded):
     def ack(self, given: Any) -> _Answer:
         return _Answer(self._wrapped.ack(given))
+
+    def nack(self, given: Any, **named: Any) -> _Answer:
+        return _Answer(self._wrapped.nack(given, **named))
+
+    def reject(self, given: Any, reason: str = "", **named: Any) -> _Answer:
+        return _Answer(self._wrapped.reject(given, reason, **named))
+
+    def extend(self, given: Any) -> _Answer:
+        return _Answer(self._wrapped.extend(given))
 
     def ack_unconfirmed(self, given: Any) -> None:
         self._wrapped.ack_unconfirmed(given)

@@ -52,6 +52,7 @@ class Client(inspecting.Inspecting, operating.Operating):
         deliver_at_ms: columns.Column | None = None,
         delay_ms: columns.Column | None = None,
         key_hash: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
         subscription: str | None = None,
         timeout_s: float | None = None,
@@ -65,6 +66,7 @@ class Client(inspecting.Inspecting, operating.Operating):
                 deliver_at_ms=deliver_at_ms,
                 delay_ms=delay_ms,
                 key_hash=key_hash,
+                delay_level=delay_level,
                 already_due=already_due,
                 subscription=subscription,
                 timeout_s=timeout_s,
@@ -212,6 +214,57 @@ class Client(inspecting.Inspecting, operating.Operating):
         """As `tarry.Client.ack`."""
         return await self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
 
+    async def nack(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        *,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Nacked:
+        """As `tarry.Client.nack`."""
+        return await self._connections.run(
+            self._calls.nack(
+                topic,
+                subscription,
+                given,
+                delay_ms=delay_ms,
+                delay_level=delay_level,
+                batch_index=batch_index,
+                key_hash=key_hash,
+                timeout_s=timeout_s,
+            )
+        )
+
+    async def reject(
+        self,
+        topic: str,
+        subscription: str,
+        given: batch.HandedOut,
+        reason: str = "",
+        *,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+        timeout_s: float | None = None,
+    ) -> results.Nacked:
+        """As `tarry.Client.reject`."""
+        return await self._connections.run(
+            self._calls.nack(
+                topic,
+                subscription,
+                given,
+                reject=True,
+                reason=reason,
+                batch_index=batch_index,
+                key_hash=key_hash,
+                timeout_s=timeout_s,
+            )
+        )
+
     async def extend_lease(
         self,
         topic: str,
@@ -247,9 +300,11 @@ class Client(inspecting.Inspecting, operating.Operating):
             self._calls.update_subscription(topic, subscription, policy, timeout_s=timeout_s)
         )
 
-    async def delete_subscription(self, topic: str, subscription: str, *, timeout_s: float | None = None) -> None:
+    async def delete_subscription(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> results.SubscriptionDeleted:
         """As `tarry.Client.delete_subscription`."""
-        await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
+        return await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
     async def close(self) -> None:
         """As `tarry.Client.close`."""

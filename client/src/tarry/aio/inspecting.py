@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from tarry import calls, inspection, results
+from tarry import calls, inspection, redelivery, results
 from tarry.aio import connections
 
 T = TypeVar("T")
-P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage)
+P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage, inspection.DeadLetterPage)
 
 
 class Inspecting:
@@ -178,6 +178,34 @@ class Inspecting:
         return await self._connections.run(
             self._calls.backlog_page(
                 topic, subscription, page_token, ledgers=ledgers, page_size=page_size, timeout_s=timeout_s
+            )
+        )
+
+    def dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[inspection.DeadLetterPage]:
+        """As `tarry.Client.dead_letters`."""
+        return _pages(lambda token: self.dead_letters_page(topic, subscription, which, token, timeout_s=timeout_s))
+
+    async def dead_letters_page(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        page_token: str = "",
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> inspection.DeadLetterPage:
+        """As `tarry.Client.dead_letters_page`."""
+        return await self._connections.run(
+            self._calls.dead_letters_page(
+                topic, subscription, which, page_token, page_size=page_size, timeout_s=timeout_s
             )
         )
 

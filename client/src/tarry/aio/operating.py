@@ -1,6 +1,6 @@
 """What an operator does, on the event loop.
 
-Owns: the calls of a client on a topic as a whole, and on the garbage of a root.
+Owns: the calls of a client on a topic as a whole, on dead letters, and on the garbage of a root.
 Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.aio.connections`).
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from tarry import calls, policies, results
+from tarry import calls, policies, redelivery, results
 from tarry.aio import connections
 
 
@@ -27,6 +27,43 @@ class Operating:
     ) -> policies.TopicPolicy:
         """As `tarry.Client.set_policy`."""
         return await self._connections.run(self._calls.set_policy(topic, policy, timeout_s=timeout_s))
+
+    async def delay_levels(self, topic: str = "", *, timeout_s: float | None = None) -> results.DelayLevelsInForce:
+        """As `tarry.Client.delay_levels`."""
+        return await self._connections.run(self._calls.delay_levels(topic, timeout_s=timeout_s))
+
+    async def set_delay_levels(
+        self, topic: str, levels: policies.DelayLevels | None, *, timeout_s: float | None = None
+    ) -> results.DelayLevelsSet:
+        """As `tarry.Client.set_delay_levels`."""
+        return await self._connections.run(self._calls.set_delay_levels(topic, levels, timeout_s=timeout_s))
+
+    async def replay_dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        delay_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> results.Replayed:
+        """As `tarry.Client.replay_dead_letters`."""
+        return await self._connections.run(
+            self._calls.replay_dead_letters(topic, subscription, which, delay_ms=delay_ms, timeout_s=timeout_s)
+        )
+
+    async def purge_dead_letters(
+        self,
+        topic: str,
+        subscription: str,
+        which: redelivery.DeadLetterFilter | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As `tarry.Client.purge_dead_letters`."""
+        return await self._connections.run(
+            self._calls.purge_dead_letters(topic, subscription, which, timeout_s=timeout_s)
+        )
 
     async def seal(self, topic: str, *, timeout_s: float | None = None) -> results.Sealed:
         """As `tarry.Client.seal`."""

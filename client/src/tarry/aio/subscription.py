@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from tarry import batch, calls, errors, futures, receiving, results, retry, streams
+from tarry import batch, calls, columns, errors, futures, receiving, results, retry, streams
 from tarry.aio import changes, connections, session
+
+R = TypeVar("R")
 
 
 class Subscription:
@@ -26,7 +28,7 @@ class Subscription:
     ) -> None:
         self._timeout_s = known.timeout_s
         self._changes = changes.Changes()
-        self._state: receiving.Receiving[asyncio.Future[int]] = receiving.Receiving(
+        self._state: receiving.Receiving[asyncio.Future[Any]] = receiving.Receiving(
             topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
         )
         name = f"subscription {subscription!r} of topic {topic!r}"
@@ -87,13 +89,48 @@ class Subscription:
 
         Example: `ignored = await subscription.ack(batch)`
         """
-        loop = asyncio.get_running_loop()
-        parts = self._state.acknowledge(given, loop.create_future)
-        if len(parts) == 1:
-            return parts[0]
-        whole: asyncio.Future[int] = loop.create_future()
-        futures.join(parts, sum, whole)
-        return whole
+        return _whole(self._state.acknowledge(given, _promise), sum)
+
+    def nack(
+        self,
+        given: batch.HandedOut,
+        *,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+    ) -> asyncio.Future[results.Nacked]:
+        """As `tarry.Subscription.nack`; sent and awaited as `ack`.
+
+        Example: `await subscription.nack(batch.take([0]), delay_ms=10_000)`
+        """
+        parts = self._state.nack(
+            given,
+            _promise,
+            delay_ms=delay_ms,
+            delay_level=delay_level,
+            batch_index=batch_index,
+            key_hash=key_hash,
+        )
+        return _whole(parts, results.Nacked.merge)
+
+    def reject(
+        self,
+        given: batch.HandedOut,
+        reason: str = "",
+        *,
+        batch_index: columns.Column | None = None,
+        key_hash: columns.Column | None = None,
+    ) -> asyncio.Future[results.Nacked]:
+        """As `tarry.Subscription.reject`; sent and awaited as `ack`."""
+        parts = self._state.nack(
+            given, _promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
+        )
+        return _whole(parts, results.Nacked.merge)
+
+    def extend(self, given: batch.HandedOut) -> asyncio.Future[int]:
+        """As `tarry.Subscription.extend`; sent and awaited as `ack`."""
+        return _whole(self._state.extend(given, _promise), sum)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
         """As `tarry.Subscription.ack_unconfirmed`."""
@@ -150,11 +187,24 @@ class Subscription:
         self._settle(self._state.failed(error))
         self._changes.notify()
 
-    def _settle(self, settled: Iterable[receiving.Settled[asyncio.Future[int]]]) -> None:
+    def _settle(self, settled: Iterable[receiving.Settled[asyncio.Future[Any]]]) -> None:
         for each in settled:
             futures.settle(each)
             self._state.remove(each.request_id)
             self._changes.notify()
+
+
+def _promise() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+def _whole(parts: list[asyncio.Future[R]], combine: Callable[[list[R]], R]) -> asyncio.Future[R]:
+    """One future of a call that was sent as several requests."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: asyncio.Future[R] = _promise()
+    futures.join(parts, combine, whole)
+    return whole
 
 
 class Opening:
