@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,8 +132,7 @@ class DeadLetterFilter:
 ALL = DeadLetterFilter()
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class DeadLetterPage:
+class DeadLetterPage(NamedTuple):
     """`next_after`: the `after_id` of the next page; None when there is none. A page may have fewer rows than were
     asked for, also none, and yet a next one.
     """

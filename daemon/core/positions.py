@@ -421,7 +421,7 @@ def _portable_length(data: memoryview) -> int:
     return offset
 
 
-def _distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
+def distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
     """(the distinct values, which of them each is): by a table where they lie close together, without a sort."""
     lowest = values.min()
     span = int(values.max() - lowest) + 1
@@ -438,7 +438,7 @@ def _distinct(values: U64) -> tuple[U64, npt.NDArray[np.intp]]:
 
 def _distinct_pages(ledger_id: U64, page: U64) -> tuple[list[tuple[int, int]], npt.NDArray[np.intp]]:
     if not page.any():
-        ledgers, inverse = _distinct(ledger_id)
+        ledgers, inverse = distinct(ledger_id)
         return [(ledger, 0) for ledger in ledgers.tolist()], inverse
     pairs, inverse = np.unique(np.stack([ledger_id, page], axis=1), axis=0, return_inverse=True)
     return [(ledger, number) for ledger, number in pairs.tolist()], inverse.reshape(-1)

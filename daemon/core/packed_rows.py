@@ -1,0 +1,329 @@
+"""Rows with a redelivery time, in as few bytes as they need.
+
+Owns: their columns, their order (redelivery time, ledger, entry), and the packed form: sorted, never changed, read from
+any row on.
+Does not own: which rows still count (`nack_runs`).
+
+A row's time, the rank of its page among the pages of these rows in the order of positions, and the low half of its key
+are bit fields of one integer, each as wide as these rows need, the time on top. So the integers are in the order of the
+rows, and ledger and entry are not stored: they follow from the key. Where times have many rows whose positions lie
+together the integers are a Roaring bitmap, elsewhere arrays of as many bytes as they need (PIP-393's bitmaps are small
+only where a time has many rows). Columns that are constant take nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.packed_column import PackedColumn, Unsigned, narrowed
+from daemon.core.positions import LOW_MASK, PAGE_BITS, KeyedRows, PagePlaces, bitmap_of, distinct, keys_of
+from storage_backends.formats.rows import U32, U64, Index, Rows
+
+_SHIFT = np.uint64(PAGE_BITS)
+_KEY_BITS = 64
+# What a bitmap takes beside its rows, and beside them each of its containers: measured, roughly.
+_BITMAP_BYTES = 400
+_CONTAINER_BYTES = 72
+_CONTAINER_BITS = 16
+_BITSET_BYTES = 8192
+# The planes of integers of so many bytes, the highest first, in bits.
+_PLANES = {0: (), 1: (8,), 2: (16,), 3: (16, 8), 4: (32,), 5: (32, 8), 6: (32, 16), 7: (32, 16, 8), 8: (64,)}
+
+Order = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class NackColumns:
+    """n rows: `redeliver_at_ms`, `keys` u64[n]; `deliver_at_ms` u64[n], None when all are 0; `key_hash` u32[n], None
+    when no row has one.
+    """
+
+    redeliver_at_ms: U64
+    keys: U64
+    deliver_at_ms: U64 | None = None
+    key_hash: U32 | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @staticmethod
+    def of(rows: KeyedRows, redeliver_at_ms: U64) -> NackColumns:
+        deliver_at_ms, key_hash = rows.rows.deliver_at_ms, rows.rows.key_hash
+        return NackColumns(
+            redeliver_at_ms,
+            rows.keys,
+            deliver_at_ms if deliver_at_ms.any() else None,
+            key_hash if key_hash is not None and key_hash.any() else None,
+        )
+
+    def keyed(self, places: PagePlaces) -> KeyedRows:
+        """The rows, with their positions."""
+        ledger_id, entry_id = places.positions(self.keys)
+        deliver_at_ms = np.zeros(len(self), np.uint64) if self.deliver_at_ms is None else self.deliver_at_ms
+        return KeyedRows(Rows(deliver_at_ms, ledger_id, entry_id, self.key_hash), self.keys)
+
+    def take(self, index: Index) -> NackColumns:
+        return NackColumns(
+            self.redeliver_at_ms[index],
+            self.keys[index],
+            None if self.deliver_at_ms is None else self.deliver_at_ms[index],
+            None if self.key_hash is None else self.key_hash[index],
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[NackColumns]) -> NackColumns:
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return NackColumns(np.empty(0, np.uint64), np.empty(0, np.uint64))
+        deliver_at_ms = key_hash = None
+        if any(part.deliver_at_ms is not None for part in parts):
+            deliver_at_ms = np.concatenate(
+                [np.zeros(len(part), np.uint64) if part.deliver_at_ms is None else part.deliver_at_ms for part in parts]
+            )
+        if any(part.key_hash is not None for part in parts):
+            key_hash = np.concatenate(
+                [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
+            )
+        return NackColumns(
+            np.concatenate([part.redeliver_at_ms for part in parts]),
+            np.concatenate([part.keys for part in parts]),
+            deliver_at_ms,
+            key_hash,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Layout:
+    """Where the fields of some rows are in an integer a row.
+
+    `pages`: the ordinals of their pages, in the order of positions. `time_unit_bits`: the times are multiples of so
+    large a power of two, counted from `base_ms`.
+    """
+
+    base_ms: int
+    time_unit_bits: int
+    time_bits: int
+    pages: U64
+    low_base: int
+    low_bits: int
+
+    @property
+    def page_bits(self) -> int:
+        return (len(self.pages) - 1).bit_length()
+
+    @property
+    def bits(self) -> int:
+        return self.time_bits + self.page_bits + self.low_bits
+
+    def first_after(self, time_ms: int) -> int:
+        """No integer of a row at or before the time is as large, and each of a later row is; at least 0."""
+        if time_ms < self.base_ms:
+            return 0
+        return (((time_ms - self.base_ms) >> self.time_unit_bits) + 1) << (self.page_bits + self.low_bits)
+
+    def time_of(self, packed: int) -> int:
+        return self.base_ms + (packed >> (self.page_bits + self.low_bits) << self.time_unit_bits)
+
+    def times_of(self, packed: U64) -> U64:
+        times = packed >> np.uint64(self.page_bits + self.low_bits)
+        times <<= np.uint64(self.time_unit_bits)
+        times += np.uint64(self.base_ms)
+        return times
+
+    def keys_of(self, packed: U64) -> U64:
+        keys = packed & np.uint64((1 << self.low_bits) - 1)
+        if len(self.pages) == 1:
+            keys += np.uint64(self.low_base + (int(self.pages[0]) << PAGE_BITS))
+            return keys
+        keys += np.uint64(self.low_base)
+        ranks = (packed >> np.uint64(self.low_bits)) & np.uint64((1 << self.page_bits) - 1)
+        keys |= (self.pages << _SHIFT)[ranks.astype(np.intp)]
+        return keys
+
+
+def _laid_out(columns: NackColumns, places: PagePlaces) -> tuple[_Layout, U64, U64 | None, U64]:
+    """(the layout of rows, of each its time from the base, the rank of its page, the low half of its key less the
+    least); None when all are of one page.
+    """
+    base_ms = columns.redeliver_at_ms.min()
+    times = columns.redeliver_at_ms - base_ms
+    all_times = int(np.bitwise_or.reduce(times))
+    unit_bits = (all_times & -all_times).bit_length() - 1 if all_times else 0
+    times >>= np.uint64(unit_bits)
+    low = columns.keys & LOW_MASK
+    low_base = low.min()
+    low -= low_base
+    ordinals = columns.keys >> _SHIFT
+    ranks = None
+    if ordinals[0] == ordinals[-1] and (ordinals == ordinals[0]).all():
+        pages = ordinals[:1].copy()
+    else:
+        found, inverse = distinct(ordinals)
+        ledger_id, entry_id = places.positions(found << _SHIFT)
+        order = np.lexsort((entry_id, ledger_id))
+        rank_of = np.empty(len(order), np.uint64)
+        rank_of[order] = np.arange(len(order), dtype=np.uint64)
+        pages, ranks = found[order], rank_of[inverse]
+    time_bits = (all_times >> unit_bits).bit_length()
+    low_bits = int(low.max()).bit_length()
+    return _Layout(int(base_ms), unit_bits, time_bits, pages, int(low_base), low_bits), times, ranks, low
+
+
+def _packed(layout: _Layout, times: U64, ranks: U64 | None, low: U64) -> U64 | None:
+    """An integer a row; None when 64 bits are not enough."""
+    if layout.bits > _KEY_BITS:
+        return None
+    shift = layout.page_bits + layout.low_bits
+    # By 64 bits nothing can be shifted: then there is one time.
+    packed: U64 = times << np.uint64(shift) if layout.time_bits else times
+    if ranks is not None:
+        packed |= ranks << np.uint64(layout.low_bits)
+    packed |= low
+    return packed
+
+
+def due_order(columns: NackColumns, places: PagePlaces) -> Order:
+    """The index that sorts rows by (redelivery time, ledger, entry)."""
+    layout, times, ranks, low = _laid_out(columns, places)
+    packed = _packed(layout, times, ranks, low)
+    if packed is not None:
+        return np.argsort(packed, kind="stable")
+    return np.lexsort((low, np.zeros_like(low) if ranks is None else ranks, times))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class PackedRows:
+    """Rows in order, packed. `born`: see `nack_runs.Departed`."""
+
+    born: int
+    rows: int
+    layout: _Layout
+    # A set, or planes of the integers, the highest bits first.
+    packed: BitMap64 | tuple[Unsigned, ...]
+    deliver_at_ms: PackedColumn | None
+    key_hash: PackedColumn | None
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def is_bitmap(self) -> bool:
+        return isinstance(self.packed, BitMap64)
+
+    @property
+    def size_bytes(self) -> int:
+        """What columns and bitmap take, without the objects that hold them."""
+        held = sum(column.size_bytes for column in (self.deliver_at_ms, self.key_hash) if column is not None)
+        if isinstance(self.packed, BitMap64):
+            held += len(self.packed.serialize())
+        else:
+            held += sum(plane.nbytes for plane in self.packed)
+        return held + self.layout.pages.nbytes
+
+    def time_at(self, index: int) -> int:
+        if isinstance(self.packed, BitMap64):
+            return self.layout.time_of(self.packed[index])
+        packed = 0
+        for plane in self.packed:
+            packed = packed << 8 * plane.itemsize | int(plane[index])
+        return self.layout.time_of(packed)
+
+    def due_end(self, now_ms: int, start: int) -> int:
+        """The index, from `start` on, behind the last row that is due."""
+        later = self.layout.first_after(now_ms)
+        if later.bit_length() > self.layout.bits:
+            return self.rows
+        if not later:
+            return start
+        if isinstance(self.packed, BitMap64):
+            return max(start, self.packed.rank(later - 1))
+        end, below = self.rows, sum(8 * plane.itemsize for plane in self.packed)
+        for plane in self.packed:
+            below -= 8 * plane.itemsize
+            wanted = plane.dtype.type((later >> below) & ((1 << 8 * plane.itemsize) - 1))
+            part = plane[start:end]
+            first = start + int(part.searchsorted(wanted, side="left"))
+            end = start + int(part.searchsorted(wanted, side="right"))
+            start = first
+            if start == end:
+                break
+        return start
+
+    def integers(self) -> U64 | None:
+        """All integers of a bitmap, to be kept while rows are read from it; arrays are read as they are: None."""
+        return keys_of(self.packed) if isinstance(self.packed, BitMap64) else None
+
+    def columns(self, start: int = 0, end: int | None = None, integers: U64 | None = None) -> NackColumns:
+        """The rows from start to end. `integers`: as they were returned before."""
+        chosen = slice(start, self.rows if end is None else end)
+        if isinstance(self.packed, BitMap64):
+            packed = (keys_of(self.packed) if integers is None else integers)[chosen]
+        elif not self.packed:
+            packed = np.zeros(1, np.uint64)[chosen]
+        else:
+            packed = self.packed[0][chosen].astype(np.uint64)
+            for plane in self.packed[1:]:
+                packed <<= np.uint64(8 * plane.itemsize)
+                packed |= plane[chosen]
+        return NackColumns(
+            self.layout.times_of(packed),
+            self.layout.keys_of(packed),
+            None if self.deliver_at_ms is None else self.deliver_at_ms.take(chosen),
+            None if self.key_hash is None else self.key_hash.take(chosen).astype(np.uint32),
+        )
+
+
+def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows]:
+    """Rows in any order, at least one, sorted and packed: in one piece, where an integer has room for all fields."""
+    layout, times, ranks, low = _laid_out(columns, places)
+    packed = _packed(layout, times, ranks, low)
+    if packed is None:
+        # Half the rows have fewer pages, and less time between them.
+        order = np.lexsort((low, np.zeros_like(low) if ranks is None else ranks, times))
+        middle = len(order) // 2
+        return [piece for half in (order[:middle], order[middle:]) for piece in pack(columns.take(half), places, born)]
+    deliver_at_ms, key_hash = columns.deliver_at_ms, columns.key_hash
+    if not bool((packed[1:] >= packed[:-1]).all()):
+        if deliver_at_ms is None and key_hash is None:
+            packed.sort()
+        else:
+            order = np.argsort(packed, kind="stable")
+            packed = packed[order]
+            deliver_at_ms = None if deliver_at_ms is None else deliver_at_ms[order]
+            key_hash = None if key_hash is None else key_hash[order]
+    return [
+        PackedRows(
+            born,
+            len(packed),
+            layout,
+            _smallest(packed, layout.bits),
+            None if deliver_at_ms is None else PackedColumn.of(deliver_at_ms),
+            None if key_hash is None else PackedColumn.of(key_hash),
+        )
+    ]
+
+
+def _smallest(packed: U64, bits: int) -> BitMap64 | tuple[Unsigned, ...]:
+    """Ascending integers of so many bits as a set or as planes, whichever is smaller."""
+    width = (bits + 7) // 8
+    shared = packed >> np.uint64(_CONTAINER_BITS)
+    containers = 1 + int(np.count_nonzero(shared[1:] != shared[:-1]))
+    runs = 1 + int(np.count_nonzero(packed[1:] - packed[:-1] != 1))
+    in_containers = min(4 * runs, 2 * len(packed), _BITSET_BYTES * containers)
+    if _BITMAP_BYTES + _CONTAINER_BYTES * containers + in_containers < width * len(packed):
+        bitmap = bitmap_of(packed)
+        bitmap.run_optimize()
+        bitmap.shrink_to_fit()
+        return bitmap
+    planes = []
+    below = 8 * width
+    for plane_bits in _PLANES[width]:
+        below -= plane_bits
+        planes.append(narrowed((packed >> np.uint64(below)) & np.uint64((1 << plane_bits) - 1), plane_bits))
+    return tuple(planes)
