@@ -64,7 +64,7 @@ class FakeClaims(abc.ABC):
                 dead_lettered += 1
                 letter = DeadLetter(
                     row=row[:3],
-                    redelivery_count=known.counts.get(row, 0),
+                    redelivery_count=known.counts.get(row, 0) + (nack.reject and known.nacked.get(row, 0) <= now_ms),
                     dead_at_ms=now_ms,
                     reason=2 if nack.reject else 1,
                     text=nack.text if nack.reject else "",
