@@ -65,6 +65,7 @@ class Story:
             deliver_at_ms=None,
             delay_ms=5,
             key_hash=None,
+            delay_level=None,
             already_due=tarry.AlreadyDue.DELIVER,
         )
         assert first == 0

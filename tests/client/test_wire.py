@@ -108,7 +108,8 @@ def test_an_acknowledgement_is_the_message_that_the_generated_code_makes(
 
 
 def columns_of(rows: list[tuple[int, int, int]]) -> columns.Positions:
-    return columns.Positions(*(np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True)))
+    ledger_id, entry_id, deliver_at_ms = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
+    return columns.Positions(ledger_id, entry_id, deliver_at_ms)
 
 
 @st.composite

@@ -264,8 +264,8 @@ async def test_what_cannot_be_sent_is_refused_and_nothing_is_given_back(
     async with client.subscribe("topic", "sub") as subscription:
         received = await receive(subscription)
         with pytest.raises(tarry.InvalidArgument, match="at most one of delay_ms and delay_level"):
-            subscription.nack(received, delay_ms=1, delay_level=1)
+            await subscription.nack(received, delay_ms=1, delay_level=1)
         with pytest.raises(tarry.InvalidArgument, match="reason is"):
-            subscription.reject(received, "\udcff")
+            await subscription.reject(received, "\udcff")
         assert subscription.held == 2
         _ = subscription.ack(received)
