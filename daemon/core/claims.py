@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import Mask
+from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index, SeenRows
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
@@ -37,7 +37,7 @@ class HeldPositions:
     def __len__(self) -> int:
         return len(self.ledger_id)
 
-    def take(self, chosen: Mask) -> HeldPositions:
+    def take(self, chosen: Mask | Places) -> HeldPositions:
         batch_index = None if self.batch_index is None else self.batch_index[chosen]
         return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen], batch_index)
 
@@ -55,7 +55,8 @@ class HeldPositions:
 
     def are_parts(self) -> Mask:
         """Which of them are one message of their entry."""
-        return self._batch_indexes() != NO_BATCH_INDEX
+        parts: Mask = self._batch_indexes() != NO_BATCH_INDEX
+        return parts
 
     def entries(self) -> HeldPositions:
         """Their entries, each as a whole."""
@@ -137,3 +138,17 @@ def _answered(index: Index, found: KeyedRows, claims: HeldPositions) -> tuple[Ke
     left = np.ones(len(keys), np.bool_)
     left[hits[first]] = False
     return found.take(rows), claims.take(left)
+
+
+def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPositions) -> Mask:
+    """Which of the entries have a row, or are about to, that the subscription is owed, with whatever time.
+
+    `indexes`: of entries, that the subscription is owed rows of.
+    """
+    owed = np.zeros(len(entries), np.bool_)
+    for index in indexes:
+        keys = entries.keys_in(index)
+        asked = bitmap_of(keys[keys != UNKNOWN_KEY])
+        there = index.owed_present_among(asked, state.subscription_id) | (index.staged.keys & asked)
+        owed |= contained(keys, there)
+    return owed

@@ -17,6 +17,7 @@ from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.runs import in_due_order
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
+from storage_backends.formats.index_ids import subscription_of
 
 
 def feed(
@@ -40,7 +41,7 @@ def feed(
         owed_whole = owed_whole or complete
         came = shared
         if len(shared) < len(passed):
-            own = [each for each in passed if each.bucket.subscription_id == state.subscription_id]
+            own = [each for each in passed if subscription_of(each.bucket.subscription_id) == state.subscription_id]
             came = [*shared, *own]
             owed = [*owed, *(each.rows for each in own)]
             complete = complete and not own
@@ -113,10 +114,10 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
         if not taken:
             state.reader = None
             return []
-        in_hand = state.in_hand()
+        left_out = state.in_hand() | state.set_aside()
         ready = []
         for bucket, rows in taken:
-            owed = bucket.unacknowledged(rows, state.subscription_id, in_hand)
+            owed = bucket.unacknowledged(rows, state.subscription_id, left_out)
             mask = state.owes(owed) if len(owed) and not bucket.subscription_id else None
             ready.append(owed if mask is None else owed.take(mask))
         rows = KeyedRows.concat(ready)

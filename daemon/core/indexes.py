@@ -26,10 +26,10 @@ from daemon.core.quarantine import QuarantinedBucket, RebuildNeeded
 from daemon.core.runs import SortedRun, earliest, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
+from storage_backends.formats.index_ids import SHARED, batch_parts_of
 
 # Segments of one bucket that are loaded with one read, ahead of the head.
 LOAD_AHEAD_SEGMENTS = 8
-SHARED = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -46,7 +46,8 @@ _Source = tuple[Bucket, bool, SortedRun | None]
 
 
 class Indexes(Mapping[int, Index]):
-    """By the id of the subscription whose own index it is, made with its first row; 0 is the shared one, always there.
+    """By number (`formats.index_ids`): a subscription's own ones, made with their first rows; 0 is the shared one, which
+    is always there.
 
     `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
     they are due, until it is applied: they are passed no more.
@@ -79,17 +80,28 @@ class Indexes(Mapping[int, Index]):
             self._by_id[subscription_id] = index
         return index
 
-    def serving(self, subscription_id: int) -> list[Index]:
-        """The indexes that a subscription is owed rows of: the shared one, and its own if there is one."""
+    def of_entries(self, subscription_id: int | None = None) -> list[Index]:
+        """The indexes of entries as a whole that a subscription is owed rows of: the shared one, and its own if there
+        is one; None: all of them.
+        """
+        if subscription_id is None:
+            return [index for index in self._by_id.values() if not index.of_batch_parts]
         own = self._by_id.get(subscription_id)
         return [self.shared] if own is None else [self.shared, own]
 
+    def serving(self, subscription_id: int) -> list[Index]:
+        """The indexes that a subscription is owed rows of: these, and that of its batch parts if there is one."""
+        parts = self._by_id.get(batch_parts_of(subscription_id))
+        entries = self.of_entries(subscription_id)
+        return entries if parts is None else [*entries, parts]
+
     def remove(self, subscription_id: int) -> None:
-        """The subscription is no more, and nobody else is owed anything of its own index."""
-        index = self._by_id.pop(subscription_id, None)
-        if index is not None:
-            for name in index.sealed:
-                self.cache.discard_bucket(name)
+        """The subscription is no more, and nobody else is owed anything of its own indexes."""
+        for index_id in (subscription_id, batch_parts_of(subscription_id)):
+            index = self._by_id.pop(index_id, None)
+            if index is not None:
+                for name in index.sealed:
+                    self.cache.discard_bucket(name)
 
     # ---- buckets
 

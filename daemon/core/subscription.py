@@ -1,27 +1,37 @@
-"""The backlog of one subscription: READY, IN_FLIGHT, and what waits for an acknowledgement to become durable.
+"""The backlog of one subscription: READY, IN_FLIGHT, NACKED, and what waits for a decision to become durable.
 
 Owns: who is owed what, the queue of READY rows with its bound, reading the backlog again when the queue was full or
-nobody listened, and what each dispatcher holds.
-Does not own: which rows are due and which are gone (`index`), and streams and permits on the wire (the engine).
+nobody listened, what each dispatcher holds, and taking nacked rows back to READY when their time has come.
+Does not own: which rows are due and which are gone (`index`), what a negative acknowledgement decides (`redelivering`),
+and streams and permits on the wire (the engine).
 
 READY is a bounded queue that the index feeds as rows come due. Where it cannot be fed (no dispatcher, or full) the
 subscription falls behind, and a `BacklogReader` derives READY from the buckets: due, not gone, not acknowledged,
 owed, and not in hand already.
+
+A nacked position is handed out by the tracker alone, when its time has come and there is room; the index and the reader
+leave it out. Once it is READY it is a row as any other: where nobody listens it is simply derived again later, with the
+count that is kept of it.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.backlog_reader import BacklogReader
+from daemon.core.dead_letters import DeadLetters
 from daemon.core.in_flight import InFlight, Mask
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.nack_tracker import NackTracker
+from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained
+from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest
 from storage_backends.formats.manifest import Subscription
+from storage_backends.formats.rows import U64
 
 
 class SubscriptionState:
@@ -32,17 +42,28 @@ class SubscriptionState:
 
     `stored`: as in the manifest; replaced when its policy changes.
     `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
+    `acknowledging`, `nacking`: positions that a staged decision takes out of the backlog, or makes wait.
+    `counts`: of positions of the backlog, how often each was negatively acknowledged.
+    `dead_letters_leaving`: ids of dead letters that a staged decision replays or purges.
+    `last_dead_letter_id`: the highest one given, also by a decision that is staged.
     """
 
-    def __init__(self, stored: Subscription, *, ready_rows_max: int) -> None:
+    def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
         self.stored = stored
         self.backlog = 0
         self.in_flight = InFlight()
         self.acknowledging = BitMap64()
+        self.nacking = BitMap64()
+        self.nacks = NackTracker(places)
+        self.counts = RedeliveryCounts()
+        self.dead_letters = DeadLetters()
+        self.dead_letters_leaving = BitMap64()
+        self.last_dead_letter_id = 0
         self.reader: BacklogReader | None = None
         self.ready_rows = 0
         self._ready_rows_max = ready_rows_max
         self._returned: KeyedRows = KeyedRows.empty()
+        self._redelivered: collections.deque[KeyedRows] = collections.deque()
         self._ready: collections.deque[KeyedRows] = collections.deque()
         self._dispatchers: set[int] = set()
         # No row of the backlog that is neither READY nor in hand has a time before; None when there was none.
@@ -77,6 +98,7 @@ class SubscriptionState:
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
+            self._redelivered.clear()
             self._returned = KeyedRows.empty()
             self.ready_rows = 0
             self._unread_ms = oldest_ms
@@ -114,14 +136,30 @@ class SubscriptionState:
         return self.ready_rows >= self._ready_rows_max
 
     def feed(self, rows: KeyedRows) -> None:
-        """Rows in hand-out order, all owed and not acknowledged."""
+        """Rows that the head has passed, in hand-out order, all owed and not acknowledged."""
+        counts = self.counts.of(rows.keys)
+        if counts is not None:
+            # After a recovery: the tracker is faster than the head.
+            known = bitmap_of(rows.keys[counts > 0])
+            elsewhere = (self.set_aside() | self.in_hand()) & known
+            rows = dataclasses.replace(rows, redelivery_count=counts)
+            if elsewhere:
+                rows = rows.take(~contained(rows.keys, elsewhere))
+        self._append(rows)
+
+    def _append(self, rows: KeyedRows) -> None:
         if len(rows):
             self._ready.append(rows)
             self.ready_rows += len(rows)
 
+    def counted(self, rows: KeyedRows) -> KeyedRows:
+        """The rows with their redelivery counts."""
+        counts = self.counts.of(rows.keys)
+        return rows if counts is None else dataclasses.replace(rows, redelivery_count=counts)
+
     def derived(self, rows: KeyedRows) -> None:
         """Rows that the reader has derived: what it will derive later is not before them."""
-        self.feed(rows)
+        self._append(self.counted(rows))
         if len(rows):
             self._unread_ms = int(rows.rows.deliver_at_ms[-1])
 
@@ -133,10 +171,11 @@ class SubscriptionState:
             return self.ready_rows
         return max(0, min(self.ready_rows, rows_max - len(self.in_flight)))
 
-    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` READY rows, which become IN_FLIGHT: what came back first, then in hand-out order.
+    def hand_out(self, dispatcher: int, limit: int, *, elapsed_ms: int = 0) -> KeyedRows:
+        """At most `limit` READY rows, which become IN_FLIGHT: what streams and leases returned, then what is
+        redelivered, then in hand-out order.
 
-        `dispatcher`: the stream or the lease that holds them from now on.
+        `dispatcher`: the stream or the lease that holds them from now on, `elapsed_ms` by a clock that never steps.
         """
         parts: list[KeyedRows] = []
         room = min(limit, self.available_rows)
@@ -145,24 +184,59 @@ class SubscriptionState:
             self._returned = self._returned.take(slice(room, None))
             room -= len(parts[0])
         while room:
-            rows = self._ready.popleft()
+            queue = self._redelivered or self._ready
+            rows = queue.popleft()
             if len(rows) > room:
-                self._ready.appendleft(rows.take(slice(room, None)))
+                queue.appendleft(rows.take(slice(room, None)))
                 rows = rows.take(slice(0, room))
             parts.append(rows)
             room -= len(rows)
         taken = KeyedRows.concat(parts)
         if len(taken):
             self.ready_rows -= len(taken)
-            self.in_flight.add(taken, dispatcher)
+            self.in_flight.add(taken, dispatcher, elapsed_ms=elapsed_ms)
         return taken
+
+    # ---- NACKED
+
+    @property
+    def takes_redeliveries(self) -> bool:
+        """Whether nacked positions whose time has come may leave the tracker: to READY, or, where nobody listens, to
+        what is read again later.
+        """
+        return not self._dispatchers or not self.is_full
+
+    def redeliver(self, now_ms: int, limit: int) -> U64:
+        """Takes about `limit` nacked positions whose time has come back into what may be handed out; their times."""
+        if not self.takes_redeliveries:
+            return np.empty(0, np.uint64)
+        rows, times_ms = self.nacks.take_due(now_ms, limit)
+        if not len(rows):
+            return times_ms
+        leaving = self.acknowledging | self.nacking
+        if leaving:
+            stay = ~contained(rows.keys, leaving)
+            rows, times_ms = rows.take(stay), times_ms[stay]
+        if not len(rows):
+            return times_ms
+        if self._dispatchers:
+            self._redelivered.append(self.counted(rows))
+            self.ready_rows += len(rows)
+        else:
+            self._unread_ms = earliest(self._unread_ms, int(times_ms[0]))
+        return times_ms
+
+    def set_aside(self) -> BitMap64:
+        """Positions of the backlog that are NACKED, or named by a negative acknowledgement that is staged."""
+        return self.nacks.keys | self.nacking
 
     # ---- what nobody holds
 
     @property
     def _unread_rows(self) -> int:
         """Rows of the backlog that are neither READY nor in hand: a reader will derive them, when somebody listens."""
-        return self.backlog - len(self.in_flight) - len(self.acknowledging) - self.ready_rows
+        held_rows = len(self.in_flight) + len(self.acknowledging) + len(self.nacks) + len(self.nacking)
+        return self.backlog - held_rows - self.ready_rows
 
     def pass_by(self, owed: Iterable[KeyedRows]) -> None:
         """Rows, each part in due order, are about to come into the backlog, and not into READY."""
@@ -178,35 +252,47 @@ class SubscriptionState:
         Of a subscription that is behind it may be the time of one that was acknowledged since.
         """
         returned_ms = int(self._returned.rows.deliver_at_ms.min()) if len(self._returned) else None
-        ready_ms = int(self._ready[0].rows.deliver_at_ms[0]) if self._ready else None
+        ready = self._redelivered or self._ready
+        ready_ms = int(ready[0].rows.deliver_at_ms[0]) if ready else None
         return earliest(returned_ms, ready_ms, self._unread_ms if self._unread_rows > 0 else None)
 
     def in_hand(self) -> BitMap64:
         """Every position that is READY, IN_FLIGHT or being acknowledged."""
-        sets = [bitmap_of(rows.keys) for rows in (self._returned, *self._ready) if len(rows)]
+        sets = [bitmap_of(rows.keys) for rows in self._ready_parts()]
         return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
+
+    def _ready_parts(self) -> list[KeyedRows]:
+        return [rows for rows in (self._returned, *self._redelivered, *self._ready) if len(rows)]
 
     def first_in_hand_ms(self) -> int | None:
         """The earliest time of what is READY or IN_FLIGHT; None when nothing is."""
-        ready = (int(rows.rows.deliver_at_ms.min()) for rows in (self._returned, *self._ready) if len(rows))
+        ready = (int(rows.rows.deliver_at_ms.min()) for rows in self._ready_parts())
         return earliest(self.in_flight.first_due_ms(), *ready)
 
     def held_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)
 
-    def drop(self, keys: BitMap64) -> None:
-        """Positions of the backlog left it by a decision. O(READY)."""
+    def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
+        """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""
         if keys:
-            self.backlog -= len(keys)
-            self.acknowledging -= keys
+            self.backlog -= backlog_rows
+            self.forget(keys)
             self.withdraw(keys)
+
+    def forget(self, keys: BitMap64) -> None:
+        """Positions that nobody holds left the backlog by a decision."""
+        self.acknowledging -= keys
+        self.nacking -= keys
+        self.nacks.drop(keys)
+        self.counts.drop(keys)
 
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         self._returned = _without([self._returned], keys)[0]
+        self._redelivered = collections.deque(rows for rows in _without(self._redelivered, keys) if len(rows))
         self._ready = collections.deque(rows for rows in _without(self._ready, keys) if len(rows))
-        self.ready_rows = len(self._returned) + sum(map(len, self._ready))
+        self.ready_rows = sum(map(len, self._ready_parts()))
         if len(self.in_flight):
             self.in_flight.take_keys(keys)
 

@@ -6,9 +6,10 @@ Does not own: waiting for slots, timers and loading (`daemon.engine`), and what 
 
     request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
 
-Nothing that is staged is visible: it neither comes due nor is it handed out. Adds, acknowledgements, cancellations and
-reschedules that are staged together commute: an add names positions that have no row, an acknowledgement positions that
-are due, the others positions that are not and that nothing else names.
+Nothing that is staged is visible: it neither comes due nor is it handed out. Adds, acknowledgements, negative ones,
+cancellations and reschedules that are staged together commute: an add names positions that have no row, an
+acknowledgement positions that are due, the last two positions that are not and that nothing else names, and what a
+negative acknowledgement names nothing else does.
 """
 
 from __future__ import annotations
@@ -19,34 +20,44 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import adding, delay_levels, feeding, limits, trimming
+from daemon.core.acknowledging import Acknowledging
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
 from daemon.core.containment import Contained, EntryRanges, contained_in
+from daemon.core.dead_lettering import DeadLettering
 from daemon.core.departures import Departure
 from daemon.core.index import Index, SeenRows
-from daemon.core.indexes import SHARED, Indexes
+from daemon.core.indexes import Indexes
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, bitmap_of
+from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.quarantine import RebuildNeeded
+from daemon.core.redelivering import Redelivering
+from daemon.core.redelivery_cut import RedeliveryCut, cut_of
+from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import Withdrawals
 from daemon.errors import InvariantViolated
+from storage_backends.formats.index_ids import SHARED, subscription_of
 from storage_backends.formats.journal import (
     AcknowledgeRecord,
     AddRecord,
+    DeadLetterRecord,
     GoneReason,
     GoneRecord,
+    NackRecord,
+    PurgeRecord,
     Record,
+    ReplayRecord,
     RescheduleRecord,
     WaiveRecord,
 )
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.rows import U64
 
 
 class Topic:
@@ -73,10 +84,19 @@ class Topic:
         self._ready_rows_max = ready_rows_max
         self.subscriptions: dict[int, SubscriptionState] = {}
         for stored in subscriptions:
-            self.subscriptions[stored.subscription_id] = SubscriptionState(stored, ready_rows_max=ready_rows_max)
+            self.subscriptions[stored.subscription_id] = self._new_state(stored)
         self.withdrawals = Withdrawals(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.acknowledging = Acknowledging(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.dead_lettering = DeadLettering(topic_id, incarnation, self.indexes, self.subscriptions)
+        self.redelivery = Redelivering(
+            topic_id, incarnation, self.indexes, self.subscriptions, self.acknowledging, self.dead_lettering
+        )
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
+        self._redelivered_at_ms: list[U64] = []
+
+    def _new_state(self, stored: Subscription) -> SubscriptionState:
+        return SubscriptionState(stored, self.indexes.places, ready_rows_max=self._ready_rows_max)
 
     @property
     def index(self) -> Index:
@@ -133,46 +153,7 @@ class Topic:
         )
         return records, outcome
 
-    # ---- acknowledgements
-
-    def stage_acknowledge(
-        self, state: SubscriptionState, claims: HeldPositions
-    ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
-        """Acknowledges what is IN_FLIGHT with that time: (the records to journal, the claims that are not IN_FLIGHT).
-
-        Where both indexes have a row of a position the first claim is for that of the shared one.
-        """
-        records: list[AcknowledgeRecord] = []
-        for index in self.indexes.serving(state.subscription_id):
-            if not len(claims):
-                break
-            keys = claims.keys_in(index)
-            found = state.in_flight.take(keys, claims.deliver_at_ms)
-            if found.any():
-                taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
-                rows = Rows(taken.deliver_at_ms, taken.ledger_id, taken.entry_id)
-                records.append(self._acknowledge_record(index, state, rows, keys))
-                claims = claims.take(~found)
-        return tuple(records), claims
-
-    def stage_acknowledge_found(self, state: SubscriptionState, found: KeyedRows) -> tuple[AcknowledgeRecord, ...]:
-        """Acknowledges rows of the backlog that `find_in_backlog` found."""
-        if not len(found):
-            return ()
-        state.withdraw(bitmap_of(found.keys))
-        records: list[AcknowledgeRecord] = []
-        owners = self.indexes.places.owners(found.keys)
-        for index in self.indexes.serving(state.subscription_id):
-            here = owners == np.uint64(index.subscription_id)
-            if here.any():
-                part = found if here.all() else found.take(here)
-                rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
-                records.append(self._acknowledge_record(index, state, rows, part.keys))
-        return tuple(records)
-
-    def _acknowledge_record(self, index: Index, state: SubscriptionState, rows: Rows, keys: U64) -> AcknowledgeRecord:
-        state.acknowledging |= bitmap_of(keys)
-        return AcknowledgeRecord(self.topic_id, self.incarnation, state.subscription_id, rows, index.subscription_id)
+    # ---- what dispatchers claim to hold
 
     def in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> HeldPositions:
         """The claims that may be in the backlog; whether the times are right only the rows can tell."""
@@ -187,17 +168,33 @@ class Topic:
         """
         return find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
 
-    def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows) -> None:
-        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them."""
+    def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> int:
+        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; how many. Those that are NACKED
+        are not.
+        """
+        nacked = contained(found.keys, state.set_aside())
+        if nacked.any():
+            found = found.take(~nacked)
         if len(found):
             state.withdraw(bitmap_of(found.keys))
-            state.in_flight.add(found, dispatcher)
+            state.in_flight.add(state.counted(found), dispatcher, elapsed_ms=elapsed_ms)
+        return len(found)
 
-    def move_held(self, state: SubscriptionState, claims: HeldPositions, leases: Collection[int], lease: int) -> int:
+    def move_held(
+        self,
+        state: SubscriptionState,
+        claims: HeldPositions,
+        leases: Collection[int],
+        lease: int,
+        *,
+        elapsed_ms: int = 0,
+    ) -> int:
         """Claims that one of the leases holds with that time are held by another lease from now on; how many."""
         moved_rows = 0
         for index in self.indexes.serving(state.subscription_id):
-            moved = state.in_flight.move(claims.keys_in(index), claims.deliver_at_ms, leases, lease)
+            moved = state.in_flight.move(
+                claims.keys_in(index), claims.deliver_at_ms, leases, lease, elapsed_ms=elapsed_ms
+            )
             moved_rows += int(np.count_nonzero(moved))
             claims = claims.take(~moved)
         return moved_rows
@@ -217,8 +214,16 @@ class Topic:
                     index = self.indexes.of(record.subscription_id)
                     index.add(record.rows, slot, elapsed_ms=elapsed_ms, level=record.delay_level)
             case AcknowledgeRecord():
-                if self._has_index(record.index_id):
-                    self._apply_acknowledge(self.indexes.of(record.index_id), record, slot)
+                self.acknowledging.acknowledged(record, slot)
+            case NackRecord() if record.subscription_id in self.subscriptions:
+                self.redelivery.nacked(record, slot, elapsed_ms=elapsed_ms)
+            case DeadLetterRecord() if record.subscription_id in self.subscriptions:
+                self.acknowledging.acknowledged(record, slot)
+                self.dead_lettering.buried(record)
+            case ReplayRecord() if record.subscription_id in self.subscriptions:
+                self.dead_lettering.replayed(record, slot, elapsed_ms=elapsed_ms)
+            case PurgeRecord() if record.subscription_id in self.subscriptions:
+                self.dead_lettering.purged(record)
             case GoneRecord():
                 if self._has_index(record.subscription_id):
                     self._apply_gone(self.indexes.of(record.subscription_id), record)
@@ -229,10 +234,10 @@ class Topic:
             case WaiveRecord() if record.subscription_id in self.subscriptions:
                 with self.index.named(record.positions) as keys:
                     waived = self.index.waive(keys, record.subscription_id)
-                    self.subscriptions[record.subscription_id].drop(waived)
+                    self.subscriptions[record.subscription_id].drop(keys, backlog_rows=len(waived))
 
     def _has_index(self, index_id: int) -> bool:
-        return index_id == SHARED or index_id in self.subscriptions
+        return index_id == SHARED or subscription_of(index_id) in self.subscriptions
 
     def _apply_gone(self, index: Index, record: GoneRecord) -> None:
         with index.named(record.positions) as keys:
@@ -240,27 +245,14 @@ class Topic:
                 self.withdrawals.cancelled(index, keys)
                 return
             for state in self._served_by(index):
-                state.drop(index.owed_among(keys, state.subscription_id))
+                state.drop(keys, backlog_rows=len(index.owed_among(keys, state.subscription_id)))
             index.remove(keys)
-
-    def _apply_acknowledge(self, index: Index, record: AcknowledgeRecord, slot: int) -> None:
-        entitled = {
-            number: other.stored.since_ms
-            for number, other in self.subscriptions.items()
-            if index is self.index and other.stored.created_slot < slot
-        }
-        with index.named_rows(record.rows) as (rows, keys):
-            passed_rows = index.acknowledge(rows, keys, record.subscription_id, entitled)
-            state = self.subscriptions.get(record.subscription_id)
-            if state is not None:
-                state.backlog -= passed_rows
-                state.acknowledging -= keys
 
     def _served_by(self, index: Index) -> list[SubscriptionState]:
         """The subscriptions that are owed rows of an index."""
         if index is self.index:
             return list(self.subscriptions.values())
-        return [self.subscriptions[index.subscription_id]]
+        return [self.subscriptions[subscription_of(index.subscription_id)]]
 
     # ---- what is there
 
@@ -270,8 +262,7 @@ class Topic:
         Rows whose time has come count as pending until the head has passed them.
         """
         subscription_id = None if state is None else state.subscription_id
-        indexes = [*self.indexes.values()] if state is None else self.indexes.serving(state.subscription_id)
-        return contained_in(indexes, request, subscription_id, ranges_max=ranges_max)
+        return contained_in(self.indexes.of_entries(subscription_id), request, subscription_id, ranges_max=ranges_max)
 
     # ---- trims
 
@@ -306,7 +297,7 @@ class Topic:
 
         What was passed before is owed to the first one only. No other decision is applied before `add_subscription`.
         """
-        state = SubscriptionState(stored, ready_rows_max=self._ready_rows_max)
+        state = self._new_state(stored)
         if self.subscriptions:
             self.index.admit(stored.subscription_id)
         else:
@@ -336,13 +327,35 @@ class Topic:
     # ---- due
 
     def pass_due(self, now_ms: int, limit: int) -> int:
-        """Passes about `limit` due rows into the backlogs; how many. 0 when none is due, or none that is in memory."""
-        passed = self.indexes.pass_due(now_ms, limit)
-        if not passed:
-            return 0
+        """Passes about `limit` due rows into the backlogs, and as many of each subscription that are to be redelivered;
+        how many. 0 when none is due, or none that is in memory.
+        """
         states = tuple(self.subscriptions.values())
-        self._not_owed |= feeding.feed(passed, states, self._coming, lambda state: self._reader(state, at_head=True))
-        return sum(len(each.rows) for each in passed)
+        rows = sum(self._redeliver(state, now_ms, limit) for state in states if len(state.nacks))
+        passed = self.indexes.pass_due(now_ms, limit)
+        if passed:
+            self._not_owed |= feeding.feed(
+                passed, states, self._coming, lambda state: self._reader(state, at_head=True)
+            )
+        return rows + sum(len(each.rows) for each in passed)
+
+    def _redeliver(self, state: SubscriptionState, now_ms: int, limit: int) -> int:
+        times_ms = state.redeliver(now_ms, limit)
+        if len(times_ms):
+            self._redelivered_at_ms.append(times_ms)
+        return len(times_ms)
+
+    def take_redelivered(self) -> U64:
+        """The redelivery times of what came back since the last call."""
+        taken, self._redelivered_at_ms = self._redelivered_at_ms, []
+        return np.concatenate(taken) if taken else np.empty(0, np.uint64)
+
+    def next_redelivery_ms(self) -> int | None:
+        """No nacked position comes back before; None when none does, or there is no room for any."""
+        states = self.subscriptions.values()
+        return earliest(
+            *[state.nacks.next_due_ms() for state in states if len(state.nacks) and state.takes_redeliveries]
+        )
 
     def take_not_owed(self) -> list[GoneRecord]:
         """The decisions that make gone what was passed since the last call and no subscription is owed.
@@ -419,6 +432,16 @@ class Topic:
                 state.reader.merged(sources, bucket)
         return sources
 
+    # ---- the state as of a slot
+
+    def redelivery_cut(self) -> RedeliveryCut:
+        """What is beside the rows, as it is now: for a checkpoint or the progress of a seal."""
+        levels = tuple(
+            (number, level, keys) for number, index in self.indexes.items() for level, keys in index.levels.freeze()
+        )
+        cuts = (cut_of(state) for state in self.subscriptions.values())
+        return RedeliveryCut(tuple(cut for cut in cuts if cut is not None), levels)
+
     # ---- damage
 
     def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
@@ -447,8 +470,8 @@ class Topic:
         for state in states:
             # An add would stand in one slot with the acknowledgement, in any order: until then there is the row.
             index.acknowledging_lost |= state.acknowledging & bucket.present
-            lost = bucket.passed - bucket.acknowledged.get(state.subscription_id, BitMap64())
-            state.drop(lost)
+            owed = bucket.present - bucket.acknowledged.get(state.subscription_id, BitMap64())
+            state.drop(owed, backlog_rows=owed.intersection_cardinality(bucket.passed))
             if state.reader is not None:
                 state.reader.dropped(bucket)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
+import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
 from daemon.core.index import Index
 from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, within
+from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, part_entry_id
 from storage_backends.formats.journal import GoneReason
 from storage_backends.formats.rows import U64
 
@@ -32,6 +34,12 @@ class LedgerRanges:
     ledger_id: U64
     last_entry_id: U64
     all_lower_ledgers: bool = False
+
+    def of_batch_parts(self) -> LedgerRanges:
+        """The same of the messages of entries."""
+        last = np.minimum(self.last_entry_id, np.uint64(BATCHED_ENTRY_ID_MAX))
+        last_part = part_entry_id(last, np.full(len(last), BATCH_INDEX_MAX, np.uint32))
+        return dataclasses.replace(self, last_entry_id=last_part)
 
     def key_ranges(self, pages: PageTable) -> list[KeyRange]:
         """The keys of the pages that are known."""
@@ -82,6 +90,8 @@ def departure(
     """What is to leave an index: what is present of the ranges, None: everything; of the shared one, for a subscription
     what it is owed. `others`: the other subscriptions.
     """
+    if ranges is not None and index.of_batch_parts:
+        ranges = ranges.of_batch_parts()
     parts = chosen(index, ranges)
     if subscription_id is None:
         gone, waived = BitMap64.union(BitMap64(), *[keys for _, keys in parts]), BitMap64()

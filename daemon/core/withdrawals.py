@@ -22,10 +22,11 @@ from pyroaring import BitMap64
 
 from daemon.core import adding
 from daemon.core.index import Index
-from daemon.core.indexes import SHARED, Indexes
+from daemon.core.indexes import Indexes
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated
+from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.journal import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 from storage_backends.formats.rows import U32, U64, Rows
 
@@ -121,7 +122,7 @@ class Withdrawals:
 
     def asked(self, ledger_id: U64, entry_id: U64, subscription_id: int | None) -> Asked:
         """The positions in every index, or in that of one subscription alone. No position is named twice."""
-        indexes: Iterable[Index] = self._indexes.values()
+        indexes: Iterable[Index] = self._indexes.of_entries()
         if subscription_id is not None:
             own = self._indexes.get(subscription_id)
             indexes = () if own is None else (own,)

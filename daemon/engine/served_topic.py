@@ -184,14 +184,14 @@ class ServedTopic:
         self.check_there(state)
         commits = self.shard.commits
         commits.check_accepting()
-        records, rest = self.core.stage_acknowledge(state, claims)
+        records, rest = self.core.acknowledging.stage(state, claims)
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         self.notify(state)
         ignored = len(rest)
         if len(rest):
             found = await self._find_in_backlog(state, rest)
-            records = self.core.stage_acknowledge_found(state, found)
+            records = self.core.acknowledging.stage_found(state, found)
             if records:
                 slot = commits.stage(*records, awaited=awaited)
                 ignored -= len(found)

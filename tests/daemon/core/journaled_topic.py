@@ -175,13 +175,13 @@ class JournaledTopic:
 
     def stage_acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int] | Claim]) -> int:
         """The number of claims that were ignored."""
-        records, rest = self.core.stage_acknowledge(state, claims_of(claims))
+        records, rest = self.core.acknowledging.stage(state, claims_of(claims))
         for record in records:
             self.staged.append(record)
         if not len(rest):
             return 0
         found = self.find_in_backlog(state, rest)
-        for record in self.core.stage_acknowledge_found(state, found):
+        for record in self.core.acknowledging.stage_found(state, found):
             self.staged.append(record)
         return len(rest) - len(found)
 

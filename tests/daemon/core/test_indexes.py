@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from daemon.core.bucket import GoneSet
-from daemon.core.indexes import SHARED, Indexes
+from daemon.core.indexes import Indexes
+from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.sealed_bucket import SealedBucket

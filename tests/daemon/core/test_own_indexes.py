@@ -99,7 +99,7 @@ def test_an_acknowledgement_says_in_which_index_its_rows_are() -> None:
     topic.add([P, Q], NOW_MS, 1)
     one = opened(topic, 1)
     handed(topic, one)
-    records, rest = topic.core.stage_acknowledge(one, claims_of([(Q, NOW_MS), (P, NOW_MS), (P, NOW_MS), (R, 5)]))
+    records, rest = topic.core.acknowledging.stage(one, claims_of([(Q, NOW_MS), (P, NOW_MS), (P, NOW_MS), (R, 5)]))
     named = [(bool(record.index_id), record.rows.entry_id.tolist()) for record in records]
     assert (named, len(rest)) == ([(False, [P[1]]), (True, [Q[1], P[1]])], 1)
 

@@ -11,7 +11,8 @@ import pytest
 from daemon.core import adding, containment, feeding
 from daemon.core.containment import contained_in
 from daemon.core.index import IndexCut
-from daemon.core.indexes import SHARED, Indexes
+from daemon.core.indexes import Indexes
+from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic

@@ -11,7 +11,8 @@ from pyroaring import BitMap64
 from daemon.core import adding, withdrawals
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
-from daemon.core.indexes import SHARED, Indexes
+from daemon.core.indexes import Indexes
+from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.subscription import SubscriptionState

@@ -1,0 +1,43 @@
+"""Batch parts: messages of entries that were negatively acknowledged by themselves, as positions of an index.
+
+Owns: which keys the parts of an entry have.
+Does not own: what numbers they have (`storage_backends.formats.index_ids`), and what becomes of them (`redelivering`,
+`topic`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.index import Index
+from daemon.core.positions import UNKNOWN_KEY, keys_of
+from storage_backends.formats.index_ids import BATCH_BITS, BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX
+from storage_backends.formats.rows import U64
+
+_PARTS = 1 << BATCH_BITS
+
+
+def first_keys(index: Index, ledger_id: U64, entry_id: U64) -> U64:
+    """The key that the first part of each entry has; UNKNOWN_KEY where neither it nor its neighbours have a row."""
+    keys = index.pages.find(ledger_id, entry_id << np.uint64(BATCH_BITS))
+    keys[entry_id > np.uint64(BATCHED_ENTRY_ID_MAX)] = UNKNOWN_KEY
+    return keys
+
+
+def keys_from(first: U64) -> BitMap64:
+    """Every key that parts of entries may have, by those of their first ones."""
+    keys = BitMap64()
+    for key in first[first != UNKNOWN_KEY].tolist():
+        keys.add_range(key, key + _PARTS)
+    return keys
+
+
+def keys_of_entries(index: Index, ledger_id: U64, entry_id: U64) -> BitMap64:
+    """Every key that a part of the entries may have. `index`: of batch parts."""
+    return keys_from(first_keys(index, ledger_id, entry_id))
+
+
+def first_keys_of(parts: BitMap64) -> U64:
+    """The keys of the first parts of the entries that parts are of."""
+    return np.unique(keys_of(parts) & ~np.uint64(BATCH_INDEX_MAX))

@@ -1,0 +1,428 @@
+"""Redelivery (PIP-393, Negative Ack Redelivery): what becomes of positions that a dispatcher could not deal with.
+
+Owns: what a negative acknowledgement, a rejection or a time-out makes of each position (it comes back later, or becomes
+a dead letter), the records that say so, and that positions are NACKED when these are applied.
+Does not own: when positions come back (`nack_tracker`, `subscription`), which delay a policy gives
+(`redelivery_policy`), dead letters (`dead_lettering`), finding rows of the backlog (`claims`), and waiting for slots
+(the engine).
+
+    IN_FLIGHT, READY -(nack)-> staged: in no hand -(its slot is applied)-> NACKED -(its time has come)-> READY
+    NACKED -(nack)-> NACKED at the new time, not counted again: so a request may be repeated
+    counted more often than the policy allows, or rejected -> a dead letter: acknowledged, and kept in a list
+
+A position that no index has a row of may be negatively acknowledged, too: a message that the dispatcher took from its
+log. It gets a row in the subscription's own index, due at time 0; a message of a batch in the index of batch parts.
+
+A request is decided only when no negative acknowledgement that is staged names its positions, so the decisions of one
+slot may be applied in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core import batch_parts
+from daemon.core.acknowledging import Acknowledging
+from daemon.core.claims import HeldPositions, are_owed
+from daemon.core.dead_lettering import DeadLettering
+from daemon.core.dead_letters import DeadLetterRows
+from daemon.core.in_flight import Mask, Places
+from daemon.core.index import Index
+from daemon.core.indexes import Indexes
+from daemon.core.nack_tracker import rounded_up
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.subscription import SubscriptionState
+from storage_backends.formats.index_ids import batch_parts_of, part_entry_id
+from storage_backends.formats.journal import (
+    DeadLetterReason,
+    DeadLetterRecord,
+    NackRecord,
+    Record,
+)
+from storage_backends.formats.rows import U32, U64, Rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class NackBatch:
+    """Positions that are negatively acknowledged, n of them, no one twice; their `deliver_at_ms` is 0 where Tarry has
+    not handed them out.
+
+    `delay_ms`: u64[n], None: by policy. `key_hash`: u32[n] of those that Tarry has not handed out, None: they have
+    none. `reject`: they become dead letters, `text` says why.
+    """
+
+    positions: HeldPositions
+    delay_ms: U64 | None = None
+    key_hash: U32 | None = None
+    reject: bool = False
+    text: str = ""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def take(self, chosen: Mask | Places) -> NackBatch:
+        return dataclasses.replace(
+            self,
+            positions=self.positions.take(chosen),
+            delay_ms=None if self.delay_ms is None else self.delay_ms[chosen],
+            key_hash=None if self.key_hash is None else self.key_hash[chosen],
+        )
+
+    @property
+    def how(self) -> _How:
+        return _How(self.delay_ms, self.reject, self.text)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _How:
+    """The same of a negative acknowledgement, without its positions."""
+
+    delay_ms: U64 | None = None
+    reject: bool = False
+    text: str = ""
+
+    def take(self, chosen: Mask) -> _How:
+        return self if self.delay_ms is None else dataclasses.replace(self, delay_ms=self.delay_ms[chosen])
+
+    def are_dead(self, counts: U32, max_count: int | None) -> Mask:
+        """Which of the positions become dead letters. `counts`: this time included."""
+        if self.reject:
+            return np.ones(len(counts), np.bool_)
+        if max_count is None:
+            return np.zeros(len(counts), np.bool_)
+        return counts > np.uint32(max_count)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Terms:
+    """What holds for a subscription's redeliveries now. `delays`: in ms, by how often each was negatively acknowledged,
+    this time included. `max_count`: more often makes a dead letter, None: never. `precision_bits`: see `rounded_up`.
+    """
+
+    now_ms: int
+    delays: Callable[[U32], U64]
+    max_count: int | None
+    precision_bits: int
+
+
+class Redelivering:
+    """The negative acknowledgements and dead letters of one topic."""
+
+    def __init__(
+        self,
+        topic_id: str,
+        incarnation: int,
+        indexes: Indexes,
+        subscriptions: Mapping[int, SubscriptionState],
+        acknowledging: Acknowledging,
+        dead_lettering: DeadLettering,
+    ) -> None:
+        self._topic_id = topic_id
+        self._incarnation = incarnation
+        self._indexes = indexes
+        self._subscriptions = subscriptions
+        self._acknowledging = acknowledging
+        self._dead_lettering = dead_lettering
+
+    # ---- negative acknowledgements
+
+    def is_staged(self, state: SubscriptionState, positions: HeldPositions) -> bool:
+        """Whether a negative acknowledgement that is staged names one of the positions, or a part of one."""
+        if not state.nacking:
+            return False
+        for index in self._indexes.serving(state.subscription_id):
+            if state.nacking.intersect(bitmap_of(positions.keys_in(index))):
+                return True
+            if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
+                return True
+        return False
+
+    def stage(self, state: SubscriptionState, nack: NackBatch, terms: Terms) -> tuple[tuple[Record, ...], NackBatch]:
+        """What is IN_FLIGHT is decided: (the records to journal in one slot, what is not IN_FLIGHT)."""
+        records: list[Record] = []
+        left = nack
+        for index in self._indexes.serving(state.subscription_id):
+            if not len(left):
+                break
+            rows, found = state.in_flight.take_rows(left.positions.keys_in(index), left.positions.deliver_at_ms)
+            if found.any():
+                records += self._decide(state, index, rows, rows.counts() + np.uint32(1), left.take(found).how, terms)
+                left = left.take(~found)
+        if left.positions.batch_index is not None:
+            in_flight = state.in_flight.find(self._entries_of_new_parts(state, left))
+            decided, left = self._decide_new_parts(state, left, in_flight, terms)
+            records += decided
+        return tuple(records), left
+
+    def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
+        """The positions to look for in the backlog: of a message of a batch its entry, too."""
+        parts = left.positions.are_parts()
+        if not parts.any():
+            return left.positions
+        return HeldPositions.concat(left.positions, left.positions.take(parts).entries())
+
+    def stage_found(
+        self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
+    ) -> tuple[tuple[Record, ...], int]:
+        """The rest: (the records to journal in one slot, how many positions are not in the backlog with that time).
+
+        `found`: the rows of the backlog that `sought` names. What nobody owes the subscription, and Tarry has not
+        handed out, enters the backlog.
+        """
+        records: list[Record] = []
+        found = state.counted(found)
+        for index in self._indexes.serving(state.subscription_id):
+            rows, here = _matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found)
+            if here.any():
+                keys = bitmap_of(rows.keys)
+                is_nacked = contained(rows.keys, state.nacks.keys & keys)
+                state.withdraw(keys)
+                counts = rows.counts() + (~is_nacked).astype(np.uint32)
+                records += self._decide(state, index, rows, counts, left.take(here).how, terms)
+                left = left.take(~here)
+        if left.positions.batch_index is not None:
+            decided, left = self._decide_new_parts(state, left, found, terms)
+            records += decided
+        if len(left):
+            entries, indexes = left.positions.entries(), self._indexes.of_entries(state.subscription_id)
+            strange = (left.positions.deliver_at_ms == 0) & ~are_owed(indexes, state, entries)
+            records += self._decide_strange(state, left.take(strange), terms)
+            left = left.take(~strange)
+        return tuple(records), len(left)
+
+    def stage_overdue(
+        self, state: SubscriptionState, before_ms: int, terms: Terms, *, limit: int
+    ) -> tuple[Record, ...]:
+        """Positions that are IN_FLIGHT since before a time, by a clock that never steps, about `limit` of them at most,
+        are negatively acknowledged by policy: the records to journal in one slot.
+        """
+        rows = state.in_flight.take_since(before_ms, limit)
+        records: list[Record] = []
+        owners = self._indexes.places.owners(rows.keys)
+        for index in self._indexes.serving(state.subscription_id):
+            here = owners == np.uint64(index.subscription_id)
+            if here.any():
+                part = rows if here.all() else rows.take(here)
+                records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
+        return tuple(records)
+
+    def extend(self, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int) -> int:
+        """Positions that a dispatcher holds with that time are IN_FLIGHT since now; how many it does not hold so."""
+        rows = len(positions)
+        for index in self._indexes.serving(state.subscription_id):
+            moved = state.in_flight.move(
+                positions.keys_in(index), positions.deliver_at_ms, (dispatcher,), dispatcher, elapsed_ms=elapsed_ms
+            )
+            rows -= int(np.count_nonzero(moved))
+        return rows
+
+    # ---- one decision
+
+    def _decide(
+        self,
+        state: SubscriptionState,
+        index: Index,
+        rows: KeyedRows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+    ) -> Iterator[Record]:
+        """What becomes of rows that are in nobody's hand any more. `counts`: this time included."""
+        dead = how.are_dead(counts, terms.max_count)
+        if dead.any():
+            dying = rows.take(dead)
+            state.acknowledging |= bitmap_of(dying.keys)
+            yield self._dead_letters(state, index.subscription_id, dying.rows, counts[dead], how, terms)
+            if not index.of_batch_parts:
+                yield from self._acknowledging.end_parts(state, dying.rows.ledger_id, dying.rows.entry_id)
+        if not dead.all():
+            stays = rows.take(~dead)
+            state.nacking |= bitmap_of(stays.keys)
+            yield self._nack(state, index, stays.rows, counts[~dead], how.take(~dead), terms)
+
+    def _decide_new(
+        self,
+        state: SubscriptionState,
+        index_id: int,
+        rows: Rows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+    ) -> Iterator[Record]:
+        """The same of positions that have no row: those that come back get one."""
+        dead = how.are_dead(counts, terms.max_count)
+        if dead.any():
+            yield self._dead_letters(state, index_id, rows.take(dead), counts[dead], how, terms)
+        if not dead.all():
+            stays = rows.take(~dead)
+            index = self._indexes.of(index_id)
+            keys = bitmap_of(index.pages.intern(stays.ledger_id, stays.entry_id))
+            index.staged.add(keys)
+            state.nacking |= keys
+            yield self._nack(state, index, stays, counts[~dead], how.take(~dead), terms, added=True)
+
+    def _nack(
+        self,
+        state: SubscriptionState,
+        index: Index,
+        rows: Rows,
+        counts: U32,
+        how: _How,
+        terms: Terms,
+        *,
+        added: bool = False,
+    ) -> NackRecord:
+        delay_ms = terms.delays(counts) if how.delay_ms is None else how.delay_ms
+        # After a step back of the clock a row may not be due yet by it.
+        wanted_ms = np.maximum(delay_ms + np.uint64(terms.now_ms), rows.deliver_at_ms)
+        return NackRecord(
+            self._topic_id,
+            self._incarnation,
+            state.subscription_id,
+            index.subscription_id,
+            rows,
+            rounded_up(wanted_ms, terms.precision_bits),
+            counts,
+            added,
+        )
+
+    def _dead_letters(
+        self, state: SubscriptionState, index_id: int, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> DeadLetterRecord:
+        reason = DeadLetterReason.REJECTED if how.reject else DeadLetterReason.TOO_OFTEN
+        return self._dead_lettering.stage(
+            state, index_id, rows, counts, reason=reason, text=how.text, now_ms=terms.now_ms
+        )
+
+    # ---- messages of batches
+
+    def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
+        """The keys that the entries of parts may have which have no row yet."""
+        fresh = left.take(self._are_new_parts(state, left))
+        keys = [fresh.positions.entries().keys_in(index) for index in self._indexes.of_entries(state.subscription_id)]
+        return bitmap_of(np.concatenate(keys))
+
+    def _are_new_parts(self, state: SubscriptionState, left: NackBatch) -> Mask:
+        parts = left.positions.are_parts()
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is not None:
+            keys = left.positions.keys_in(index)
+            asked = bitmap_of(keys)
+            parts &= ~contained(keys, index.present_among(asked) | (index.staged.keys & asked))
+        return parts
+
+    def _decide_new_parts(
+        self, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Parts that have no row, of entries that are in the backlog: (the records, what is left).
+
+        `entries`: rows of the backlog with their counts, among others those of the parts. A part counts on from there.
+        """
+        records: list[Record] = []
+        for index in self._indexes.of_entries(state.subscription_id):
+            fresh = np.flatnonzero(self._are_new_parts(state, left))
+            asked = left.take(fresh)
+            keys = asked.positions.entries().keys_in(index)
+            rows, here = _matched(keys, asked.positions.deliver_at_ms, entries)
+            if not here.any():
+                continue
+            chosen = asked.take(here)
+            index_id = batch_parts_of(state.subscription_id)
+            new = _part_rows(chosen.positions, rows.rows.key_hash)
+            records += self._decide_new(state, index_id, new, rows.counts() + np.uint32(1), chosen.how, terms)
+            stays = np.ones(len(left), np.bool_)
+            stays[fresh[here]] = False
+            left = left.take(stays)
+        return records, left
+
+    # ---- positions that Tarry has not handed out
+
+    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: Terms) -> Iterator[Record]:
+        parts = strange.positions.are_parts()
+        for chosen, index_id in ((~parts, state.subscription_id), (parts, batch_parts_of(state.subscription_id))):
+            if chosen.any():
+                nack = strange.take(chosen)
+                positions = nack.positions
+                if index_id == state.subscription_id:
+                    rows = Rows(positions.deliver_at_ms, positions.ledger_id, positions.entry_id, nack.key_hash)
+                else:
+                    rows = _part_rows(positions, nack.key_hash)
+                yield from self._decide_new(state, index_id, rows, np.ones(len(nack), np.uint32), nack.how, terms)
+
+    # ---- decisions are applied
+
+    def nacked(self, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
+        """Positions are NACKED. What has left since, at a replay, is left out."""
+        state = self._subscriptions[record.subscription_id]
+        index = self._indexes.of(record.index_id)
+        if record.added:
+            index.add_due(record.rows, slot, elapsed_ms=elapsed_ms)
+            state.backlog += len(record.rows)
+        rows = index.pages.keyed(record.rows)
+        named = bitmap_of(rows.keys)
+        state.nacking -= named
+        times_ms, counts = record.redeliver_at_ms, record.redelivery_count
+        there = index.owed_present_among(named, state.subscription_id)
+        if len(there) < len(rows):
+            stays = contained(rows.keys, there)
+            rows, times_ms, counts = rows.take(stays), times_ms[stays], counts[stays]
+        if len(rows):
+            state.nacks.add(rows, times_ms)
+            state.counts.set(rows.keys, counts)
+
+    # ---- the state as of a slot
+
+    def restore(
+        self,
+        subscription_id: int,
+        nacked: KeyedRows,
+        redeliver_at_ms: U64,
+        planes: Sequence[BitMap64],
+        dead_letters: DeadLetterRows,
+        last_dead_letter_id: int,
+    ) -> None:
+        """Puts a cut back, after the rows of the indexes. What the subscription is not owed a row of is left out."""
+        state = self._subscriptions[subscription_id]
+        named = BitMap64.union(bitmap_of(nacked.keys), *planes)
+        owed = BitMap64.union(
+            BitMap64(),
+            *[index.owed_present_among(named, subscription_id) for index in self._indexes.serving(subscription_id)],
+        )
+        stays = contained(nacked.keys, owed)
+        if stays.any():
+            state.nacks.add(nacked.take(stays), redeliver_at_ms[stays])
+        state.counts.restore([plane & owed for plane in planes])
+        if len(dead_letters):
+            state.dead_letters.add(dead_letters)
+        state.last_dead_letter_id = last_dead_letter_id
+
+
+def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
+    """The keys that parts of those of the positions may have that are entries as a whole."""
+    whole = entries if entries.batch_index is None else entries.take(~entries.are_parts())
+    return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
+
+
+def _part_rows(parts: HeldPositions, key_hash: U32 | None) -> Rows:
+    if parts.batch_index is None:
+        raise ValueError("positions without batch indexes are no parts")
+    return Rows(parts.deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
+
+
+def _matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows, Mask]:
+    """Of the keys that are found with that time the rows, in the order of the keys; which these are.
+
+    `found`: by ascending key within each index; a key may be asked for several times.
+    """
+    if not len(found) or not len(keys):
+        return KeyedRows.empty(), np.zeros(len(keys), np.bool_)
+    order = np.argsort(found.keys, kind="stable")
+    places = np.searchsorted(found.keys, keys, sorter=order)
+    places[places == len(found)] = 0
+    places = order[places]
+    here = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == deliver_at_ms)
+    return found.take(places[here]), here
