@@ -26,7 +26,14 @@ from tests.daemon.grpc_services.bad_calls import (
     LIST_TOPICS,
     TOPIC_STATS,
 )
+from tests.daemon.grpc_services.bad_dead_letters import BAD_DEAD_LETTERS, DEAD_LETTERS_COVERED
 from tests.daemon.grpc_services.bad_levels import BAD_LEVELS, LEVELS_COVERED
+from tests.daemon.grpc_services.bad_redelivery import (
+    BAD_HELD_PARTS,
+    BAD_REDELIVERIES,
+    REDELIVERIES_REFUSED_IN_BAND,
+    REDELIVERY_COVERED,
+)
 from tests.daemon.grpc_services.bad_requests import (
     ADD,
     ADDS,
@@ -50,7 +57,9 @@ from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 
-ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED
+ALL_COVERED = (
+    COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED | DEAD_LETTERS_COVERED | REDELIVERY_COVERED
+)
 
 
 @pytest.fixture(params=["engine in memory", "real engine"])
@@ -96,7 +105,11 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
     assert not missing, f"{missing} not in {said!r}"
 
 
-@pytest.mark.parametrize("case", [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS, *BAD_LEVELS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS, *BAD_LEVELS, *BAD_DEAD_LETTERS, *BAD_REDELIVERIES],
+    ids=str,
+)
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
     populated: Edge, case: Case
 ) -> None:
@@ -148,7 +161,7 @@ async def test_an_add_stream_ends_when_a_message_has_not_even_an_id(populated: E
     assert await state(populated) == before
 
 
-@pytest.mark.parametrize("case", BAD_OPENS, ids=str)
+@pytest.mark.parametrize("case", [*BAD_OPENS, *BAD_HELD_PARTS], ids=str)
 async def test_a_bad_open_ends_the_stream(populated: Edge, case: Case) -> None:
     before = await state(populated)
     stream = populated.caller.stream(SUBSCRIBE)
@@ -168,7 +181,7 @@ async def test_a_stream_that_ends_before_open_is_refused(populated: Edge) -> Non
     assert "open" in (refused.value.details() or "")
 
 
-@pytest.mark.parametrize("case", REFUSED_IN_BAND, ids=str)
+@pytest.mark.parametrize("case", [*REFUSED_IN_BAND, *REDELIVERIES_REFUSED_IN_BAND], ids=str)
 async def test_a_bad_request_on_an_open_stream_is_answered_by_done_and_the_stream_goes_on(
     populated: Edge, case: Case
 ) -> None:
@@ -178,7 +191,7 @@ async def test_a_bad_request_on_an_open_stream_is_answered_by_done_and_the_strea
     before = await state(populated)
     await stream.send(case.request)
     done = (await stream.receive()).done
-    assert done.request_id == (9 if "acknowledge" in case.name else 0)
+    assert done.request_id == (0 if case.name in ("zero permits", "an empty request") else 9)
     assert_says(case, done.error.code, done.error.message)
     assert await state(populated) == before
 
