@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import TYPE_CHECKING
 
 from daemon.core.index import BucketBits, IndexCut
 from daemon.durability import progress
 from daemon.durability.sealing import SealCut
 from storage_backends.formats import checkpoint
 
+if TYPE_CHECKING:
+    from daemon.core.redelivering import RedeliveryCut
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicCut:
-    """A topic as of the checkpoint's slot. `indexes`: by subscription id, the first one is 0, the shared index.
-    `sealing`: cuts whose seal is not known to be committed.
+    """A topic as of the checkpoint's slot. `indexes`: by id, the first one is 0, the shared index. `sealing`: cuts
+    whose seal is not known to be committed.
     """
 
     topic_id: str
@@ -26,12 +30,14 @@ class TopicCut:
     incarnation: int
     indexes: tuple[tuple[int, IndexCut], ...]
     sealing: tuple[SealCut, ...]
+    redelivery: RedeliveryCut | None = None
 
 
 def part_of(cut: TopicCut) -> checkpoint.TopicPart:
     """The topic's part of the checkpoint. O(n): runs in an executor."""
     (_, shared), *own = cut.indexes
     bits = [each for _, index in cut.indexes for each in index.bits]
+    bits.append(BucketBits("", (), shared.mutable.acknowledged))
     own_rows = ((number, index.mutable.kept().rows) for number, index in sorted(own, key=operator.itemgetter(0)))
     return checkpoint.TopicPart(
         topic_id=cut.topic_id,
@@ -39,7 +45,7 @@ def part_of(cut: TopicCut) -> checkpoint.TopicPart:
         incarnation=cut.incarnation,
         mutable_rows=shared.mutable.kept().rows,
         sealing=tuple(map(_sealing_part, cut.sealing)),
-        progress=progress.to_stored(shared.mutable.pages, (*bits, BucketBits("", (), shared.mutable.acknowledged))),
+        progress=progress.of_topic(shared.mutable.pages, bits, cut.redelivery),
         own_rows=tuple(checkpoint.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
     )
 

@@ -1,28 +1,43 @@
 """What is gone and acknowledged, between its form in memory and its stored form.
 
-Owns: that translation, both ways, reading the progress of a manifest, and finding what it says of a bucket, also under
-the names of those that were merged into it.
-Does not own: where progress is written (`sealing`, `checkpoint`), what it means (`daemon.core.bucket`), and the mapping
-of a merge (`storage_backends.formats.merge`).
+Owns: that translation, both ways, progress as a whole, reading that of a manifest, and finding what it says of a
+bucket, also under the names of those that were merged into it.
+Does not own: what progress says of redeliveries (`redeliveries`), where it is written (`sealing`, `checkpoint`), what
+it means (`daemon.core.bucket`), and the mapping of a merge (`storage_backends.formats.merge`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
 from daemon.core.index import BucketBits
 from daemon.core.positions import PageTable
+from daemon.durability import redeliveries
 from daemon.errors import Corruption
 from storage_backends import object_store
 from storage_backends.formats import errors, manifest, merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress
 
+if TYPE_CHECKING:
+    from daemon.core.redelivering import RedeliveryCut
+
+
+def of_topic(pages: PageTable, bits: Iterable[BucketBits], redelivery: RedeliveryCut | None) -> Progress:
+    """The progress of a topic as of one slot. O(n): runs in an executor."""
+    stored = to_stored(pages, bits)
+    if redelivery is None:
+        return stored
+    of_subscriptions, levels = redeliveries.to_stored(pages, redelivery)
+    return dataclasses.replace(stored, redeliveries=of_subscriptions, levels=levels)
+
 
 def to_stored(pages: PageTable, bits: Iterable[BucketBits]) -> Progress:
-    """Buckets of which nothing is gone or acknowledged are left out. O(n): runs in an executor."""
+    """Its part on buckets; those of which nothing is gone or acknowledged are left out. O(n): runs in an executor."""
     buckets = []
     for each in bits:
         gone = BitMap64.union(*each.gone) if each.gone else BitMap64()

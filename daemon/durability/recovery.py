@@ -13,8 +13,9 @@ serving.
 `p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
 for; 0 where there is none. A bucket whose seal was cut before `p` and is not in the manifest by then is in the part
 with its rows: if `applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they
-are rows of the mutable bucket. What is stored of a bucket that was merged since counts for the merged one. Rows of the
-own index of a subscription that is no more are owed to nobody: they are left out.
+are rows of the mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What
+progress says of redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription
+that is no more are owed to nobody: they are left out.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pa
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
-from daemon.durability import bucket_objects, progress
+from daemon.durability import bucket_objects, progress, redeliveries
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
-from storage_backends.formats import bucket, checkpoint, errors, journal, manifest
+from storage_backends.formats import bucket, checkpoint, errors, index_ids, journal, manifest
 from storage_backends.formats.checkpoint import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.rows import Rows
@@ -147,7 +148,9 @@ def restore(
     *,
     elapsed_ms: int,
 ) -> None:
-    """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined."""
+    """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined. Raises
+    Corruption.
+    """
     by_bucket = {each.bucket: each for each in objects.progress.buckets}
     for live in tip.live:
         index = _index(topic, live.subscription_id)
@@ -170,13 +173,14 @@ def restore(
                 bits = by_bucket.get(sealing.bucket)
                 _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     topic.index.dismiss_all_but(topic.subscriptions)
+    redeliveries.restore(topic, objects.progress)
 
 
-def _index(topic: Topic, subscription_id: int) -> Index | None:
-    """None: the subscription whose own index it was is no more."""
-    if subscription_id and subscription_id not in topic.subscriptions:
+def _index(topic: Topic, index_id: int) -> Index | None:
+    """None: the subscription whose index it was is no more."""
+    if index_id != index_ids.SHARED and index_ids.subscription_of(index_id) not in topic.subscriptions:
         return None
-    return topic.indexes.of(subscription_id)
+    return topic.indexes.of(index_id)
 
 
 def _sealed_bucket(
@@ -218,9 +222,9 @@ def _quarantined_bucket(
     return restored
 
 
-def _restore_rows(topic: Topic, subscription_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
+def _restore_rows(topic: Topic, index_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
     """They are rows of the mutable bucket of an index, but for those that are gone."""
-    index = _index(topic, subscription_id)
+    index = _index(topic, index_id)
     if index is None:
         return
     mutable, pages = index.mutable, index.pages

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableRows
@@ -23,10 +24,13 @@ from storage_backends import object_store
 from storage_backends.formats import bucket, manifest
 from storage_backends.formats.segment import SegmentLimits
 
+if TYPE_CHECKING:
+    from daemon.core.redelivering import RedeliveryCut
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealCut:
-    """The mutable bucket of one index as of `slot`. `subscription_id`: whose index it is, 0 = the shared one.
+    """The mutable bucket of the index `subscription_id` (`index_ids`) as of `slot`.
 
     `key`: the object that the bucket will be; `base`: the manifest number that it was started from.
     """
@@ -66,9 +70,11 @@ def write_bucket(
     return WrittenBucket(live, encoded.table, rows)
 
 
-def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
-    """Everything that is gone or acknowledged as of the cuts of one seal. `bits`: of the buckets of all indexes that
+def progress_of(
+    cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut | None = None
+) -> manifest.Progress:
+    """Everything of a topic that is not rows, as of the cuts of one seal. `bits`: of the buckets of all indexes that
     were sealed or being sealed before; what was acknowledged of the rows that are being sealed is in the cuts.
     """
     own = (BucketBits(cut.key, (), cut.rows.acknowledged) for cut in cuts)
-    return progress.to_stored(cuts[0].rows.pages, (*bits, *own))
+    return progress.of_topic(cuts[0].rows.pages, (*bits, *own), redelivery)

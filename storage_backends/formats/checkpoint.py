@@ -25,8 +25,8 @@ _WHAT = "checkpoint"
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealingPart:
-    """A bucket of the index of `subscription_id` (0 = the shared one) whose seal was cut at `slot` and is not known to
-    be committed. `bucket`: the key it is written under.
+    """A bucket of the index `subscription_id` (`index_ids`) whose seal was cut at `slot` and is not known to be
+    committed. `bucket`: the key it is written under.
 
     When the topic has applied `slot`, the rows come from the bucket; else these are rows of the mutable bucket.
     """
@@ -39,7 +39,7 @@ class SealingPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class OwnRows:
-    """The rows of the mutable bucket of a subscription's own index."""
+    """The rows of the mutable bucket of the index `subscription_id`, which is not the shared one."""
 
     subscription_id: int
     rows: Rows
@@ -58,8 +58,8 @@ class CarriedSlot:
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicPart:
     """A topic as of `slot`, None = the checkpoint's. `mutable_rows`: of the shared index; `own_rows`: of the indexes of
-    subscriptions, ascending. `progress`: of live and sealing buckets by key, and of the shared index's mutable bucket
-    under the empty name.
+    subscriptions, ascending by index. `progress`: of live and sealing buckets by key, of the shared index's mutable
+    bucket under the empty name, and of redeliveries.
 
     The part of a topic that was not loaded is carried over from the checkpoint before, with its `slot`; 0 when there is
     no such state but the manifest's. `carried`: what the slots above that one decided on the topic, ascending.
@@ -107,12 +107,12 @@ def _check_slots(part: TopicPart, slot: int) -> None:
 
 
 def _check_own_rows(part: TopicPart) -> None:
-    """Raises ValueError when the rows of own indexes do not ascend by subscription, or name the shared index."""
+    """Raises ValueError when the rows of own indexes do not ascend by index, or name the shared one."""
     reached = 0
     for own in part.own_rows:
         if own.subscription_id <= reached:
             raise ValueError(
-                f"topic {part.topic!r} has own rows of subscription {own.subscription_id} after those of {reached}"
+                f"topic {part.topic!r} has own rows of index {own.subscription_id} after those of {reached}"
             )
         reached = own.subscription_id
 
@@ -165,7 +165,7 @@ def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:
         for part in state.sealing
     )
     own_rows = tuple(
-        OwnRows(own.subscription_id, _rows(own.mutable_rows, f"{what} subscription {own.subscription_id}"))
+        OwnRows(own.subscription_id, _rows(own.mutable_rows, f"{what} index {own.subscription_id}"))
         for own in state.own_rows
     )
     rows = _rows(state.mutable_rows, what) if state.HasField("mutable_rows") else Rows.empty()

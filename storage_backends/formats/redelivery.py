@@ -11,11 +11,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from storage_backends.formats import columns, errors, manifest
 from storage_backends.formats.records import DeadLetterReason
 from storage_backends.formats.rows import U32, U64, Rows
+
+U8 = npt.NDArray[np.uint8]
 
 _NACKED: Final = "nacked rows"
 _DEAD_LETTERS: Final = "dead letters"
@@ -32,7 +35,7 @@ class DeadLetterColumns(NamedTuple):
     key_hash: U32
     redelivery_count: U32
     dead_at_ms: U64
-    reason: U32
+    reason: U8
     text_index: U32
     texts: tuple[str, ...]
 
@@ -75,7 +78,7 @@ def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompress
         key_hash=columns.encode_u32(letters.key_hash, zstd),
         redelivery_count=columns.encode_u32(letters.redelivery_count, zstd),
         dead_at_ms=columns.encode_u64(letters.dead_at_ms, zstd),
-        reason=columns.encode_u32(letters.reason, zstd),
+        reason=columns.encode_u32(letters.reason.astype(np.uint32), zstd),
         text_index=columns.encode_u32(letters.text_index, zstd),
         texts=letters.texts,
     )
@@ -93,7 +96,7 @@ def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
         _u32(stored.key_hash, rows, f"{_DEAD_LETTERS} key_hash"),
         _u32(stored.redelivery_count, rows, f"{_DEAD_LETTERS} redelivery_count"),
         _u64(stored.dead_at_ms, rows, f"{_DEAD_LETTERS} dead_at_ms"),
-        _u32(stored.reason, rows, f"{_DEAD_LETTERS} reason"),
+        _reasons(stored.reason, rows),
         _u32(stored.text_index, rows, f"{_DEAD_LETTERS} text_index"),
         stored.texts,
     )
@@ -102,14 +105,19 @@ def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
 
 
 def _check(letters: DeadLetterColumns) -> None:
-    ids, reasons, texts = letters.dead_letter_id, letters.reason, letters.text_index
+    ids, texts = letters.dead_letter_id, letters.text_index
     if (ids[1:] <= ids[:-1]).any():
         raise errors.FormatError(_DEAD_LETTERS, 0, "their ids do not ascend")
+    if len(texts) and int(texts.max()) >= len(letters.texts):
+        raise errors.FormatError(_DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}")
+
+
+def _reasons(data: bytes, rows: int) -> U8:
+    reasons = _u32(data, rows, f"{_DEAD_LETTERS} reason")
     unknown = ~np.isin(reasons, list(DeadLetterReason))
     if unknown.any():
         raise errors.FormatError(_DEAD_LETTERS, 0, f"reason {reasons[unknown][0]} is not known")
-    if len(texts) and int(texts.max()) >= len(letters.texts):
-        raise errors.FormatError(_DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}")
+    return reasons.astype(np.uint8)
 
 
 def _u64(data: bytes, rows: int, what: str) -> U64:

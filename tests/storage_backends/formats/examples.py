@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from storage_backends.formats import index_ids, journal, manifest, position_bitmap, redelivery, segment
+from storage_backends.formats.records import COLUMNS
 from storage_backends.formats.rows import U32, U64, Rows
 
 U64_MAX = (1 << 64) - 1
@@ -55,6 +57,81 @@ def tuples(some: Rows) -> list[tuple[int, int, int, int | None]]:
     """The rows one by one: (deliver_at_ms, ledger_id, entry_id, key_hash)."""
     hashes = [None] * len(some) if some.key_hash is None else some.key_hash.tolist()
     return list(zip(some.deliver_at_ms.tolist(), some.ledger_id.tolist(), some.entry_id.tolist(), hashes, strict=True))
+
+
+def plain(record: journal.Record) -> tuple[object, ...]:
+    """A record, to be compared with others."""
+    head = (type(record), record.topic_id, record.incarnation, record.subscription_id, detail(record))
+    if isinstance(record, journal.GoneRecord | journal.WaiveRecord):
+        return (*head, record.positions)
+    listed = [] if isinstance(record, journal.PurgeRecord) else tuples(record.rows)
+    return (*head, listed, [getattr(record, name).tolist() for name in COLUMNS.get(type(record), ())])
+
+
+def detail(record: journal.Record) -> tuple[object, ...]:
+    """What a record says beside its rows, columns and positions."""
+    names = ("index_id", "reason", "text", "added", "delay_level")
+    return tuple(getattr(record, name, None) for name in names)
+
+
+def redelivery_records(some: Rows) -> tuple[journal.Record, ...]:
+    """A record of each kind that has to do with redelivery, of subscription 2, over the rows of its own index, or the
+    same positions as batch parts.
+    """
+    count, parts = len(some), index_ids.batch_parts_of(2)
+    counts = np.arange(1, count + 1, dtype=np.uint32)
+    return (
+        journal.AddRecord("id", 1, 0, some, 18),
+        journal.AcknowledgeRecord("id", 1, 2, Rows(some.deliver_at_ms, some.ledger_id, some.entry_id), parts),
+        journal.NackRecord("id", 1, 2, 0, some, some.deliver_at_ms + np.uint64(256), counts),
+        journal.NackRecord("id", 1, 2, parts, some, some.deliver_at_ms + np.uint64(512), counts, True),
+        journal.DeadLetterRecord(
+            "id",
+            1,
+            2,
+            2,
+            some,
+            counts,
+            counts.astype(np.uint64) + np.uint64(1 << 40),
+            some.deliver_at_ms + np.uint64(9),
+            journal.DeadLetterReason.REJECTED,
+            "no such order",
+        ),
+        journal.ReplayRecord("id", 1, 2, 2, some, counts.astype(np.uint64)),
+        journal.PurgeRecord("id", 1, 2, counts.astype(np.uint64)),
+    )
+
+
+def redelivery_progress(some: Rows) -> manifest.Progress:
+    """Every row is nacked in the shared index, counted, dead in the own index, and added by a level."""
+    zstd = segment.compressor()
+    count = len(some)
+    small = np.arange(count, dtype=np.uint32)
+    positions = position_bitmap.position_bitmaps(some.ledger_id, some.entry_id)
+    letters = redelivery.DeadLetterColumns(
+        small.astype(np.uint64) + np.uint64(3),
+        some.ledger_id,
+        some.entry_id,
+        np.where(small % 2, np.uint32(index_ids.NO_BATCH_INDEX), small),
+        some.deliver_at_ms,
+        np.zeros(count, np.uint32) if some.key_hash is None else some.key_hash,
+        small,
+        some.deliver_at_ms + np.uint64(5),
+        np.full(count, journal.DeadLetterReason.TOO_OFTEN, np.uint8),
+        small % np.uint32(2),
+        ("", "no such order"),
+    )
+    of_subscription = manifest.Redeliveries(
+        subscription_id=2,
+        nacked=(redelivery.encode_nacked(0, some, some.deliver_at_ms + np.uint64(256), zstd),),
+        counts=tuple(
+            manifest.CountPlane(index_id=index_id, bit=bit, positions=positions) for index_id, bit in ((0, 0), (2, 3))
+        ),
+        dead_letters=redelivery.encode_dead_letters(letters, zstd),
+        last_dead_letter_id=1_000,
+    )
+    level = manifest.LevelRows(index_id=0, delay_level=18, positions=positions)
+    return manifest.Progress(redeliveries=(of_subscription,), levels=(level,))
 
 
 def random_delays(count: int, *, span_ms: int = DAY_MS, keyed: bool = False, seed: int = 1) -> Rows:

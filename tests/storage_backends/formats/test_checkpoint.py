@@ -35,7 +35,9 @@ topic_parts = st.builds(
     incarnation=examples.u64,
     mutable_rows=examples.rows(max_size=30),
     sealing=st.lists(sealing_parts, max_size=2).map(tuple),
-    progress=st.sampled_from([manifest.Progress(), progress]),
+    progress=st.sampled_from(
+        [manifest.Progress(), progress, examples.redelivery_progress(examples.random_delays(5, keyed=True))]
+    ),
     own_rows=own_rows,
 )
 carried_records = st.one_of(
@@ -43,6 +45,7 @@ carried_records = st.one_of(
     st.builds(
         journal.GoneRecord, st.just("id"), examples.u64, examples.u64, st.sampled_from(journal.GoneReason), st.just(())
     ),
+    st.sampled_from(examples.redelivery_records(examples.random_delays(5))),
 )
 
 
@@ -80,8 +83,7 @@ def plain_part(part: TopicPart) -> object:
 def plain_record(record: journal.AnyRecord) -> object:
     if isinstance(record, journal.StoredRecord):
         record = record.decoded()
-    head = (type(record), record.topic_id, record.incarnation, record.subscription_id, record.row_count)
-    return (*head, examples.tuples(record.rows)) if isinstance(record, journal.AddRecord) else head
+    return examples.plain(record)
 
 
 @given(checkpoints())
@@ -104,9 +106,9 @@ def owning(*subscription_ids: int) -> TopicPart:
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (owning(0), "own rows of subscription 0 after those of 0"),
-        (owning(3, 2), "own rows of subscription 2 after those of 3"),
-        (owning(2, 2), "own rows of subscription 2 after those of 2"),
+        (owning(0), "own rows of index 0 after those of 0"),
+        (owning(3, 2), "own rows of index 2 after those of 3"),
+        (owning(2, 2), "own rows of index 2 after those of 2"),
         (carrying(10), "as of slot 10, the checkpoint as of slot 9"),
         (carrying(None, 9), "carries slot 9 after slot 9, up to slot 9"),
         (carrying(5, 5), "carries slot 5 after slot 5, up to slot 9"),

@@ -45,6 +45,7 @@ def a_slot() -> bytes:
         journal.GoneRecord("id", 1, 0, journal.GoneReason.TRIMMED, POSITIONS),
         journal.WaiveRecord("id", 1, 2, POSITIONS),
         journal.RescheduleRecord("id", 1, 2, ROWS),
+        *examples.redelivery_records(ROWS),
     )
     return journal.encode_slot(journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records)), records)
 
@@ -55,7 +56,11 @@ def a_topic_manifest() -> bytes:
         name="s",
         since_ms=2,
         created_slot=3,
-        policy=manifest.SubscriptionPolicy(lease_ms=4, properties=(("a", "b"),)),
+        policy=manifest.SubscriptionPolicy(
+            lease_ms=4,
+            properties=(("a", "b"),),
+            redelivery=manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.EXPONENTIAL, multiplier=2.5),
+        ),
     )
     return manifest.encode_topic_manifest(
         manifest.TopicManifest(
@@ -67,13 +72,18 @@ def a_topic_manifest() -> bytes:
             applied=9,
             subscriptions=(subscription,),
             policy=manifest.TopicPolicy(delay_max_ms=5),
+            delay_levels=manifest.TopicDelayLevels(table="1s 5s"),
         )
     )
 
 
 def a_progress(rows: Rows = ROWS) -> bytes:
     positions = position_bitmap.position_bitmaps(rows.ledger_id[:9], rows.entry_id[:9])
-    return manifest.encode_progress(manifest.Progress(buckets=(manifest.BucketProgress(bucket="b", gone=positions),)))
+    return manifest.encode_progress(
+        dataclasses.replace(
+            examples.redelivery_progress(rows), buckets=(manifest.BucketProgress(bucket="b", gone=positions),)
+        )
+    )
 
 
 def a_checkpoint(rows: Rows = ROWS) -> bytes:

@@ -6,13 +6,14 @@ missing ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from storage_backends.formats import bucket, checkpoint, journal, manifest, position_bitmap
+from storage_backends.formats import bucket, checkpoint, index_ids, journal, manifest, position_bitmap, redelivery
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import examples
@@ -67,6 +68,41 @@ def golden_withdrawals() -> tuple[journal.Record, ...]:
 
 def golden_slot_of_withdrawals() -> bytes:
     return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3), golden_withdrawals())
+
+
+def golden_slot_of_redeliveries() -> bytes:
+    records = examples.redelivery_records(golden_rows())
+    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, len(records)), records)
+
+
+def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
+    policies = (
+        manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.CONSTANT, initial_ms=7),
+        manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.LINEAR, initial_ms=7, step_ms=8, max_ms=9),
+        manifest.RedeliveryPolicy(
+            kind=manifest.RedeliveryKind.EXPONENTIAL, initial_ms=7, max_ms=9, multiplier=1.5, jitter=0.25
+        ),
+        manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.LIST, delays_ms=(1, 2, 3)),
+        manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.LADDER),
+    )
+    return dataclasses.replace(
+        golden_limits(),
+        policy=manifest.TopicPolicy(),
+        subscriptions=tuple(
+            manifest.Subscription(
+                subscription_id=number,
+                name=f"s{number}",
+                since_ms=4,
+                created_slot=5,
+                policy=manifest.SubscriptionPolicy(
+                    redelivery=policy, max_redeliver_count=0, ack_timeout_ms=100, nack_precision_bits=number
+                ),
+            )
+            for number, policy in enumerate(policies, start=1)
+        ),
+        delay_levels=manifest.TopicDelayLevels(table="1s 5s", clamp=False),
+        progress=examples.redelivery_progress(golden_rows()),
+    )
 
 
 def golden_kept() -> tuple[bucket.KeptRows, ...]:
@@ -214,6 +250,10 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "bucket-merged-1.bin": golden_merged_bucket,
     "slot-1.bin": golden_slot,
     "slot-withdrawals-1.bin": golden_slot_of_withdrawals,
+    "slot-redeliveries-1.bin": golden_slot_of_redeliveries,
+    "topic-manifest-redeliveries-1.bin": lambda: manifest.encode_topic_manifest(
+        golden_topic_manifest_of_redeliveries()
+    ),
     "root-format-1.bin": lambda: manifest.encode_root_format(golden_root_format()),
     "shard-manifest-1.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest()),
     "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
@@ -252,6 +292,51 @@ def test_a_slot_of_withdrawals_of_version_1_is_read() -> None:
     assert isinstance(acknowledged, journal.AcknowledgeRecord)
     assert acknowledged.index_id == 2
     assert {record.subscription_id for record in (rescheduled, cancelled, acknowledged)} == {2}
+
+
+def test_a_slot_of_redeliveries_of_version_1_is_read() -> None:
+    _, records = journal.decode_slot(stored("slot-redeliveries-1.bin"))
+    expected = examples.redelivery_records(golden_rows())
+    assert [examples.plain(record) for record in records] == [examples.plain(record) for record in expected]
+
+
+def test_a_topic_manifest_of_redeliveries_of_version_1_is_read() -> None:
+    found = manifest.decode_topic_manifest(stored("topic-manifest-redeliveries-1.bin"))
+    assert found.progress is not None
+    assert dataclasses.replace(found, progress=None) == dataclasses.replace(
+        golden_topic_manifest_of_redeliveries(), progress=None
+    )
+    (of_subscription,), (level,) = found.progress.redeliveries, found.progress.levels
+    assert (of_subscription.subscription_id, of_subscription.last_dead_letter_id) == (2, 1_000)
+    (nacked,) = of_subscription.nacked
+    rows, times = redelivery.decode_nacked(nacked)
+    assert examples.tuples(rows) == examples.tuples(golden_rows())
+    assert times.tolist() == (golden_rows().deliver_at_ms + np.uint64(256)).tolist()
+    assert [(plane.index_id, plane.bit, plane.positions) for plane in of_subscription.counts] == [
+        (0, 0, golden_positions(COUNT)),
+        (2, 3, golden_positions(COUNT)),
+    ]
+    assert of_subscription.dead_letters is not None
+    letters = redelivery.decode_dead_letters(of_subscription.dead_letters)
+    assert letters.dead_letter_id.tolist() == list(range(3, 3 + COUNT))
+    assert letters.batch_index[:3].tolist() == [0, index_ids.NO_BATCH_INDEX, 2]
+    assert (letters.text_index[:3].tolist(), letters.texts) == ([0, 1, 0], ("", "no such order"))
+    assert (level.index_id, level.delay_level, level.positions) == (0, 18, golden_positions(COUNT))
+
+
+def test_what_was_written_before_there_were_redeliveries_says_nothing_of_them() -> None:
+    subscription = manifest.decode_topic_manifest(stored("topic-manifest-1.bin")).subscriptions[0]
+    policy = subscription.policy
+    named = (policy.redelivery, policy.max_redeliver_count, policy.ack_timeout_ms, policy.nack_precision_bits)
+    assert named == (None, None, None, None)
+    assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")).delay_levels is None
+    progress = manifest.decode_progress(stored("progress-1.bin"))
+    assert (progress.redeliveries, progress.levels) == ((), ())
+    _, records = journal.decode_slot(stored("slot-1.bin"))
+    assert isinstance(records[0], journal.AddRecord)
+    assert records[0].delay_level == 0
+    assert isinstance(records[1], journal.AcknowledgeRecord)
+    assert records[1].index_id == index_ids.SHARED
 
 
 def test_a_slot_of_version_1_is_read() -> None:

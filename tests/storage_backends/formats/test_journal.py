@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from storage_backends.formats import errors, framing, index_ids, journal
+from storage_backends.formats import errors, framing, index_ids, journal, record_messages
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.journal import (
     AcknowledgeRecord,
@@ -34,6 +34,7 @@ from storage_backends.formats.position_bitmap import PositionBitmap, position_bi
 from storage_backends.formats.records import COLUMNS
 from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
+from tests.storage_backends.formats.examples import detail, plain
 
 topics = st.sampled_from(["first", "second"])
 small = st.integers(0, 2)
@@ -105,23 +106,6 @@ records: st.SearchStrategy[Record] = st.one_of(
     st.builds(gone, topics, small, small, examples.rows(max_size=6)),
     st.builds(waive, topics, small, small, examples.rows(max_size=6)),
 )
-
-
-def plain(record: Record) -> tuple[object, ...]:
-    head = (type(record), record.topic_id, record.incarnation, record.subscription_id)
-    if isinstance(record, GoneRecord):
-        return (*head, record.reason, record.positions)
-    if isinstance(record, WaiveRecord):
-        return (*head, record.positions)
-    rows = [] if isinstance(record, PurgeRecord) else examples.tuples(record.rows)
-    beside = [getattr(record, name).tolist() for name in COLUMNS.get(type(record), ())]
-    return (*head, detail(record), rows, beside)
-
-
-def detail(record: Record) -> tuple[object, ...]:
-    """What a record says beside its rows, columns and positions."""
-    names = ("index_id", "reason", "text", "added", "delay_level")
-    return tuple(getattr(record, name, None) for name in names)
 
 
 def header(count: int, *, kind: SlotKind = SlotKind.DATA) -> SlotHeader:
@@ -273,6 +257,163 @@ def test_acknowledgements_of_a_subscriptions_own_index_and_of_the_shared_one_sta
     rows = examples.random_delays(3)
     shared = AcknowledgeRecord("t", 1, 4, rows)
     assert len(built([shared, dataclasses.replace(shared, index_id=4), shared])) == 2
+
+
+def test_adds_of_different_delay_levels_stay_apart() -> None:
+    rows = examples.random_delays(3)
+    plainly, by_level = AddRecord("t", 1, 0, rows), AddRecord("t", 1, 0, rows, 3)
+    frozen = built([plainly, by_level, plainly, by_level])
+    assert [(record.row_count, detail(record)) for record in frozen] == [
+        (6, detail(plainly)),
+        (6, detail(by_level)),
+    ]
+
+
+def a_nack(entries: range, *, index_id: int = 0, added: bool = False) -> NackRecord:
+    rows = examples.random_delays(100).take(slice(entries.start, entries.stop))
+    counts = np.full(len(rows), 2, np.uint32)
+    return NackRecord("t", 1, 4, index_id, rows, rows.deliver_at_ms + np.uint64(1), counts, added)
+
+
+def test_nacks_of_one_index_become_one_record_and_those_that_add_rows_another() -> None:
+    parts = index_ids.batch_parts_of(4)
+    frozen = built(
+        [
+            a_nack(range(3)),
+            a_nack(range(3, 5), index_id=4, added=True),
+            a_nack(range(5, 9)),
+            a_nack(range(9, 11), index_id=4),
+            a_nack(range(11, 12), index_id=parts, added=True),
+            a_nack(range(12, 14), index_id=4, added=True),
+        ]
+    )
+    assert [plain(record) for record in frozen][:1] == [
+        plain(
+            dataclasses.replace(
+                a_nack(range(9)),
+                rows=Rows.concat([a_nack(range(3)).rows, a_nack(range(5, 9)).rows]),
+                redeliver_at_ms=np.concatenate([a_nack(range(3)).redeliver_at_ms, a_nack(range(5, 9)).redeliver_at_ms]),
+                redelivery_count=np.full(7, 2, np.uint32),
+            )
+        )
+    ]
+    assert [(record.row_count, detail(record)) for record in frozen[1:]] == [
+        (4, detail(a_nack(range(1), index_id=4, added=True))),
+        (2, detail(a_nack(range(1), index_id=4))),
+        (1, detail(a_nack(range(1), index_id=parts, added=True))),
+    ]
+
+
+def a_dead_letter(dead_letter_id: int, text: str = "", *, index_id: int = 0) -> DeadLetterRecord:
+    return DeadLetterRecord(
+        "t",
+        1,
+        4,
+        index_id,
+        examples.random_delays(1, seed=dead_letter_id),
+        np.array([3], np.uint32),
+        examples.column([dead_letter_id]),
+        examples.column([dead_letter_id * 10]),
+        DeadLetterReason.REJECTED,
+        text,
+    )
+
+
+def test_the_ids_of_dead_letters_of_a_subscription_ascend_over_the_records_of_a_slot() -> None:
+    frozen = built(
+        [
+            a_dead_letter(1),
+            a_nack(range(3)),
+            a_dead_letter(2),
+            a_dead_letter(3, "bad"),
+            a_dead_letter(4, "bad"),
+            a_dead_letter(5),
+            a_dead_letter(6, index_id=4),
+            dataclasses.replace(a_dead_letter(7), subscription_id=5),
+            a_dead_letter(8, index_id=4),
+        ]
+    )
+    ids = [record.dead_letter_id.tolist() for record in frozen if isinstance(record, DeadLetterRecord)]
+    assert ids == [[1, 2], [3, 4], [5], [6, 8], [7]]
+
+
+def test_replays_and_purges_of_a_subscription_become_one_record_each() -> None:
+    rows = examples.random_delays(4)
+
+    def replay(first: int) -> ReplayRecord:
+        part = rows.take(slice(first, first + 2))
+        return ReplayRecord("t", 1, 4, 4, part, part.entry_id)
+
+    purges = [PurgeRecord("t", 1, 4, examples.column([number])) for number in (8, 9)]
+    replayed, purged = built([replay(0), purges[0], replay(2), purges[1]])
+    assert plain(replayed) == plain(ReplayRecord("t", 1, 4, 4, rows, rows.entry_id))
+    assert plain(purged) == plain(PurgeRecord("t", 1, 4, examples.column([8, 9])))
+
+
+def test_no_nack_is_moved_across_a_trim() -> None:
+    some: list[Record] = [a_nack(range(3)), waive("t", 1, 4, examples.random_delays(3)), a_nack(range(3, 5))]
+    assert [plain(record) for record in built(some)] == [plain(record) for record in some]
+
+
+@pytest.mark.parametrize("index_id", [5, index_ids.batch_parts_of(5), index_ids.batch_parts_of(0)])
+def test_a_record_names_an_index_that_serves_its_subscription(index_id: int) -> None:
+    some_records: list[Record] = [
+        AcknowledgeRecord("t", 1, 4, examples.random_delays(1), 4),
+        a_nack(range(1)),
+        a_dead_letter(1),
+        ReplayRecord("t", 1, 4, 4, examples.random_delays(1), examples.column([1])),
+    ]
+    for record in some_records:
+        with pytest.raises(ValueError, match=f"index {index_id} does not serve subscription 4"):
+            dataclasses.replace(record, index_id=index_id)  # type: ignore[arg-type]
+
+
+def test_a_stored_record_of_an_index_that_does_not_serve_its_subscription_is_refused() -> None:
+    message = journal_pb2.Record()
+    record_messages.fill(message, a_nack(range(2), index_id=4))
+    message.negative_acknowledge.index_id = 5
+    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*index 5 does not serve subscription 4"):
+        journal.decode_slot(slot_of(message))
+
+
+def test_a_stored_acknowledgement_of_two_indexes_is_refused() -> None:
+    message = journal_pb2.Record()
+    record_messages.fill(message, AcknowledgeRecord("t", 1, 4, examples.random_delays(1), 4))
+    message.acknowledge.of_batch_indexes = True
+    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*its rows are of two indexes"):
+        journal.decode_slot(slot_of(message))
+
+
+def test_a_stored_replay_into_the_shared_index_is_refused() -> None:
+    rows = examples.random_delays(1)
+    with pytest.raises(ValueError, match="not replayed into the shared index"):
+        ReplayRecord("t", 1, 4, 0, rows, rows.entry_id)
+    message = journal_pb2.Record()
+    record_messages.fill(message, ReplayRecord("t", 1, 4, 4, rows, rows.entry_id))
+    message.replay.index_id = 0
+    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*not replayed into the shared index"):
+        journal.decode_slot(slot_of(message))
+
+
+def test_a_stored_dead_letter_without_a_reason_is_refused() -> None:
+    message = journal_pb2.Record()
+    record_messages.fill(message, a_dead_letter(1))
+    message.dead_letter.reason = journal_pb2.DeadLetter.UNSPECIFIED
+    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*0 is not a valid DeadLetterReason"):
+        journal.decode_slot(slot_of(message))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [a_nack(range(3)), a_dead_letter(1), ReplayRecord("t", 1, 4, 4, examples.random_delays(1), examples.column([1]))],
+    ids=lambda record: type(record).__name__,
+)
+def test_a_column_beside_the_rows_has_their_number_of_values_and_its_type(record: Record) -> None:
+    for name in COLUMNS[type(record)]:
+        column = getattr(record, name)
+        for wrong in (column[:-1], column.astype(np.int64)):
+            with pytest.raises(ValueError, match=f"{name} is .*, it must be"):
+                dataclasses.replace(record, **{name: wrong})
 
 
 @pytest.mark.parametrize("other", [("second", 1, 0), ("first", 2, 0), ("first", 1, 4)])
