@@ -1,19 +1,29 @@
 """Batch parts: messages of entries that were negatively acknowledged by themselves, as positions of an index.
 
-Owns: which keys the parts of an entry have.
+Owns: which keys the parts of an entry have, and showing parts as messages of their entries.
 Does not own: what numbers they have (`storage_backends.formats.index_ids`), and what becomes of them (`redelivering`,
 `topic`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.index import Index
-from daemon.core.positions import UNKNOWN_KEY, keys_of
-from storage_backends.formats.index_ids import BATCH_BITS, BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX
-from storage_backends.formats.rows import U64
+from daemon.core.indexes import Indexes
+from daemon.core.positions import UNKNOWN_KEY, KeyedRows, keys_of
+from storage_backends.formats.index_ids import (
+    BATCH_BITS,
+    BATCH_INDEX_MAX,
+    BATCHED_ENTRY_ID_MAX,
+    NO_BATCH_INDEX,
+    batch_parts_of,
+    of_part,
+)
+from storage_backends.formats.rows import U32, U64, Rows
 
 _PARTS = 1 << BATCH_BITS
 
@@ -41,3 +51,21 @@ def keys_of_entries(index: Index, ledger_id: U64, entry_id: U64) -> BitMap64:
 def first_keys_of(parts: BitMap64) -> U64:
     """The keys of the first parts of the entries that parts are of."""
     return np.unique(keys_of(parts) & ~np.uint64(BATCH_INDEX_MAX))
+
+
+def unpacked(keyed: KeyedRows, indexes: Indexes, subscription_id: int) -> tuple[Rows, U32 | None]:
+    """Rows of a subscription's indexes, each with the entry id of its entry: (these, u32[n] of batch indexes; None when
+    all rows are entries as a whole).
+    """
+    rows = keyed.rows
+    index_id = batch_parts_of(subscription_id)
+    if index_id not in indexes:
+        return rows, None
+    parts = indexes.places.owners(keyed.keys) == np.uint64(index_id)
+    if not parts.any():
+        return rows, None
+    entry_id, batch_index = of_part(rows.entry_id)
+    return (
+        dataclasses.replace(rows, entry_id=np.where(parts, entry_id, rows.entry_id)),
+        np.where(parts, batch_index, np.uint32(NO_BATCH_INDEX)),
+    )

@@ -73,7 +73,7 @@ class DispatchStream:
         """
         self._check_open()
         claims = HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
-        return await self._topic.acknowledge(self.state, claims, awaited=awaited)
+        return await self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
 
     async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
         """Has positions come back later, or makes them dead letters; returns when that is durable."""
@@ -110,7 +110,7 @@ class DispatchStream:
                     if len(rows):
                         self.permits -= len(rows)
                         self._took_many = len(rows) == limit
-                        return HandedOut(self.epoch, rows.rows)
+                        return self._topic.handed_out(self.state, rows)
                 self._changed.clear()
                 await self._changed.wait()
         finally:

@@ -129,7 +129,8 @@ class Leases:
         if lease_ms:
             self._check_room(pulled)
         lease = self._topic.next_dispatcher(state)
-        moved_rows = self._topic.core.move_held(state, claims, pulled.ends_s.keys(), lease)
+        elapsed_ms = self._environment.elapsed_ms()
+        moved_rows = self._topic.core.move_held(state, claims, pulled.ends_s.keys(), lease, elapsed_ms=elapsed_ms)
         if moved_rows and lease_ms:
             self._begin(pulled, lease, lease_ms)
         elif moved_rows:

@@ -17,47 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from daemon.core import limits
-from daemon.engine import dead_letters, inspection, leases, topic_settings
-from daemon.engine.calls import (
-    AddBatch,
-    AddOutcome,
-    BacklogPage,
-    BucketPage,
-    Caller,
-    CancelOutcome,
-    Contained,
-    DeadLetterFilter,
-    DeadLetterPage,
-    DelayLevels,
-    EntryRanges,
-    GarbageProgress,
-    HandedOut,
-    HeldPositions,
-    Histogram,
-    Leased,
-    LedgerRanges,
-    Merged,
-    Nack,
-    NackOutcome,
-    Place,
-    Replayed,
-    RescheduleBatch,
-    RescheduleOutcome,
-    ScheduledPage,
-    Sealed,
-    SubscriptionCreated,
-    SubscriptionPage,
-    SubscriptionPolicy,
-    TopicDelayLevels,
-    TopicDeleted,
-    TopicLevels,
-    TopicLocation,
-    TopicPage,
-    TopicPolicies,
-    TopicPolicy,
-    TopicStats,
-    View,
-)
+from daemon.engine import calls, dead_letters, inspection, leases, topic_settings
 from daemon.engine.collection import Collection
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.environment import Environment
@@ -76,7 +36,7 @@ TRIM_LEDGERS_MAX = 1_000
 TOPICS_A_TURN = 20
 # A scrape that takes longer than this, in seconds, fails.
 SNAPSHOT_S = 10.0
-NO_POLICY = SubscriptionPolicy()
+NO_POLICY = calls.SubscriptionPolicy()
 
 
 class Shards(Protocol):
@@ -104,7 +64,7 @@ class Shards(Protocol):
         """Raises what a caller is told while nothing is served here."""
         ...
 
-    def location_of(self, topic: str) -> TopicLocation:
+    def location_of(self, topic: str) -> calls.TopicLocation:
         """Raises Unavailable while it is not known."""
         ...
 
@@ -126,8 +86,8 @@ class Requests:
     # ---- positions
 
     async def add(
-        self, topic: str, batch: AddBatch, subscription: str | None = None, caller: Caller | None = None
-    ) -> AddOutcome:
+        self, topic: str, batch: calls.AddBatch, subscription: str | None = None, caller: calls.Caller | None = None
+    ) -> calls.AddOutcome:
         """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
         `daemon.core.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
         """
@@ -143,7 +103,7 @@ class Requests:
         served = await shard.topic_to_write(topic)
         return await served.add(batch, None, caller)
 
-    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
+    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> calls.CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
         durable. See `daemon.core.withdrawals`. Raises NotFound.
         """
@@ -151,13 +111,15 @@ class Requests:
         async with self._served(topic) as (_, served):
             return await served.withdrawing.cancel(subscription, ledger_id, entry_id)
 
-    async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
+    async def reschedule(
+        self, topic: str, subscription: str | None, batch: calls.RescheduleBatch
+    ) -> calls.RescheduleOutcome:
         """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         async with self._served(topic) as (_, served):
             return await served.withdrawing.reschedule(subscription, batch)
 
-    async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
+    async def contains(self, topic: str, asked: calls.EntryRanges, subscription: str | None) -> calls.Contained:
         """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
 
         Raises NotFound when the topic has no such subscription.
@@ -173,7 +135,7 @@ class Requests:
         async with self._truthful(shard):
             return await served.contains(asked, subscription)
 
-    async def trim(self, topic: str, subscription: str | None, ranges: LedgerRanges) -> int:
+    async def trim(self, topic: str, subscription: str | None, ranges: calls.LedgerRanges) -> int:
         """Drops rows of ledgers at or before an entry, of the topic or of one subscription; how many."""
         self._check_names(topic, subscription)
         limits.check_rows("ledger_id", len(ranges.ledger_id), min(TRIM_LEDGERS_MAX, self._limits.rows_max))
@@ -189,7 +151,7 @@ class Requests:
 
     # ---- dispatch
 
-    async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
+    async def open_dispatch(self, topic: str, subscription: str, held: calls.HeldPositions) -> DispatchStream:
         """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -199,26 +161,27 @@ class Requests:
 
     async def get_scheduled(
         self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
-    ) -> Leased:
+    ) -> calls.Leased:
         """Due rows without a stream, leased for `lease_ms` (0: as the subscription's policy says).
 
         Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
-        async with self._served(topic) as (shard, served):
+        async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
             lease_ms = lease_ms or state.stored.policy.lease_ms or topic_settings.LEASE_DEFAULT_MS
             rows = await served.get_scheduled(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
-            return Leased(HandedOut(shard.epoch, rows.rows), lease_ms, served.core.rebuild_needed())
+            return calls.Leased(served.handed_out(state, rows), lease_ms, served.core.rebuild_needed())
 
-    async def acknowledge(self, topic: str, subscription: str, claims: HeldPositions) -> int:
+    async def acknowledge(self, topic: str, subscription: str, claims: calls.HeldPositions) -> int:
         """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
-            return await served.acknowledge(served.subscription(subscription), claims, awaited=True)
+            state = served.subscription(subscription)
+            return await served.acknowledging.acknowledge(state, claims, awaited=True)
 
-    async def negative_acknowledge(self, topic: str, subscription: str, nack: Nack) -> NackOutcome:
+    async def negative_acknowledge(self, topic: str, subscription: str, nack: calls.Nack) -> calls.NackOutcome:
         """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
         letters, durably. See `redelivering`. Raises DelayTooLong, QuotaExceeded.
         """
@@ -226,18 +189,19 @@ class Requests:
         async with self._served(topic) as (_, served):
             return await served.redelivery.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
-    async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> int:
+    async def extend_lease(self, topic: str, subscription: str, claims: calls.HeldPositions, lease_ms: int) -> int:
         """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""
         self._check_names(topic, subscription)
         leases.check_lease(lease_ms)
         async with self._served(topic) as (_, served):
-            return await served.extend_lease(served.subscription(subscription), claims, lease_ms=lease_ms)
+            state = served.subscription(subscription)
+            return await served.acknowledging.extend_lease(state, claims, lease_ms=lease_ms)
 
     # ---- subscriptions
 
     async def create_subscription(
-        self, topic: str, subscription: str, policy: SubscriptionPolicy = NO_POLICY
-    ) -> SubscriptionCreated:
+        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy = NO_POLICY
+    ) -> calls.SubscriptionCreated:
         """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
         self._check_names(topic, subscription)
         shard = self._engine.shard_of(topic)
@@ -246,8 +210,8 @@ class Requests:
             return await shard.subscriptions.create(topic, subscription, policy)
 
     async def update_subscription(
-        self, topic: str, subscription: str, policy: SubscriptionPolicy
-    ) -> SubscriptionPolicy:
+        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
+    ) -> calls.SubscriptionPolicy:
         """Replaces a subscription's policy; it counts when this returns."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
@@ -263,22 +227,22 @@ class Requests:
     # ---- dead letters
 
     async def list_dead_letters(
-        self, topic: str, subscription: str, asked: DeadLetterFilter, page_size: int, after_id: int
-    ) -> DeadLetterPage:
+        self, topic: str, subscription: str, asked: calls.DeadLetterFilter, page_size: int, after_id: int
+    ) -> calls.DeadLetterPage:
         """Dead letters with ids above `after_id`, `next_after` of the page before. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.page(served.subscription(subscription), asked, page_size, after_id)
 
     async def replay_dead_letters(
-        self, topic: str, subscription: str, asked: DeadLetterFilter, delay_ms: int
-    ) -> Replayed:
+        self, topic: str, subscription: str, asked: calls.DeadLetterFilter, delay_ms: int
+    ) -> calls.Replayed:
         """Has dead letters delivered again, `delay_ms` from now; returns when that is durable. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.replay(served.subscription(subscription), asked, delay_ms=delay_ms)
 
-    async def purge_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> int:
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: calls.DeadLetterFilter) -> int:
         """Forgets dead letters; how many, when that is durable. See `dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
@@ -286,7 +250,7 @@ class Requests:
 
     # ---- topics
 
-    async def set_topic_policy(self, topic: str, policy: TopicPolicy) -> TopicPolicy:
+    async def set_topic_policy(self, topic: str, policy: calls.TopicPolicy) -> calls.TopicPolicy:
         """Replaces a topic's policy, and creates the topic if it is new; what is in force when this returns."""
         self._check_topic(topic)
         topic_settings.check_topic_policy(policy)
@@ -294,14 +258,14 @@ class Requests:
         served = await shard.topic_to_write(topic)
         return await shard.changes.set_policy(served, policy)
 
-    async def topic_policy(self, topic: str) -> TopicPolicies:
+    async def topic_policy(self, topic: str) -> calls.TopicPolicies:
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             settings = served.settings
             await shard.commits.confirmed()
-            return TopicPolicies(stored=settings.policy, effective=settings.effective)
+            return calls.TopicPolicies(stored=settings.policy, effective=settings.effective)
 
-    async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
+    async def set_delay_levels(self, topic: str, table: calls.TopicDelayLevels | None) -> calls.DelayLevels:
         """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force
         when this returns. What is pending keeps its time. Raises InvalidArgument with the place: the old ones stay.
         """
@@ -313,47 +277,47 @@ class Requests:
         served = await shard.topic_to_write(topic)
         return await shard.changes.set_delay_levels(served, table)
 
-    async def delay_levels(self, topic: str) -> TopicLevels:
+    async def delay_levels(self, topic: str) -> calls.TopicLevels:
         """The delay levels in force: of a topic, or, where the name is empty, the daemon's. Raises NotFound."""
         if not topic:
-            return TopicLevels(self._environment.delay_levels, of_topic=False, pending=())
+            return calls.TopicLevels(self._environment.delay_levels, of_topic=False, pending=())
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             found = inspection.levels(served)
             await shard.commits.confirmed()
             return found
 
-    async def seal(self, topic: str) -> Sealed:
+    async def seal(self, topic: str) -> calls.Sealed:
         """Seals the mutable bucket now; returns when that is committed."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.seal(served)
 
-    async def merge(self, topic: str, buckets_max: int) -> Merged:
+    async def merge(self, topic: str, buckets_max: int) -> calls.Merged:
         """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the topic's policy says."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.merge(served, buckets_max)
 
-    async def delete_topic(self, topic: str) -> TopicDeleted:
+    async def delete_topic(self, topic: str) -> calls.TopicDeleted:
         """Deletes a topic with everything in it."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.delete(served)
 
-    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[GarbageProgress]:
+    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[calls.GarbageProgress]:
         """Collects the garbage of the shards that are served here, step by step; see `daemon.engine.collection`."""
         self._engine.check_serving()
         return self._engine.collection.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)
 
-    async def lookup(self, topic: str) -> TopicLocation:
+    async def lookup(self, topic: str) -> calls.TopicLocation:
         """The shard of a topic and who owns it, whether the topic exists or not."""
         self._check_topic(topic)
         return self._engine.location_of(topic)
 
     # ---- inspection
 
-    async def list_topics(self, page_size: int, after: str) -> TopicPage:
+    async def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
         """At most `page_size` topics whose names come after `after`."""
         size = inspection.page_size_of(page_size)
         self._engine.check_serving()
@@ -363,7 +327,7 @@ class Requests:
             found |= {name: shard.topics[name] for name in heapq.nsmallest(size + 1, beyond)}
             await asyncio.sleep(0)
         page, next_after = inspection.page_after(found, str, size, after)
-        return TopicPage(
+        return calls.TopicPage(
             topics=tuple(inspection.summary(found[name]) for name in page),
             next_after=next_after,
             as_of_ms=self._environment.clock.now_ms(),
@@ -371,7 +335,7 @@ class Requests:
             topics_damaged=self._engine.topics_damaged,
         )
 
-    async def topic_stats(self, topic: str) -> TopicStats:
+    async def topic_stats(self, topic: str) -> calls.TopicStats:
         """Counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
         applied_slot = shard.topic_commits[topic].manifest.applied
@@ -379,33 +343,35 @@ class Requests:
         now_ms = self._environment.clock.now_ms()
         return inspection.stats(served, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
 
-    async def list_buckets(self, topic: str, page_size: int, after: str) -> BucketPage:
+    async def list_buckets(self, topic: str, page_size: int, after: str) -> calls.BucketPage:
         """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
         size = inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return inspection.buckets_page(served, size, after, now_ms=self._environment.clock.now_ms())
 
-    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> SubscriptionPage:
+    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> calls.SubscriptionPage:
         """Subscriptions of a topic whose names come after `after`."""
         size = inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
 
-    async def list_scheduled(self, topic: str, view: View, page_size: int, after: Place | None) -> ScheduledPage:
+    async def list_scheduled(
+        self, topic: str, view: calls.View, page_size: int, after: calls.Place | None
+    ) -> calls.ScheduledPage:
         """Rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
         self._check_names(topic, view.subscription)
         async with self._served(topic) as (_, served):
             return await self._viewing.scheduled(served, view, page_size, after)
 
-    async def histogram(self, topic: str, view: View, width_ms: int) -> Histogram:
+    async def histogram(self, topic: str, view: calls.View, width_ms: int) -> calls.Histogram:
         """How many rows come due when; `width_ms` of a bar, 0: a round one. See `viewing`."""
         self._check_names(topic, view.subscription)
         async with self._served(topic) as (_, served):
             return await self._viewing.histogram(served, view, width_ms)
 
     async def list_backlog(
-        self, topic: str, subscription: str, ledgers: tuple[int, int] | None, page_size: int, after: Place | None
-    ) -> BacklogPage:
+        self, topic: str, subscription: str, ledgers: tuple[int, int] | None, page_size: int, after: calls.Place | None
+    ) -> calls.BacklogPage:
         """What a subscription is owed that is due and not acknowledged, after the place `after`. See `viewing`."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -456,7 +422,7 @@ class Requests:
             raise _no_topic(topic)
         return shard, served
 
-    def _check_policy(self, policy: SubscriptionPolicy, served: ServedTopic | None) -> None:
+    def _check_policy(self, policy: calls.SubscriptionPolicy, served: ServedTopic | None) -> None:
         request_limits = self._limits if served is None else served.settings.request_limits
         topic_settings.check_subscription_policy(policy, delay_max_ms=request_limits.delay_max_ms)
 
@@ -465,7 +431,7 @@ class Requests:
         limits.check_rows("entry_id", len(entry_id), self._limits.rows_max)
         limits.check_distinct(ledger_id, entry_id)
 
-    def _check_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> None:
+    def _check_dead_letters(self, topic: str, subscription: str, asked: calls.DeadLetterFilter) -> None:
         self._check_names(topic, subscription)
         dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
 
@@ -478,17 +444,17 @@ class Requests:
             limits.check_name("subscription", subscription, self._limits.subscription_max_bytes)
 
 
-def _nothing() -> Contained:
+def _nothing() -> calls.Contained:
     nothing = np.empty(0, np.uint64)
-    ranges = EntryRanges(nothing, nothing, nothing)
-    return Contained(pending=ranges, due=ranges, continuation=None)
+    ranges = calls.EntryRanges(nothing, nothing, nothing)
+    return calls.Contained(pending=ranges, due=ranges, continuation=None)
 
 
 def _no_topic(topic: str) -> NotFound:
     return NotFound(f"there is no topic {topic!r}")
 
 
-def _check_ranges(asked: EntryRanges) -> None:
+def _check_ranges(asked: calls.EntryRanges) -> None:
     backwards = np.flatnonzero(asked.last_entry_id < asked.first_entry_id)
     if len(backwards):
         row = int(backwards[0])
@@ -498,7 +464,7 @@ def _check_ranges(asked: EntryRanges) -> None:
         )
 
 
-def _check_ledgers(ranges: LedgerRanges) -> None:
+def _check_ledgers(ranges: calls.LedgerRanges) -> None:
     ledgers = len(ranges.ledger_id)
     if ranges.all_lower_ledgers and ledgers != 1:
         raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")

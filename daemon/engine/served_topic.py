@@ -1,10 +1,10 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
-Owns: requests on rows, its streams and lines, its wake-ups, loading its segments, and reading backlogs again for
-subscriptions that are behind.
-Does not own: decisions (`daemon.core.topic`), the moment of a cancellation (`withdrawing`), slots (`group_commit`),
-seals and drops (`bucket_life`), changes of the topic as a whole (`subscription_changes`, `topic_changes`), leases
-(`leases`), and what is shown of it (`inspection`).
+Owns: adding and asking for rows, its streams and lines, its wake-ups, loading its segments, and reading backlogs again
+for subscriptions that are behind.
+Does not own: decisions (`daemon.core.topic`), requests on what was handed out (`acknowledging`, `redelivering`), the
+moment of a cancellation (`withdrawing`), slots (`group_commit`), seals and drops (`bucket_life`), changes of the topic
+as a whole (`subscription_changes`, `topic_changes`), leases (`leases`), and what is shown of it (`inspection`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import Protocol
 
 import numpy as np
 
-from daemon.core import limits
+from daemon.core import batch_parts, limits
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
-from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.quotas import Caller, PendingRows
 from daemon.core.runs import earliest
@@ -29,6 +28,8 @@ from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.engine import topic_settings
+from daemon.engine.acknowledging import Acknowledging
+from daemon.engine.calls import HandedOut
 from daemon.engine.dead_letters import TopicDeadLetters
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.due_loop import DueLoop
@@ -36,6 +37,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.leases import Leases
 from daemon.engine.pace import Pace
+from daemon.engine.redelivering import TopicRedelivery
 from daemon.engine.segment_loading import SegmentLoader
 from daemon.engine.topic_gate import TopicGate
 from daemon.engine.topic_quotas import TopicQuotas
@@ -101,6 +103,8 @@ class ServedTopic:
         self.gate = TopicGate(topic.name, shard.commits)
         self.streams: dict[int, dict[int, DispatchStream]] = {}
         self.leases = Leases(self, environment)
+        self.acknowledging = Acknowledging(self, environment)
+        self.redelivery = TopicRedelivery(self, environment)
         self.withdrawing = Withdrawing(self, environment)
         self.dead_letters = TopicDeadLetters(self, environment)
         self.wake_at_ms: int | None = None
@@ -177,33 +181,6 @@ class ServedTopic:
         await self.shard.commits.confirmed()
         return found
 
-    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> int:
-        """Acknowledges positions; how many were not in the backlog with that time. Raises NotFound."""
-        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        await self.gate.passed()
-        self.check_there(state)
-        commits = self.shard.commits
-        commits.check_accepting()
-        records, rest = self.core.acknowledging.stage(state, claims)
-        slot = commits.stage(*records, awaited=awaited) if records else None
-        # There may be room IN_FLIGHT again.
-        self.notify(state)
-        ignored = len(rest)
-        if len(rest):
-            found = await self._find_in_backlog(state, rest)
-            records = self.core.acknowledging.stage_found(state, found)
-            if records:
-                slot = commits.stage(*records, awaited=awaited)
-                ignored -= len(found)
-        if slot is not None:
-            await asyncio.shield(slot)
-        if ignored:
-            # What was not in the backlog may have left it by a decision of a later slot.
-            await commits.confirmed()
-        await self.shard.acknowledgements_open()
-        self._environment.metrics.acknowledged(self.core.name, acknowledged=len(claims) - ignored, ignored=ignored)
-        return ignored
-
     async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
         """Due rows, leased. Empty when none came in time."""
         await self.gate.passed()
@@ -213,33 +190,8 @@ class ServedTopic:
             await self.shard.commits.confirmed()
         return rows
 
-    async def extend_lease(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
-        """Moves the end of leases; how many of the positions were not leased with that time."""
-        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
-        await self.gate.passed()
-        self.check_there(state)
-        ignored = self.leases.extend(state, claims, lease_ms=lease_ms)
-        # Under another owner the positions are due again.
-        await self.shard.commits.confirmed()
-        return ignored
-
-    async def _find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
-        """Claimed rows that are due and not in any hand: READY, or held over from an earlier stream.
-
-        Requests pass when this returns.
-        """
-        if not len(self.core.in_backlog(state, claims)):
-            return KeyedRows.empty()
-        seen: SeenRows = {}
-        while True:
-            await self.gate.passed()
-            self.check_there(state)
-            found, missing = self.core.find_in_backlog(state, claims, seen)
-            if not missing:
-                return found
-            await self._load(missing)
-
-    async def _load(self, wanted: Iterable[SegmentRange]) -> None:
+    async def load(self, wanted: Iterable[SegmentRange]) -> None:
+        """Returns when the segments are in memory, or cannot be."""
         tasks = self._loader.start(wanted)
         if tasks:
             await asyncio.wait(tasks)
@@ -254,11 +206,15 @@ class ServedTopic:
             raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
         return state
 
+    def is_there(self, state: SubscriptionState) -> bool:
+        """Whether the subscription was not deleted."""
+        return self.core.subscriptions.get(state.subscription_id) is state
+
     def check_there(self, state: SubscriptionState) -> None:
-        """Raises NotFound when the subscription was deleted, and what ended the topic."""
+        """Raises NotFound, and what ended the topic."""
         if self._ended is not None:
             raise self._ended
-        if self.core.subscriptions.get(state.subscription_id) is not state:
+        if not self.is_there(state):
             raise NotFound(f"subscription {state.stored.name!r} of topic {self.core.name} was deleted")
 
     @contextlib.contextmanager
@@ -279,7 +235,7 @@ class ServedTopic:
                 # Others have their turn.
                 await asyncio.sleep(0)
             elif wanted := self.core.indexes.wanted_segments(now_ms):
-                await self._load(wanted)
+                await self.load(wanted)
             else:
                 next_due_ms = self.core.indexes.next_due_ms()
                 self._settled_until_ms = now_ms if next_due_ms is None else next_due_ms
@@ -297,7 +253,7 @@ class ServedTopic:
             elif self.pass_due(now_ms):
                 await asyncio.sleep(0)
             elif wanted := self.core.indexes.wanted_segments(now_ms):
-                await self._load(wanted)
+                await self.load(wanted)
             else:
                 return
 
@@ -305,6 +261,7 @@ class ServedTopic:
 
     async def open_subscription(self, subscription: str, held: HeldPositions, *, streams_max: int) -> DispatchStream:
         """Opens a stream on a subscription by its name. Raises NotFound."""
+        limits.check_batch_index(held.entry_id, held.batch_index)
         await self.gate.passed()
         state = self.subscription(subscription)
         streams = len(self.streams.get(state.subscription_id, {}))
@@ -322,11 +279,11 @@ class ServedTopic:
         if len(held):
             # The rows that it holds have been passed before it asks for them.
             await self.settle_due()
-            found = await self._find_in_backlog(state, held)
+            found = await self.acknowledging.find(state, held, held)
         self.check_there(state)
         self.core.open(state, stream.dispatcher)
-        self.core.hold(state, stream.dispatcher, found)
-        stream.held = len(found)
+        stream.held = self.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
+        self.redelivery.watch(state)
         stream.rebuild_needed = self.core.rebuild_needed()
         self.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
         self._read_on(state)
@@ -372,13 +329,26 @@ class ServedTopic:
         """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
         if not state.available_rows or state.subscription_id in self._withheld or not self.shard.may_hand_out:
             return KeyedRows.empty()
-        rows = state.hand_out(dispatcher, limit)
+        rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
         if len(rows):
-            now_ms = self._environment.clock.now_ms()
-            lateness_ms = now_ms - rows.rows.deliver_at_ms.astype(np.int64)
-            self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=lateness_ms)
+            self._count_handed_out(rows)
+            self.redelivery.watch(state)
+            if len(state.nacks):
+                # READY has room for those that are due.
+                self._due_loop.schedule(self, self.core.next_redelivery_ms())
         self._read_on(state)
         return rows
+
+    def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
+        """Rows that were handed out, as their dispatcher sees them."""
+        rows, batch_index = batch_parts.unpacked(taken, self.core.indexes, state.subscription_id)
+        return HandedOut(self.shard.epoch, rows, taken.redelivery_count, batch_index)
+
+    def _count_handed_out(self, rows: KeyedRows) -> None:
+        now_ms, due_ms = self._environment.clock.now_ms(), rows.rows.deliver_at_ms.astype(np.int64)
+        if rows.redelivery_count is not None:
+            due_ms = due_ms[rows.redelivery_count == 0]
+        self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=now_ms - due_ms)
 
     def notify(self, state: SubscriptionState) -> None:
         """There may be something to hand out."""
@@ -409,11 +379,11 @@ class ServedTopic:
             self.notify_all()
 
     def rows_added(self) -> None:
-        """The next wake-up may be sooner, by rows of the buckets in memory."""
+        """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged."""
         if self._ended is None:
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
-            self._due_loop.schedule(self, next_due_ms)
+            self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
@@ -431,7 +401,9 @@ class ServedTopic:
         return self._next_wake_ms()
 
     def pass_due(self, now_ms: int) -> int:
-        """Passes rows that are due and in memory, some portions of them; how many."""
+        """Passes rows that are due and in memory, and takes back what is to be redelivered, some portions of them; how
+        many.
+        """
         passed = self.core.pass_due(now_ms, PASS_PORTIONS * self.pace.rows)
         if passed:
             for state in self.core.subscriptions.values():
@@ -439,13 +411,16 @@ class ServedTopic:
                 self._read_on(state)
             for record in self.core.take_not_owed():
                 _ = self.shard.commits.stage(record, awaited=False)
+            redeliver_at_ms = self.core.take_redelivered()
+            if len(redeliver_at_ms):
+                self._environment.metrics.redelivered(now_ms - redeliver_at_ms.astype(np.int64))
         return passed
 
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
         indexes = self.core.indexes
         next_load_ms = indexes.next_load_ms(self._environment.config.delivery.lookahead_ms, self._loader.reads)
-        return earliest(indexes.next_due_in_memory_ms(), next_load_ms)
+        return earliest(indexes.next_due_in_memory_ms(), next_load_ms, self.core.next_redelivery_ms())
 
     def _bucket_damaged(self, bucket: str, damage: str) -> None:
         self.shard.bucket_damaged(self.core.name, bucket, damage)
@@ -470,7 +445,7 @@ class ServedTopic:
             return
         needed = self.core.catch_up(state, CATCH_UP_PORTIONS * self.pace.rows)
         if needed:
-            task = self._behind[number] = asyncio.ensure_future(self._load(needed))
+            task = self._behind[number] = asyncio.ensure_future(self.load(needed))
             task.add_done_callback(lambda task: self._read_on_after(state, task))
         else:
             self.notify(state)
@@ -485,6 +460,7 @@ class ServedTopic:
         self._ended = error
         self.gate.end(error)
         self.quotas.close()
+        self.redelivery.close()
         self.end_streams(error)
         self._loader.close()
         for task in self._behind.values():

@@ -10,6 +10,7 @@ A change closes the topic's gate, so that every slot is either before it or afte
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ from storage_backends.topic_manifest import SetSubscriptions
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard
+
+log = logging.getLogger(__name__)
 
 SUBSCRIPTIONS_RETRY_MS = 60_000
 
@@ -98,15 +101,20 @@ class SubscriptionChanges:
             ),
         )
         state.stored = stored
+        topic.redelivery.watch(state)
         topic.notify(state)
 
     async def delete(self, topic: ServedTopic, subscription: str) -> int:
-        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it. Raises NotFound."""
+        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it.
+
+        Raises NotFound.
+        """
         return await topic.gate.change(lambda: self._delete(topic, subscription))
 
     async def _delete(self, topic: ServedTopic, subscription: str) -> int:
         name = topic.core.name
-        deleted = topic.subscription(subscription).subscription_id
+        state = topic.subscription(subscription)
+        deleted = state.subscription_id
         with topic.withholding((deleted,)):
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
@@ -124,7 +132,10 @@ class SubscriptionChanges:
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
             topic.end_streams(gone, subscription_id=deleted)
         self._shard.lives[name].after_slot(self._shard.applied_slot)
-        return 0
+        dead_letters = len(state.dead_letters)
+        if dead_letters:
+            log.warning("topic %s: %d dead letters left with subscription %r", name, dead_letters, subscription)
+        return dead_letters
 
     async def _commit(self, name: str, operation: Callable[[TopicManifest], SetSubscriptions]) -> None:
         try:
