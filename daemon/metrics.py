@@ -51,6 +51,9 @@ class TopicNumbers:
     backlog: int
     in_flight: int
     leased: int
+    # Of the backlog, rows that wait for their redelivery.
+    nacked: int
+    dead_letters: int
     # Lost with damaged buckets and not added again.
     rebuild_needed: int
     # 0.0 when nothing is due that was not handed out.
@@ -448,6 +451,8 @@ _TOPIC_GAUGES = {
     "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
     "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
     "leased": ("tarry_leased_rows", "Of these, rows that are leased."),
+    "nacked": ("tarry_nacked_rows", "Of the backlog, rows that wait for their redelivery."),
+    "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
     "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
     "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
 }

@@ -2,7 +2,7 @@
 
 Owns: pages of them, that each is replayed or purged once, in portions between which others have their turn, and for how
 long a caller waits.
-Does not own: what becomes a dead letter and what a replay decides (`daemon.core.redelivering`), how they are kept and
+Does not own: what becomes a dead letter and what a replay decides (`daemon.core.dead_lettering`), how they are kept and
 found (`daemon.core.dead_letters`), and what quotas say (`topic_quotas`).
 
 A replay or a purge is about what is a dead letter when it is asked for: what becomes one meanwhile has a higher id and
@@ -123,7 +123,7 @@ class TopicDeadLetters:
     # ---- decisions
 
     async def _replay(self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int) -> Replayed:
-        topic, left = self._topic, _Left(asked, state.dead_letters.last_id)
+        topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         quotas = topic.quotas
         rows_max = _that_passes(
             quotas.limits.pending_rows_max, quotas.limits.due_rows_per_second_max, quotas.pending.rows_max
@@ -138,7 +138,7 @@ class TopicDeadLetters:
                 admission = quotas.admission(None, rows=len(letters), now_ms=self._environment.clock.now_ms())
                 times = np.full(len(letters), deliver_at_ms, np.uint64)
                 admission.admit([Rows(times, letters.ledger_id, letters.entry_id)])
-                records, skipped = topic.core.redelivery.stage_replay(state, letters, deliver_at_ms)
+                records, skipped = topic.core.dead_lettering.stage_replay(state, letters, deliver_at_ms)
                 await self._applied(records, admission.staged)
             replayed_rows += len(letters) - skipped
             skipped_rows += skipped
@@ -148,14 +148,15 @@ class TopicDeadLetters:
         return Replayed(replayed_rows, skipped_rows)
 
     async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
-        topic, left = self._topic, _Left(asked, state.dead_letters.last_id)
+        topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         purged_rows = 0
         while left.after_id is not None:
             async with self._turn:
                 letters = await self._portion(state, left, PORTION_ROWS, _no_room_needed)
                 if not len(letters):
                     continue
-                await self._applied([topic.core.redelivery.stage_purge(state, letters.dead_letter_id)])
+                record = topic.core.dead_lettering.stage_purge(state, letters.dead_letter_id)
+                await self._applied(() if record is None else (record,))
             purged_rows += len(letters)
             self._environment.metrics.dead_letters_left(topic.core.name, "purged", rows=len(letters))
         if not purged_rows:

@@ -30,6 +30,7 @@ from daemon.engine.calls import (
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import InvalidArgument
 from daemon.metrics import TopicNumbers
+from storage_backends.formats import index_ids
 
 PAGE_MAX = 1000
 
@@ -112,7 +113,7 @@ def oldest_due_ms(core: Topic) -> int:
 
 def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:
     streams = topic.streams.get(state.subscription_id, {})
-    own = topic.core.indexes.get(state.subscription_id)
+    own = topic.core.indexes.serving(state.subscription_id)[1:]
     return SubscriptionStats(
         subscription=state.stored.name,
         subscription_id=state.subscription_id,
@@ -123,10 +124,10 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         permits=sum(stream.permits for stream in streams.values()),
         leased=state.leased_rows,
         policy=state.stored.policy,
-        own_pending=own.pending_rows if own is not None else 0,
-        nacked=0,
-        next_redelivery_ms=0,
-        dead_letters=0,
+        own_pending=sum(index.pending_rows for index in own),
+        nacked=len(state.nacks),
+        next_redelivery_ms=state.nacks.next_due_ms() or 0,
+        dead_letters=len(state.dead_letters),
     )
 
 
@@ -186,9 +187,9 @@ def _bucket_summary(core: Topic, bucket: SealedBucket | QuarantinedBucket) -> Bu
     )
 
 
-def name_of(core: Topic, subscription_id: int) -> str:
-    """The name of a subscription; empty for the shared index, and for one that was deleted."""
-    state = core.subscriptions.get(subscription_id)
+def name_of(core: Topic, index_id: int) -> str:
+    """The name of the subscription whose index it is; empty for the shared one, and for one that was deleted."""
+    state = core.subscriptions.get(index_ids.subscription_of(index_id))
     return "" if state is None else state.stored.name
 
 
@@ -207,6 +208,8 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         backlog=sum(state.backlog for state in states),
         in_flight=sum(len(state.in_flight) for state in states),
         leased=sum(state.leased_rows for state in states),
+        nacked=sum(len(state.nacks) for state in states),
+        dead_letters=sum(len(state.dead_letters) for state in states),
         rebuild_needed=sum(needed.rows for needed in core.rebuild_needed()),
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
     )

@@ -29,6 +29,8 @@ from daemon.engine.calls import BacklogPage, Histogram, ScheduledPage, View
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
+from storage_backends.formats import index_ids
+from storage_backends.formats.rows import U32, Rows
 from storage_backends.object_store import StoreError
 
 T = TypeVar("T")
@@ -58,7 +60,7 @@ class Viewing:
         self._reads = asyncio.Semaphore(READS_MAX)
 
     async def scheduled(self, topic: ServedTopic, view: View, page_size: int, after: Place | None) -> ScheduledPage:
-        """A page of the rows that are not due yet, in the order in which they come due.
+        """A page of the rows that are not due yet, in the order in which they come due; of entries as a whole.
 
         Raises NotFound, InvalidArgument, Corruption naming the bucket, Unavailable.
         """
@@ -92,18 +94,31 @@ class Viewing:
         as_of_ms = self._as_of(topic)
         page = await self._page(topic, asked, indexes, after, limit, state)
         keys = page.found.rows.keys
+        # As of one moment; when those that wait come back is looked up in what is frozen of it.
+        named = bitmap_of(keys)
+        in_flight = contained(keys, state.held_among(named) | (state.nacking & named))
+        redelivery_count = state.counts.of(keys)
+        redeliver_at_ms = None
+        if state.nacks.keys.intersect(named):
+            nacked = state.nacks.freeze()
+            redeliver_at_ms = await self._run(lambda: nacked.times_of(keys))
+            in_flight &= redeliver_at_ms == 0
+        rows, batch_index = _unpacked(page.found)
         return BacklogPage(
-            rows=page.found.rows.rows,
-            in_flight=contained(keys, state.held_among(bitmap_of(keys))),
-            redeliver_at_ms=None,
-            redelivery_count=None,
-            batch_index=None,
+            rows=rows,
+            in_flight=in_flight,
+            redeliver_at_ms=redeliver_at_ms,
+            redelivery_count=redelivery_count,
+            batch_index=batch_index,
             next_after=page.next_after,
             as_of_ms=as_of_ms,
         )
 
     async def histogram(self, topic: ServedTopic, view: View, width_ms: int) -> Histogram:
-        """How many rows come due in each bar. Raises as `scheduled`, and QuotaExceeded when it takes too long."""
+        """How many rows, of entries as a whole, come due in each bar.
+
+        Raises as `scheduled`, and QuotaExceeded when it takes too long.
+        """
         as_of_ms = self._as_of(topic)
         asked, indexes = _asked(topic, View(ledgers=view.ledgers, subscription=view.subscription))
         last_ms = max((index.last_due_ms() or 0 for index in indexes), default=0)
@@ -338,6 +353,17 @@ def _leaving(topic: ServedTopic, state: SubscriptionState | None) -> BitMap64:
     return leaving if state is None or not state.acknowledging else leaving | state.acknowledging
 
 
+def _unpacked(found: Found) -> tuple[Rows, U32 | None]:
+    """Rows of any index as people know them, and their batch indexes; None when all are entries as a whole."""
+    rows = found.rows.rows
+    parts = found.index_id >= np.uint64(index_ids.batch_parts_of(0))
+    if not parts.any():
+        return rows, None
+    entry_id, batch_index = rows.entry_id.copy(), np.full(len(rows), index_ids.NO_BATCH_INDEX, np.uint32)
+    entry_id[parts], batch_index[parts] = index_ids.of_part(rows.entry_id[parts])
+    return Rows(rows.deliver_at_ms, rows.ledger_id, entry_id, rows.key_hash), batch_index
+
+
 def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:
     return [(bucket, index.pages) for index in indexes for bucket in index.buckets]
 
@@ -352,12 +378,13 @@ def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[As
         )
     asked = Asked(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
     if view.subscription is None:
-        return asked, list(topic.core.indexes.values())
+        return asked, topic.core.indexes.of_entries()
     stored = topic.subscription(view.subscription).stored
     asked = Asked(
         asked.first_ms, asked.last_ms, asked.ledgers, stored.subscription_id, stored.since_ms, backlog=backlog
     )
-    return asked, topic.core.indexes.serving(stored.subscription_id)
+    indexes = topic.core.indexes
+    return asked, (indexes.serving if backlog else indexes.of_entries)(stored.subscription_id)
 
 
 def _bars(view: View, width_ms: int, *, now_ms: int, last_ms: int) -> Bars:

@@ -29,6 +29,8 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> m
         backlog=6,
         in_flight=7,
         leased=8,
+        nacked=10,
+        dead_letters=11,
         rebuild_needed=9,
         oldest_due_age_s=oldest_due_age_s,
     )
