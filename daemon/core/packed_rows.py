@@ -4,11 +4,12 @@ Owns: their columns, their order (redelivery time, ledger, entry), and the packe
 any row on.
 Does not own: which rows still count (`nack_runs`).
 
-A row's time, the rank of its page among the pages of these rows in the order of positions, and the low half of its key
-are bit fields of one integer, each as wide as these rows need, the time on top. So the integers are in the order of the
-rows, and ledger and entry are not stored: they follow from the key. Where times have many rows whose positions lie
-together the integers are a Roaring bitmap, elsewhere arrays of as many bytes as they need (PIP-393's bitmaps are small
-only where a time has many rows). Columns that are constant take nothing.
+Bit fields of one integer are: a row's time, the rank of its page among the pages of these rows in the order of
+positions, the low half of its key and, where several indexes have the page, which of them it is; each as wide as these
+rows need, the time on top. So the integers are in the order of the rows, and ledger and entry are not stored: they
+follow from the key. Where times have many rows whose positions lie together the integers are a Roaring bitmap, elsewhere
+arrays of as many bytes as they need (PIP-393's bitmaps are small only where a time has many rows). Columns that are
+constant take nothing.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ class NackColumns:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Layout:
-    """Where the fields of some rows are in an integer a row.
+    """Where the fields of some rows are in an integer a row: time, page, low half of the key, index, the highest first.
 
-    `pages`: the ordinals of their pages, in the order of positions. `time_unit_bits`: the times are multiples of so
-    large a power of two, counted from `base_ms`.
+    `pages`: the ordinals of their pages, by ascending position, and for each page a place for so many indexes as have
+    the same. `time_unit_bits`: times are multiples of so large a power of two, counted from `base_ms`.
     """
 
     base_ms: int
@@ -112,89 +113,126 @@ class _Layout:
     pages: U64
     low_base: int
     low_bits: int
+    index_bits: int
 
     @property
     def page_bits(self) -> int:
-        return (len(self.pages) - 1).bit_length()
+        return (len(self.pages) - 1 >> self.index_bits).bit_length()
+
+    @property
+    def time_shift(self) -> int:
+        return self.page_bits + self.low_bits + self.index_bits
 
     @property
     def bits(self) -> int:
-        return self.time_bits + self.page_bits + self.low_bits
+        return self.time_bits + self.time_shift
 
     def first_after(self, time_ms: int) -> int:
         """No integer of a row at or before the time is as large, and each of a later row is; at least 0."""
         if time_ms < self.base_ms:
             return 0
-        return (((time_ms - self.base_ms) >> self.time_unit_bits) + 1) << (self.page_bits + self.low_bits)
+        return (((time_ms - self.base_ms) >> self.time_unit_bits) + 1) << self.time_shift
 
     def time_of(self, packed: int) -> int:
-        return self.base_ms + (packed >> (self.page_bits + self.low_bits) << self.time_unit_bits)
+        return self.base_ms + (packed >> self.time_shift << self.time_unit_bits)
 
     def times_of(self, packed: U64) -> U64:
-        times = packed >> np.uint64(self.page_bits + self.low_bits)
+        times = packed >> np.uint64(self.time_shift)
         times <<= np.uint64(self.time_unit_bits)
         times += np.uint64(self.base_ms)
         return times
 
     def keys_of(self, packed: U64) -> U64:
-        keys = packed & np.uint64((1 << self.low_bits) - 1)
+        keys = packed >> np.uint64(self.index_bits)
+        keys &= np.uint64((1 << self.low_bits) - 1)
         if len(self.pages) == 1:
             keys += np.uint64(self.low_base + (int(self.pages[0]) << PAGE_BITS))
             return keys
         keys += np.uint64(self.low_base)
-        ranks = (packed >> np.uint64(self.low_bits)) & np.uint64((1 << self.page_bits) - 1)
-        keys |= (self.pages << _SHIFT)[ranks.astype(np.intp)]
+        pages = packed >> np.uint64(self.low_bits + self.index_bits)
+        pages &= np.uint64((1 << self.page_bits) - 1)
+        if self.index_bits:
+            pages <<= np.uint64(self.index_bits)
+            pages |= packed & np.uint64((1 << self.index_bits) - 1)
+        keys |= (self.pages << _SHIFT)[pages.astype(np.intp)]
         return keys
 
 
-def _laid_out(columns: NackColumns, places: PagePlaces) -> tuple[_Layout, U64, U64 | None, U64]:
-    """(the layout of rows, of each its time from the base, the rank of its page, the low half of its key less the
-    least); None when all are of one page.
-    """
-    base_ms = columns.redeliver_at_ms.min()
-    times = columns.redeliver_at_ms - base_ms
-    all_times = int(np.bitwise_or.reduce(times))
-    unit_bits = (all_times & -all_times).bit_length() - 1 if all_times else 0
-    times >>= np.uint64(unit_bits)
-    low = columns.keys & LOW_MASK
-    low_base = low.min()
-    low -= low_base
-    ordinals = columns.keys >> _SHIFT
-    ranks = None
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Fields:
+    """The layout for some rows, and their fields. `page` and `index`: None when they are 0."""
+
+    layout: _Layout
+    time: U64
+    page: U64 | None
+    low: U64
+    index: U64 | None
+
+    @staticmethod
+    def of(columns: NackColumns, places: PagePlaces) -> _Fields:
+        """The fields of at least one row."""
+        base_ms = columns.redeliver_at_ms.min()
+        time = columns.redeliver_at_ms - base_ms
+        all_times = int(np.bitwise_or.reduce(time))
+        unit_bits = (all_times & -all_times).bit_length() - 1 if all_times else 0
+        time >>= np.uint64(unit_bits)
+        low = columns.keys & LOW_MASK
+        low_base = low.min()
+        low -= low_base
+        pages, page, index = _pages(columns.keys >> _SHIFT, places)
+        time_bits, low_bits = (all_times >> unit_bits).bit_length(), int(low.max()).bit_length()
+        index_bits = 0 if index is None else int(index.max()).bit_length()
+        layout = _Layout(int(base_ms), unit_bits, time_bits, pages, int(low_base), low_bits, index_bits)
+        return _Fields(layout, time, page, low, index)
+
+    def packed(self) -> U64 | None:
+        """An integer a row; None when 64 bits are not enough."""
+        layout = self.layout
+        if layout.bits > _KEY_BITS:
+            return None
+        packed: U64 = self.low << np.uint64(layout.index_bits)
+        if self.index is not None:
+            packed |= self.index
+        if self.page is not None:
+            packed |= self.page << np.uint64(layout.low_bits + layout.index_bits)
+        if layout.time_bits:
+            packed |= self.time << np.uint64(layout.time_shift)
+        return packed
+
+    def order(self) -> Order:
+        """The index that sorts the rows."""
+        fields = (self.index, self.low, self.page, self.time)
+        return np.lexsort([field for field in fields if field is not None])
+
+
+def _pages(ordinals: U64, places: PagePlaces) -> tuple[U64, U64 | None, U64 | None]:
+    """(the pages of a layout, of each row which page it is, and of which index); None when they are 0."""
     if ordinals[0] == ordinals[-1] and (ordinals == ordinals[0]).all():
-        pages = ordinals[:1].copy()
-    else:
-        found, inverse = distinct(ordinals)
-        ledger_id, entry_id = places.positions(found << _SHIFT)
-        order = np.lexsort((entry_id, ledger_id))
-        rank_of = np.empty(len(order), np.uint64)
-        rank_of[order] = np.arange(len(order), dtype=np.uint64)
-        pages, ranks = found[order], rank_of[inverse]
-    time_bits = (all_times >> unit_bits).bit_length()
-    low_bits = int(low.max()).bit_length()
-    return _Layout(int(base_ms), unit_bits, time_bits, pages, int(low_base), low_bits), times, ranks, low
-
-
-def _packed(layout: _Layout, times: U64, ranks: U64 | None, low: U64) -> U64 | None:
-    """An integer a row; None when 64 bits are not enough."""
-    if layout.bits > _KEY_BITS:
-        return None
-    shift = layout.page_bits + layout.low_bits
-    # By 64 bits nothing can be shifted: then there is one time.
-    packed: U64 = times << np.uint64(shift) if layout.time_bits else times
-    if ranks is not None:
-        packed |= ranks << np.uint64(layout.low_bits)
-    packed |= low
-    return packed
+        return ordinals[:1].copy(), None, None
+    found, which = distinct(ordinals)
+    ledger_id, entry_id = places.positions(found << _SHIFT)
+    order = np.lexsort((entry_id, ledger_id))
+    ledger_id, entry_id = ledger_id[order], entry_id[order]
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = (ledger_id[1:] != ledger_id[:-1]) | (entry_id[1:] != entry_id[:-1])
+    rank = np.empty(len(order), np.uint64)
+    rank[order] = np.cumsum(is_new) - 1
+    if is_new.all():
+        return found[order], rank[which], None
+    first = np.flatnonzero(is_new)
+    index = np.empty(len(order), np.uint64)
+    index[order] = np.arange(len(order)) - np.repeat(first, np.diff(np.append(first, len(order))))
+    index_bits = np.uint64(int(index.max()).bit_length())
+    pages = np.zeros(len(first) << int(index_bits), np.uint64)
+    pages[rank << index_bits | index] = found
+    return pages, rank[which], index[which]
 
 
 def due_order(columns: NackColumns, places: PagePlaces) -> Order:
     """The index that sorts rows by (redelivery time, ledger, entry)."""
-    layout, times, ranks, low = _laid_out(columns, places)
-    packed = _packed(layout, times, ranks, low)
-    if packed is not None:
-        return np.argsort(packed, kind="stable")
-    return np.lexsort((low, np.zeros_like(low) if ranks is None else ranks, times))
+    fields = _Fields.of(columns, places)
+    packed = fields.packed()
+    return fields.order() if packed is None else np.argsort(packed, kind="stable")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -281,11 +319,11 @@ class PackedRows:
 
 def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows]:
     """Rows in any order, at least one, sorted and packed: in one piece, where an integer has room for all fields."""
-    layout, times, ranks, low = _laid_out(columns, places)
-    packed = _packed(layout, times, ranks, low)
+    fields = _Fields.of(columns, places)
+    layout, packed = fields.layout, fields.packed()
     if packed is None:
         # Half the rows have fewer pages, and less time between them.
-        order = np.lexsort((low, np.zeros_like(low) if ranks is None else ranks, times))
+        order = fields.order()
         middle = len(order) // 2
         return [piece for half in (order[:middle], order[middle:]) for piece in pack(columns.take(half), places, born)]
     deliver_at_ms, key_hash = columns.deliver_at_ms, columns.key_hash
