@@ -24,6 +24,7 @@ from benchmarks import (
     life,
     machine,
     memory,
+    nack,
     redis_batches,
     redis_server,
     report,
@@ -37,7 +38,7 @@ from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
-    for module in (add, drain, burst, lateness, fair, life, memory, stored, restart, seal_pause, see)
+    for module in (add, drain, nack, burst, lateness, fair, life, memory, stored, restart, seal_pause, see)
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}

@@ -170,6 +170,5 @@ class _Others:
 
 
 def _acknowledge(subscription: tarry.aio.Subscription, held: Sequence[tarry.Batch]) -> None:
-    columns = zip(*(batch.positions for batch in held), strict=True)
-    ledger_id, entry_id, deliver_at_ms = (np.concatenate(column) for column in columns)
-    _ = subscription.ack((ledger_id, entry_id, deliver_at_ms))
+    rows = tarry_load.rows_of(held)
+    _ = subscription.ack((rows.ledger_id, rows.entry_id, rows.deliver_at_ms))

@@ -303,10 +303,9 @@ def _receive(address: str, plan: Plan, results: Connection) -> None:
             if wanted is None and results.poll():
                 wanted = results.recv()
         subscription.flush(PATIENCE_S)
-    columns = zip(*(batch.positions for batch in came), strict=True)
     received_at_ms = np.repeat([batch.received_at_ms for batch in came], [len(batch) for batch in came])
-    rows = load.Rows(*(np.concatenate(column) for column in columns))
-    results.send((rows, received_at_ms.astype(np.int64), sum(answer.result() for answer in answers)))
+    ignored = sum(answer.result() for answer in answers)
+    results.send((tarry_load.rows_of(came), received_at_ms.astype(np.int64), ignored))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -58,7 +58,7 @@ class Drain:
 
     def __init__(self, rows: int) -> None:
         self._wanted = rows
-        self._batches: list[tarry.Batch] = []
+        self.batches: list[tarry.Batch] = []
         self._answers: list[Future[int]] = []
         self.first_received_s = 0.0
         self.durable_s = 0.0
@@ -75,9 +75,9 @@ class Drain:
             if not received:
                 self.first_received_s = time.perf_counter()
             received += len(batch)
-            self._batches.append(batch)
+            self.batches.append(batch)
             self._answers.append(subscription.ack(batch))
-        self.last_received_at_ms = self._batches[-1].received_at_ms
+        self.last_received_at_ms = self.batches[-1].received_at_ms
         subscription.flush(PATIENCE_S)
         self.durable_s = time.perf_counter()
         self.durable_at_ms = load.now_ms()
@@ -85,13 +85,21 @@ class Drain:
     def problem(self, rows: load.Rows) -> str | None:
         """What is wrong with what came and with its acknowledgements; None when nothing is."""
         ignored = sum(answer.result() for answer in self._answers)
-        return problem_of(self._batches, rows) or (f"{ignored:,} acknowledgements were ignored" if ignored else None)
+        return problem_of(self.batches, rows) or (f"{ignored:,} acknowledgements were ignored" if ignored else None)
 
 
 def problem_of(batches: Sequence[tarry.Batch], rows: load.Rows) -> str | None:
     """Each of the rows must have come exactly once, with its time; None when it did."""
-    columns = zip(*(batch.positions for batch in batches), strict=True)
-    return difference(load.Rows(*(np.concatenate(column) for column in columns)), rows)
+    return difference(rows_of(batches), rows)
+
+
+def rows_of(batches: Sequence[tarry.Batch]) -> load.Rows:
+    """What came, in that order."""
+    return load.Rows(
+        np.concatenate([batch.ledger_id for batch in batches]),
+        np.concatenate([batch.entry_id for batch in batches]),
+        np.concatenate([batch.deliver_at_ms for batch in batches]),
+    )
 
 
 def difference(came: load.Rows, rows: load.Rows) -> str | None:
