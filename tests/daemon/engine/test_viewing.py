@@ -14,10 +14,12 @@ from daemon.durability import bucket_objects
 from daemon.engine import calls, viewing
 from daemon.engine.engine import Engine
 from daemon.errors import Corruption, InvalidArgument, NotFound, QuotaExceeded, Unavailable
+from storage_backends.formats import index_ids
 from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.rows import Rows
 from storage_backends.object_store import ObjectStore
 from tests.daemon.engine.calling import acknowledge, cancel, create, get, rows_of, stats
+from tests.daemon.engine.dead_letter_calls import nack
 from tests.daemon.engine.test_damage import alter_part
 from tests.support import real_engine
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -266,6 +268,91 @@ async def test_each_subscription_has_a_backlog_of_its_own(machines: EngineFixtur
     await acknowledge(one, rows_of(await get(one, 6, subscription="other")), subscription="other")
     assert shown((await backlog(one)).rows) == added[:10]
     assert shown((await backlog(one, subscription="other")).rows) == added[6:10]
+
+
+async def test_a_backlog_tells_what_waits_for_its_redelivery_until_when_and_how_often(machines: EngineFixture) -> None:
+    one, added = await with_buckets(machines, 3)
+    await asyncio.sleep((added[30][0] - machines.now_ms()) / 1000)
+    exact = calls.SubscriptionPolicy(nack_precision_bits=0)
+    await one.call(one.engine.requests.update_subscription("t", "s", exact))
+    rows = rows_of(await get(one, 20, lease_ms=3_600_000))
+    await nack(one, rows[5:15], delay_ms=60_000)
+    await nack(one, rows[5:7], delay_ms=90_000)
+    until_ms = [machines.now_ms() + 90_000] * 2 + [machines.now_ms() + 60_000] * 8
+    page = await backlog(one)
+    assert shown(page.rows) == added[:31]
+    assert page.in_flight.tolist() == [True] * 5 + [False] * 10 + [True] * 5 + [False] * 11
+    assert page.redeliver_at_ms is not None
+    assert page.redeliver_at_ms.tolist() == [0] * 5 + until_ms + [0] * 16
+    assert page.redelivery_count is not None
+    assert page.redelivery_count.tolist() == [0] * 5 + [1] * 10 + [0] * 16
+    assert page.batch_index is None
+    (found,) = (await stats(one)).subscriptions
+    assert (found.backlog, found.in_flight, found.nacked) == (31, 10, 10)
+    assert found.next_redelivery_ms == machines.now_ms() + 60_000
+    await asyncio.sleep(61)
+    page = await backlog(one)
+    assert page.redeliver_at_ms is not None
+    assert np.count_nonzero(page.redeliver_at_ms) == 2
+    assert page.redelivery_count is not None
+    assert np.count_nonzero(page.redelivery_count) == 10, "a count stays until the row leaves the backlog"
+
+
+async def test_what_waits_for_its_redelivery_is_shown_wherever_it_lies(machines: EngineFixture) -> None:
+    one, added = await with_buckets(machines, 3, *NOTHING_AHEAD)
+    receiver = await one.receiver("t")
+    await asyncio.sleep((added[50][0] - machines.now_ms()) / 1000)
+    await receiver.received(51)
+    early, late = receiver.rows[:3], receiver.rows[48:]
+    await nack(one, early, delay_ms=600_000)
+    await receiver.acknowledge(receiver.rows[3:48])
+    page = await backlog(one)
+    assert [(row[2], row[0], row[1]) for row in (*early, *late)] == shown(page.rows)
+    assert page.in_flight.tolist() == [False] * 3 + [True] * 3
+    first = await backlog(one, 2)
+    assert shown(first.rows) + shown((await backlog(one, 9, first.next_after)).rows) == shown(page.rows)
+
+
+async def test_what_waits_for_its_redelivery_is_no_row_that_nobody_takes(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await create(one)
+    await one.add("t", 1, range(3), delay_ms=1)
+    await asyncio.sleep(1)
+    await nack(one, rows_of(await get(one)), delay_ms=60_000)
+    await asyncio.sleep(30)
+    assert (await stats(one)).oldest_due_ms == 0
+    (numbers,) = await one.call(one.engine.requests._topic_numbers())
+    assert (numbers.nacked, numbers.backlog, numbers.oldest_due_age_s) == (3, 3, 0.0)
+
+
+async def test_messages_of_a_batch_are_shown_with_their_indexes_and_in_backlogs_alone(machines: EngineFixture) -> None:
+    one, added = await with_buckets(machines, 1)
+    await asyncio.sleep((added[1][0] - machines.now_ms()) / 1000)
+    rows = rows_of(await get(one))
+    await nack(one, rows[:1], batch_index=4, delay_ms=60_000)
+    await nack(one, rows[:1], batch_index=2, delay_ms=60_000)
+    page = await backlog(one)
+    assert sorted(shown(page.rows)) == sorted([*added[:2], added[0], added[0]])
+    assert page.batch_index is not None
+    whole = index_ids.NO_BATCH_INDEX
+    named = list(zip(shown(page.rows), page.batch_index.tolist(), page.in_flight.tolist(), strict=True))
+    parts = [(added[0], 2, False), (added[0], 4, False)]
+    assert sorted(named) == sorted([(row, whole, True) for row in added[:2]] + parts)
+    paged: list[tuple[Shown, int]] = []
+    after = None
+    while True:
+        each = await backlog(one, 1, after)
+        indexes = [whole] if each.batch_index is None else each.batch_index.tolist()
+        paged += zip(shown(each.rows), indexes, strict=True)
+        after = each.next_after
+        if after is None:
+            break
+    assert paged == [row[:2] for row in named]
+    assert shown((await scheduled(one)).rows) == added[2:]
+    await one.call(one.engine.requests.seal("t"))
+    found = await one.call(one.engine.requests.list_buckets("t", 0, ""))
+    assert sorted(bucket.subscription for bucket in found.buckets) == ["", "", "s"]
+    assert sorted(shown((await backlog(one)).rows)) == sorted(shown(page.rows))
 
 
 # ---- histograms
