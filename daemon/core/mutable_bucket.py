@@ -3,8 +3,9 @@
 Owns: the rows in the order they came, as growing columns, and which of them come due next.
 Does not own: when it is sealed (`indexes`), sealing itself (`daemon.durability.sealing`) and who receives rows.
 
-Rows that are far from due lie in the columns unsorted; those near are in sorted runs. Every row with a time at or
-below `_horizon_ms` is or was in a run, so the horizon is moved by one scan about once a second.
+Rows that come in due order follow FIFO runs, ranges of the columns (`fifo_runs`). Of the others, loose rows, those far
+from due lie in the columns unsorted, those near are in sorted runs. Every loose row with a time at or below
+`_horizon_ms` is or was in a run, so the horizon is moved by one scan over loose rows about once a second.
 
 Rows that have left stay in the columns, the runs and the log: of a position that left and came back only the last
 row counts.
@@ -20,9 +21,10 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.fifo_runs import RUNS_MAX, FifoRuns, Ranges
 from daemon.core.key_order import KeyOrder
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
-from daemon.core.runs import SortedRun, TieredRuns
+from daemon.core.runs import SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U32, U64, Rows
 
@@ -82,7 +84,9 @@ class MutableRows:
 class MutableBucket(Bucket):
     """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
 
-    def __init__(self, pages: PageTable, *, horizon_ms: int, subscription_id: int = 0) -> None:
+    def __init__(
+        self, pages: PageTable, *, horizon_ms: int, subscription_id: int = 0, fifo_runs_max: int = RUNS_MAX
+    ) -> None:
         super().__init__("", BitMap64(), None, subscription_id)
         self._pages = pages
         self.pages: set[int] = set()
@@ -90,6 +94,8 @@ class MutableBucket(Bucket):
         self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
         self._key_hash: U32 | None = None
         self._rows = 0
+        self._fifo = FifoRuns(runs_max=fifo_runs_max)
+        self._loose = Ranges()
         self._runs = TieredRuns()
         self._horizon_ms = horizon_ms
         self._far_min_ms: int | None = None
@@ -108,9 +114,25 @@ class MutableBucket(Bucket):
 
     # ---- rows come
 
-    def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
-        """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps."""
+    def add(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> int:
+        """Rows of positions that are in no bucket; `added` is their set. `elapsed_ms`: a clock that never steps.
+
+        How many of them came in due order.
+        """
+        first = self._rows
         self._take_in(rows, added, elapsed_ms)
+        left = self._fifo.add(rows.rows, first)
+        if not left:
+            return len(rows)
+        for start, end in left:
+            self._loose.add(start, end)
+        loose = rows
+        if left != [(first, self._rows)]:
+            loose = KeyedRows.concat([rows.take(slice(start - first, end - first)) for start, end in left])
+        self._add_loose(loose)
+        return len(rows) - len(loose)
+
+    def _add_loose(self, rows: KeyedRows) -> None:
         near = rows.rows.deliver_at_ms <= np.uint64(self._horizon_ms)
         if near.all():
             self._runs.add(rows)
@@ -169,27 +191,27 @@ class MutableBucket(Bucket):
 
     def next_due_ms(self) -> int | None:
         """No row is due before; a row that has left may still count."""
-        near = self._runs.next_due_ms()
-        far = self._far_min_ms
-        return near if far is None else far if near is None else min(near, far)
+        in_order_ms = self._fifo.next_due_ms(self._deliver_at_ms)
+        return earliest(self._runs.next_due_ms(), self._far_min_ms, in_order_ms)
 
     def runs_at(self, now_ms: int) -> list[SortedRun]:
-        """The sorted runs that hold every row due at `now_ms`."""
+        """The sorted runs that hold every row due at `now_ms`, or that such rows follow."""
         if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
             self._move_horizon(now_ms + HORIZON_STEP_MS)
-        return self._runs.runs
+        return [*self._runs.runs, *self._fifo.runs_at(now_ms, self._deliver_at_ms, self._take)]
 
     def _move_horizon(self, horizon_ms: int) -> None:
         if horizon_ms <= self._horizon_ms:
             return
-        times = self._deliver_at_ms[: self._rows]
+        loose = self._loose.rows()
+        times = self._deliver_at_ms[loose]
         far = times > np.uint64(self._horizon_ms)
         near = np.flatnonzero(far & (times <= np.uint64(horizon_ms)))
         far = times > np.uint64(horizon_ms)
         self._far_min_ms = int(times[far].min()) if far.any() else None
         self._horizon_ms = horizon_ms
         if len(near):
-            self._runs.add(self._take(near))
+            self._runs.add(self._take(near + loose.start if isinstance(loose, slice) else loose[near]))
 
     def pass_rows(self, due: KeyedRows) -> KeyedRows:
         passed = super().pass_rows(self._current(due))
@@ -234,7 +256,7 @@ class MutableBucket(Bucket):
             return KeyedRows.empty()
         return self._take(self._key_order.last_of(self._keys[: self._rows], keys_of(wanted)))
 
-    def _take(self, index: npt.NDArray[np.integer[Any]]) -> KeyedRows:
+    def _take(self, index: slice | npt.NDArray[np.integer[Any]]) -> KeyedRows:
         keys = self._keys[index]
         ledger_id, entry_id = self._pages.positions(keys)
         key_hash = None if self._key_hash is None else self._key_hash[index]
