@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING
 
 from daemon.core.index import BucketBits, IndexCut
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
 from daemon.durability.sealing import SealCut
 from storage_backends.formats import checkpoint
-
-if TYPE_CHECKING:
-    from daemon.core.redelivering import RedeliveryCut
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -30,7 +27,7 @@ class TopicCut:
     incarnation: int
     indexes: tuple[tuple[int, IndexCut], ...]
     sealing: tuple[SealCut, ...]
-    redelivery: RedeliveryCut | None = None
+    redelivery: RedeliveryCut
 
 
 def part_of(cut: TopicCut) -> checkpoint.TopicPart:

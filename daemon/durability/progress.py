@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
 from daemon.core.index import BucketBits
 from daemon.core.positions import PageTable
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import redeliveries
 from daemon.errors import Corruption
 from storage_backends import object_store
@@ -23,15 +23,10 @@ from storage_backends.formats import errors, manifest, merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress
 
-if TYPE_CHECKING:
-    from daemon.core.redelivering import RedeliveryCut
 
-
-def of_topic(pages: PageTable, bits: Iterable[BucketBits], redelivery: RedeliveryCut | None) -> Progress:
+def of_topic(pages: PageTable, bits: Iterable[BucketBits], redelivery: RedeliveryCut) -> Progress:
     """The progress of a topic as of one slot. O(n): runs in an executor."""
     stored = to_stored(pages, bits)
-    if redelivery is None:
-        return stored
     of_subscriptions, levels = redeliveries.to_stored(pages, redelivery)
     return dataclasses.replace(stored, redeliveries=of_subscriptions, levels=levels)
 

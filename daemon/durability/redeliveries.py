@@ -9,8 +9,8 @@ What is stored of an index that is no more, or of positions that have no row any
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
@@ -19,14 +19,11 @@ from pyroaring import BitMap64
 from daemon.core.dead_letters import DeadLetterRows, FrozenDeadLetters
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import PAGE_BITS, UNKNOWN_KEY, KeyedRows, PageTable, bitmap_of, keys_of, pages_of
+from daemon.core.redelivery_cut import RedeliveryCut, SubscriptionCut
 from daemon.core.topic import Topic
 from daemon.errors import Corruption
 from storage_backends.formats import errors, index_ids, manifest, redelivery, segment
 from storage_backends.formats.rows import U64
-
-if TYPE_CHECKING:
-    from daemon.core.redelivering import RedeliveryCut, SubscriptionCut
-
 
 # ---- writing
 
@@ -34,11 +31,10 @@ if TYPE_CHECKING:
 def to_stored(
     pages: PageTable, cut: RedeliveryCut
 ) -> tuple[tuple[manifest.Redeliveries, ...], tuple[manifest.LevelRows, ...]]:
-    """What progress says of the cut, which has the subscriptions by their ids. `pages`: of any of the topic's indexes.
-    O(n): runs in an executor.
-    """
+    """What progress says of the cut. `pages`: of any of the topic's indexes. O(n): runs in an executor."""
     zstd = segment.compressor()
-    redeliveries = (_redeliveries(pages, each, zstd) for each in cut.subscriptions)
+    by_id = sorted(cut.subscriptions, key=operator.attrgetter("subscription_id"))
+    redeliveries = (_redeliveries(pages, each, zstd) for each in by_id)
     return tuple(each for each in redeliveries if each is not None), _levels(pages, cut.levels)
 
 

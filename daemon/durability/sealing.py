@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableRows
 from daemon.core.positions import KeyedRows
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
 from daemon.durability.crash_points import crash_point
 from storage_backends import object_store
 from storage_backends.formats import bucket, manifest
 from storage_backends.formats.segment import SegmentLimits
-
-if TYPE_CHECKING:
-    from daemon.core.redelivering import RedeliveryCut
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -70,9 +67,7 @@ def write_bucket(
     return WrittenBucket(live, encoded.table, rows)
 
 
-def progress_of(
-    cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut | None = None
-) -> manifest.Progress:
+def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut) -> manifest.Progress:
     """Everything of a topic that is not rows, as of the cuts of one seal. `bits`: of the buckets of all indexes that
     were sealed or being sealed before; what was acknowledged of the rows that are being sealed is in the cuts.
     """

@@ -25,6 +25,7 @@ from typing import TypeVar
 from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, sealing
@@ -54,11 +55,14 @@ INLINE_PROGRESS_BYTES = 256 << 10
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
-    """`buckets`: of each index that had rows, its cut and the bucket that serves them. `bits`: of all other buckets."""
+    """`buckets`: of each index that had rows, its cut and the bucket that serves them. `bits`: of all other buckets;
+    `redelivery`: what else there was of the topic.
+    """
 
     slot: int
     buckets: tuple[tuple[sealing.SealCut, MutableBucket], ...]
     bits: tuple[BucketBits, ...]
+    redelivery: RedeliveryCut
     committed: asyncio.Future[Sealed]
 
     @property
@@ -153,7 +157,7 @@ class BucketLife:
         if not indexes.has_mutable_rows:
             return None
         base = self._commits.number
-        taken = dict(indexes.cut())
+        taken, redelivery = dict(indexes.cut()), self._topic.redelivery_cut()
         begun = indexes.begin_seal(lambda _: self._new_key(base), now_ms=self._environment.clock.now_ms())
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
         # Nobody may be waiting when it fails.
@@ -173,7 +177,7 @@ class BucketLife:
             for number, memory in begun
         )
         bits = tuple(each for index in taken.values() for each in index.bits)
-        self._seals.append(_Seal(slot, buckets, bits, committed))
+        self._seals.append(_Seal(slot, buckets, bits, redelivery, committed))
         self._start()
         return committed
 
@@ -235,6 +239,7 @@ class BucketLife:
             incarnation=self._topic.incarnation,
             indexes=self._topic.indexes.cut(),
             sealing=tuple(cut for seal in self._seals for cut in seal.cuts),
+            redelivery=self._topic.redelivery_cut(),
         )
 
     # ---- doing
@@ -454,5 +459,5 @@ class BucketLife:
 
 
 def _encoded(seal: _Seal) -> tuple[manifest.Progress, bytes]:
-    progress = sealing.progress_of(seal.cuts, seal.bits)
+    progress = sealing.progress_of(seal.cuts, seal.bits, seal.redelivery)
     return progress, manifest.encode_progress(progress)

@@ -13,6 +13,7 @@ import pytest
 from daemon.core.bucket import GoneSet
 from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing, shard_manifest, takeover
 from daemon.engine.bucket_life import BucketLife
@@ -156,15 +157,18 @@ class _Kept:
 
 
 def a_seal_forgets_what_is_gone_and_acknowledged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sealing, "progress_of", lambda cuts, bits: manifest.Progress())
+    patch.setattr(sealing, "progress_of", lambda cuts, bits, redelivery: manifest.Progress())
 
 
 def a_seal_forgets_what_was_acknowledged_in_its_own_rows(patch: pytest.MonkeyPatch) -> None:
     progress_of = sealing.progress_of
 
-    def forgetting(cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
+    def forgetting(
+        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+    ) -> manifest.Progress:
         rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
-        return progress_of([dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)], bits)
+        cuts = [dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)]
+        return progress_of(cuts, bits, redelivery)
 
     patch.setattr(sealing, "progress_of", forgetting)
 

@@ -26,6 +26,7 @@ from daemon.core.index import BucketBits, SeenRows
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -35,6 +36,7 @@ from daemon.durability import bucket_objects, checkpoint, recovery, sealing
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.rows import U32
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory import MemoryStore
@@ -81,6 +83,7 @@ def claims_of(claims: Iterable[tuple[Position, int] | Claim]) -> HeldPositions:
         np.array([claim.at[0] for claim in named], np.uint64),
         np.array([claim.at[1] for claim in named], np.uint64),
         np.array([claim.deliver_at_ms for claim in named], np.uint64),
+        np.array([NO_BATCH_INDEX if claim.batch_index is None else claim.batch_index for claim in named], np.uint32),
     )
 
 
@@ -99,6 +102,7 @@ def key_hashes_of(rows: KeyedRows) -> list[int]:
 class _Seal:
     cuts: tuple[sealing.SealCut, ...]
     bits: tuple[BucketBits, ...]
+    redelivery: RedeliveryCut
     memory: tuple[MutableBucket, ...]
 
 
@@ -111,7 +115,9 @@ class Until(enum.Enum):
 
 
 class JournaledTopic:
-    """`budget_bytes`: of the segments in memory. `segment_limits`: how buckets are cut into segments."""
+    """`budget_bytes`: of the segments in memory. `segment_limits`: how buckets are cut into segments. `elapsed_ms`: of
+    the clock that never steps.
+    """
 
     def __init__(
         self,
@@ -123,6 +129,7 @@ class JournaledTopic:
         compatible: bool = False,
     ) -> None:
         self.now_ms = now_ms
+        self.elapsed_ms = 0
         self.slot = 0
         self.store = MemoryStore()
         self.slots: list[bytes] = []
@@ -200,7 +207,7 @@ class JournaledTopic:
         raise AssertionError("finding claimed rows in the backlog makes no progress")
 
     def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
-        return state.hand_out(dispatcher, limit)
+        return state.hand_out(dispatcher, limit, elapsed_ms=self.elapsed_ms)
 
     def commit(self) -> None:
         """What is staged is one slot, durable and applied."""
@@ -341,7 +348,7 @@ class JournaledTopic:
         indexes = self.core.indexes
         if not indexes.has_mutable_rows:
             return False
-        taken = dict(indexes.cut())
+        taken, redelivery = dict(indexes.cut()), self.core.redelivery_cut()
         bits = tuple(each for cut in taken.values() for each in cut.bits)
         memory = indexes.begin_seal(lambda number: f"buckets/{next(self._names):03}", now_ms=self.now_ms)
         cuts = tuple(
@@ -355,20 +362,21 @@ class JournaledTopic:
             )
             for number, bucket in memory
         )
-        self.seals.append(_Seal(cuts, bits, tuple(bucket for _, bucket in memory)))
+        self.seals.append(_Seal(cuts, bits, redelivery, tuple(bucket for _, bucket in memory)))
         return True
 
     def write_seal(self) -> list[sealing.WrittenBucket | None]:
         """The oldest seal is committed: a bucket for each cut, progress, manifest."""
-        cuts, bits = self.seals[0].cuts, self.seals[0].bits
+        cuts = self.seals[0].cuts
         written = [
             sealing.write_bucket(self.store, cut, limits=self._segment_limits, compatible=self._compatible)
             for cut in cuts
         ]
-        progress: manifest.Progress | None = sealing.progress_of(cuts, bits)
+        stored = sealing.progress_of(cuts, self.seals[0].bits, self.seals[0].redelivery)
+        progress: manifest.Progress | None = stored
         reference = None
         if cuts[0].slot % 2:
-            body = manifest.encode_progress(sealing.progress_of(cuts, bits))
+            body = manifest.encode_progress(stored)
             reference = topic_manifest.reference_to(f"progress/{next(self._names):03}", 0, body)
             self.store.put(reference.name, body)
             progress = None
@@ -434,6 +442,7 @@ class JournaledTopic:
                 incarnation=1,
                 indexes=self.core.indexes.cut(),
                 sealing=tuple(cut for seal in self.seals for cut in seal.cuts),
+                redelivery=self.core.redelivery_cut(),
             )
             parts = (checkpoint.part_of(cut),)
         value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=self.slot, topics=parts)

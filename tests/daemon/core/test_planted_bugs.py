@@ -17,6 +17,7 @@ from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import BucketBits, Index
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.runs import SortedRun
 from daemon.core.segments import SegmentCursor
 from daemon.core.subscription import SubscriptionState
@@ -81,9 +82,12 @@ def acknowledged_bits_survive_in_the_mutable_bucket(patch: pytest.MonkeyPatch) -
 def a_seal_forgets_acknowledgements(patch: pytest.MonkeyPatch) -> None:
     progress_of = sealing.progress_of
 
-    def without(cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
+    def without(
+        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+    ) -> manifest.Progress:
         rows = [dataclasses.replace(cut.rows, acknowledged={}) for cut in cuts]
-        return progress_of([dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)], bits)
+        cuts = [dataclasses.replace(cut, rows=each) for cut, each in zip(cuts, rows, strict=True)]
+        return progress_of(cuts, bits, redelivery)
 
     patch.setattr(sealing, "progress_of", without)
 

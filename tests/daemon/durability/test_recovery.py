@@ -297,7 +297,14 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
         for index, memory in begun
     )
     topic.apply(journal.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
-    cut = checkpoint.TopicCut(topic_id="id", topic="t", incarnation=1, indexes=topic.indexes.cut(), sealing=cuts)
+    cut = checkpoint.TopicCut(
+        topic_id="id",
+        topic="t",
+        incarnation=1,
+        indexes=topic.indexes.cut(),
+        sealing=cuts,
+        redelivery=topic.redelivery_cut(),
+    )
     written = checkpoint_format.decode_checkpoint(
         checkpoint_format.encode_checkpoint(
             checkpoint_format.Checkpoint(shard=1, epoch=1, slot=12, topics=(checkpoint.part_of(cut),))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from daemon.core.index import BucketBits, Index
+from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, progress, recovery, sealing
 from daemon.engine import bucket_life, manifests
@@ -83,8 +84,10 @@ def every_topic_is_looked_at(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_seal_stores_nothing_of_the_buckets_before_it(patch: pytest.MonkeyPatch) -> None:
-    def progress_of(cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits]) -> manifest.Progress:
-        return PROGRESS_OF(cuts, ())
+    def progress_of(
+        cuts: Sequence[sealing.SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut
+    ) -> manifest.Progress:
+        return PROGRESS_OF(cuts, (), redelivery)
 
     patch.setattr(sealing, "progress_of", progress_of)
 
