@@ -203,17 +203,18 @@ class Index:
 
     # ---- changes
 
-    def add(self, rows: Rows, slot: int, *, elapsed_ms: int, level: int = 0) -> None:
-        """Rows of positions that have no row, of a slot that is durable. `level`: the delay level that they were added
-        by, 0: none.
+    def add(self, rows: Rows, slot: int, *, elapsed_ms: int, level: int = 0) -> int:
+        """Rows of positions that have no row, of a slot that is durable; how many came in due order. `level`: the delay
+        level that they were added by, 0: none.
         """
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
-        self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
+        in_order_rows = self.mutable.add(keyed, added, elapsed_ms=elapsed_ms)
         if level:
             self.levels.add(level, added)
         quarantine.added_again(self.quarantined.values(), added, slot)
         self.staged.applied(added)
+        return in_order_rows
 
     def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
         """The same, of rows that are due and passed as they come."""
