@@ -217,9 +217,10 @@ class Topic:
                 self.acknowledging.acknowledged(record, slot)
             case NackRecord() if record.subscription_id in self.subscriptions:
                 self.redelivery.nacked(record, slot, elapsed_ms=elapsed_ms)
-            case DeadLetterRecord() if record.subscription_id in self.subscriptions:
+            case DeadLetterRecord():
                 self.acknowledging.acknowledged(record, slot)
-                self.dead_lettering.buried(record)
+                if record.subscription_id in self.subscriptions:
+                    self.dead_lettering.buried(record)
             case ReplayRecord() if record.subscription_id in self.subscriptions:
                 self.dead_lettering.replayed(record, slot, elapsed_ms=elapsed_ms)
             case PurgeRecord() if record.subscription_id in self.subscriptions:
