@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import click
@@ -22,7 +23,7 @@ def walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 EVERY = dict(walk(commands.tarry))
 NOT_GROUPS = [path for path, command in EVERY.items() if not isinstance(command, click.Group)]
-TAKING_AWAY = {("clear",), ("trim",), ("delete",), ("subscription", "delete")}
+TAKING_AWAY = {("clear",), ("trim",), ("delete",), ("subscription", "delete"), ("dead-letters", "purge")}
 
 
 def has_examples(path: tuple[str, ...], shown: str) -> bool:
@@ -59,7 +60,7 @@ def test_every_example_can_be_parsed(path: tuple[str, ...]) -> None:
     assert examples
     for example in examples:
         for piece in example.split(" | "):
-            program, *words = piece.split()
+            program, *words = shlex.split(piece)
             if program != "tarry":
                 continue
             words = [word for word in words if word != "rows.csv" and word != "--file"]

@@ -38,6 +38,7 @@ def test_watch_prints_and_acknowledges_as_many_as_asked(daemon: FakeDaemon, run:
     assert lines[1] == {
         "ledger_id": 7, "entry_id": 1, "deliver_at_ms": 1001, "received_at_ms": lines[1]["received_at_ms"],
         "lateness_ms": lines[1]["received_at_ms"] - 1001, "key_hash": None, "epoch": 1,
+        "redelivery_count": 0, "batch_index": None,
     }  # fmt: skip
     assert lines[1]["received_at_ms"] >= before_ms
     (requests,) = daemon.requests("Subscribe")
@@ -133,7 +134,7 @@ def test_what_get_prints_can_be_acknowledged(
 ) -> None:
     daemon.script("GetScheduledMessages", answer(leased(range(5))))
     daemon.script("Acknowledge", answer(dispatch_pb2.AcknowledgeResponse(ignored=1)))
-    monkeypatch.setattr(dispatching, "ACKNOWLEDGE_ROWS", 3)
+    monkeypatch.setattr(dispatching, "POSITIONS_IN_REQUEST", 3)
     taken = run("get", "t", "s", "--json").stdout
     path = tmp_path / "taken.json"
     path.write_text(taken)
@@ -207,19 +208,47 @@ def test_a_subscription_that_is_there_with_another_policy_is_said_how_to_change(
 
 
 def test_a_subscription_s_policy_is_replaced(daemon: FakeDaemon, run: Run) -> None:
-    stored = policy_pb2.SubscriptionPolicy(in_flight_rows_max=500, properties={"team": "gates"})
+    stored = policy_pb2.SubscriptionPolicy(
+        in_flight_rows_max=500, properties={"team": "gates"}, max_redeliver_count=0,
+        redelivery=policy_pb2.RedeliveryPolicy(constant=policy_pb2.ConstantDelay(delay_ms=10_000)),
+    )  # fmt: skip
     daemon.script("UpdateSubscription", answer(dispatch_pb2.UpdateSubscriptionResponse(policy=stored)))
     assert run("subscription", "update", "t", "s", *POLICY).stdout.splitlines() == [
-        "in flight max\t500", "lease\t-", "properties\tteam=gates"
+        "in flight max\t500", "lease\t-", "redelivery\tconstant 10s", "max redeliver count\t0", "ack timeout\t-",
+        "nack precision bits\t-", "properties\tteam=gates",
     ]  # fmt: skip
     shown = json.loads(run("subscription", "update", "t", "s", "--defaults", "--json").stdout)
     assert shown == {
-        "topic": "t", "subscription": "s", "in_flight_rows_max": 500, "lease_ms": None, "properties": {"team": "gates"}
+        "topic": "t", "subscription": "s", "in_flight_rows_max": 500, "lease_ms": None, "properties": {"team": "gates"},
+        "redelivery": {"delay_ms": 10_000, "kind": "constant"}, "max_redeliver_count": 0, "ack_timeout_ms": None,
+        "nack_precision_bits": None,
     }  # fmt: skip
     given, defaults = daemon.requests("UpdateSubscription")
     assert given.policy.lease_ms == 60_000
     assert defaults.HasField("policy")
     assert defaults.policy == policy_pb2.SubscriptionPolicy()
+
+
+def test_a_subscription_is_created_with_what_becomes_of_nacks(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("CreateSubscription", answer(dispatch_pb2.CreateSubscriptionResponse(subscription_id=3)))
+    assert run(
+        "subscription", "create", "t", "s", "--redelivery", "exponential 1s x3 max 10m jitter 0.2",
+        "--max-redeliver-count", "0", "--ack-timeout", "1m", "--nack-precision-bits", "0",
+    ).exit_code == 0  # fmt: skip
+    (asked,) = daemon.requests("CreateSubscription")
+    assert asked.policy == policy_pb2.SubscriptionPolicy(
+        redelivery=policy_pb2.RedeliveryPolicy(
+            exponential=policy_pb2.ExponentialDelay(initial_ms=1_000, multiplier=3, max_ms=600_000, jitter=0.2)
+        ),
+        max_redeliver_count=0, ack_timeout_ms=60_000, nack_precision_bits=0,
+    )  # fmt: skip
+
+
+def test_a_subscription_s_dead_letters_go_with_it_and_are_told(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("DeleteSubscription", answer(dispatch_pb2.DeleteSubscriptionResponse(dead_letters=2)))
+    assert run("subscription", "delete", "t", "s", "--yes").stdout == "s is deleted with 2 dead letters\n"
+    parsed = json.loads(run("subscription", "delete", "t", "s", "--yes", "--json").stdout)
+    assert parsed == {"topic": "t", "subscription": "s", "deleted": True, "dead_letters": 2}
 
 
 @pytest.mark.parametrize("arguments", [(), ("--defaults", "--lease", "1m"), ("--property", "team")])

@@ -76,9 +76,9 @@ def test_a_limit_is_the_page_and_says_that_there_are_more(daemon: FakeDaemon, ru
 
 def test_a_terminal_gets_a_screen_of_rows(daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
-    assert pending._limit(None, as_json=False) == pending.ROWS_IN_TERMINAL
-    assert pending._limit(None, as_json=True) is None
-    assert pending._limit(7, as_json=False) == 7
+    assert pending.limit_of(None, as_json=False) == pending.ROWS_IN_TERMINAL
+    assert pending.limit_of(None, as_json=True) is None
+    assert pending.limit_of(7, as_json=False) == 7
 
 
 def test_that_nothing_is_pending_is_said(daemon: FakeDaemon, run: Run) -> None:
@@ -89,16 +89,21 @@ def test_that_nothing_is_pending_is_said(daemon: FakeDaemon, run: Run) -> None:
 
 
 def test_a_backlog_shows_what_is_handed_out(daemon: FakeDaemon, run: Run) -> None:
-    states = [inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_IN_FLIGHT]
-    daemon.script("ListBacklog", answer(inspect_pb2.ListBacklogResponse(**rows(1, 2, state=states))))
+    states = [inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_NACKED]
+    others: dict[str, Any] = {
+        "redelivery_count": [0, 3], "batch_index": [2**32 - 1, 5], "redeliver_at_ms": [0, NOON_MS]
+    }  # fmt: skip
+    daemon.script("ListBacklog", answer(inspect_pb2.ListBacklogResponse(**rows(1, 2, state=states), **others)))
     lines = run("backlog", "t", "s", "--ledgers", "7").stdout.splitlines()
     assert [line.split("\t")[1:] for line in lines] == [
-        ["ledger", "entry", "key hash", "state"],
-        ["7", "1", "-", "ready"],
-        ["7", "2", "-", "in_flight"],
+        ["ledger", "entry", "key hash", "state", "back at", "redelivered", "batch index"],
+        ["7", "1", "-", "ready", "-", "0", "-"],
+        ["7", "2", "-", "nacked", output.time_text(NOON_MS), "3", "5"],
     ]
     parsed = [json.loads(line) for line in run("backlog", "t", "s", "--json").stdout.splitlines()]
-    assert [each["state"] for each in parsed] == ["ready", "in_flight"]
+    assert [each["state"] for each in parsed] == ["ready", "nacked"]
+    assert [each["redeliver_at_ms"] for each in parsed] == [None, NOON_MS]
+    assert [(each["redelivery_count"], each["batch_index"]) for each in parsed] == [(0, None), (3, 5)]
     assert daemon.requests("ListBacklog")[0] == inspect_pb2.ListBacklogRequest(
         topic="t",
         subscription="s",

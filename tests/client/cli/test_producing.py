@@ -100,8 +100,8 @@ def test_a_bad_file_is_told_with_its_line(daemon: FakeDaemon, run: Run, text: st
     ("arguments", "says"),
     [
         (["--ledger", "1"], "give --ledger and --entries, or --file"),
-        (["--ledger", "1", "--entries", "1"], "give exactly one of --in and --at"),
-        (["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "5"], "give exactly one of --in and --at"),
+        (["--ledger", "1", "--entries", "1"], "give exactly one of --in, --at and --level"),
+        (["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "5"], "give exactly one of --in, --at and --level"),
         (["--file", "-", "--ledger", "1"], "--file has the rows"),
         (["--ledger", "1", "--entries", "9-5", "--in", "1s"], "'9-5' must go from lower to higher entries"),
         (["--ledger", "1", "--entries", "a", "--in", "1s"], "'a' is not a range of entries"),

@@ -48,14 +48,33 @@ def test_the_last_entry_there_is_can_be_added() -> None:
 def test_positions_of_a_file_come_in_batches() -> None:
     lines = [f'{{"ledger_id": 1, "entry_id": {entry}, "deliver_at_ms": {2**64 - 1}, "late": 1}}' for entry in range(5)]
     batches = list(rows.positions_from_json([*lines[:2], "", *lines[2:]], name="f", batch_rows=2))
-    assert [entry_id.tolist() for _, entry_id, _ in batches] == [[0, 1], [2, 3], [4]]
-    assert batches[0][2].tolist() == [2**64 - 1] * 2
+    assert [batch.entry_id.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert batches[0].deliver_at_ms.tolist() == [2**64 - 1] * 2
+    assert batches[0].batch_index is None
+
+
+def test_positions_of_a_file_may_be_messages_of_batches() -> None:
+    lines = ['{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 3, "batch_index": 4}', '{"ledger_id": 1, "entry_id": 2}']
+    (positions,) = rows.positions_from_json(lines, name="f", batch_rows=2, timed=False)
+    assert positions.deliver_at_ms.tolist() == [3, 0]
+    assert positions.batch_indexes().tolist() == [4, 2**32 - 1]
+    with pytest.raises(click.UsageError, match="f, line 2: deliver_at_ms is None"):
+        list(rows.positions_from_json(lines, name="f", batch_rows=2))
+    with pytest.raises(click.UsageError, match="f, line 1: batch_index is 65536; it is at most 65535"):
+        list(rows.positions_from_json([lines[0].replace("4}", "65536}")], name="f", batch_rows=2))
+
+
+def test_times_in_the_past_may_be_told_from_now_where_they_make_sense() -> None:
+    before_ms = time.time_ns() // 1_000_000
+    ago_ms = rows.Moment(past=True).convert("-1h30m", None, None)
+    assert before_ms <= ago_ms + 5_400_000 <= time.time_ns() // 1_000_000
+    assert rows.Moment(past=True).convert("-365000d", None, None) == 0
 
 
 def test_positions_of_a_huge_range_are_made_as_they_are_needed() -> None:
     entries = rows.EntryRange().convert(f"0-{2**64 - 1}", None, None)
-    ledger_id, entry_id, deliver_at_ms = next(rows.positions_from_options(7, entries, 9, batch_rows=2))
-    assert (ledger_id.tolist(), entry_id.tolist(), deliver_at_ms.tolist()) == ([7, 7], [0, 1], [9, 9])
+    first = next(rows.positions_from_options(7, entries, 9, batch_index=None, batch_rows=2))
+    assert [column.tolist() for column in first[:3]] == [[7, 7], [0, 1], [9, 9]]
 
 
 @pytest.mark.parametrize(

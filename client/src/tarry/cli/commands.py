@@ -1,7 +1,7 @@
 """The commands of `tarry`.
 
 Owns: which there are.
-Does not own: what they do (`producing`, `withdrawing`, `dispatching`, `inspecting`, `pending`, `operating`, `upkeep`).
+Does not own: what they do (the modules beside this one).
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import importlib.metadata
 
 import click
 
-from tarry.cli import dispatching, inspecting, operating, pending, producing, upkeep, withdrawing
+from tarry.cli import (
+    dead_letters,
+    dispatching,
+    inspecting,
+    levels,
+    operating,
+    pending,
+    producing,
+    subscribing,
+    upkeep,
+    withdrawing,
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -40,7 +51,9 @@ for command in (
     dispatching.watch,
     dispatching.get,
     dispatching.ack,
-    dispatching.subscription,
+    dispatching.nack,
+    dead_letters.dead_letters,
+    subscribing.subscription,
     inspecting.topics,
     inspecting.stats,
     inspecting.subscriptions,
@@ -50,6 +63,7 @@ for command in (
     pending.backlog,
     inspecting.lookup,
     operating.policy,
+    levels.levels,
     upkeep.seal,
     upkeep.merge,
     upkeep.gc,

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from tarry import client
+from tarry import client, errors, inspection
 from tarry.cli import output
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -78,6 +78,14 @@ def _ask(question: str) -> None:
     if not wanted:
         click.echo("tarry: nothing is done", err=True)
         raise click.exceptions.Exit(output.EXIT_REFUSED)
+
+
+def subscription_stats(connected: client.Client, topic: str, subscription: str) -> inspection.SubscriptionStats:
+    """Raises NotFound."""
+    for each in connected.subscriptions(topic):
+        if each.subscription == subscription:
+            return each
+    raise errors.NotFound(f"topic {topic!r} has no subscription {subscription!r}")
 
 
 def of_topic(topic: str, subscription: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Commands of dispatchers: watch, get, ack, and the subscriptions that come and go.
+"""Commands of dispatchers: watch, get, ack, nack.
 
 Owns: their arguments, and what each of them does with the client library.
 Does not own: reading positions (`tarry.cli.rows`), showing results and failures (`tarry.cli.output`).
@@ -7,17 +7,17 @@ Does not own: reading positions (`tarry.cli.rows`), showing results and failures
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import click
 
-from tarry import batch, client, policies
+from tarry import batch, client, columns, hashing, results
 from tarry.cli import connection, output, rows
 
-# Positions in one request of `tarry ack`.
-ACKNOWLEDGE_ROWS = 50_000
+# Of `tarry ack` and `tarry nack`.
+POSITIONS_IN_REQUEST = 50_000
 
 
 @click.command()
@@ -77,30 +77,47 @@ def watch(
 
 
 def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
-    hashes = [None] * len(received) if received.key_hash is None else received.key_hash.tolist()
-    columns = (received.ledger_id, received.entry_id, received.deliver_at_ms, received.lateness_ms)
-    received_text = output.time_text(received.received_at_ms)
     leased = {"lease_ms": received.lease_ms} if isinstance(received, batch.Leased) else {}
-    lines = []
-    for ledger_id, entry_id, deliver_at_ms, late_ms, key_hash in zip(
-        *(column.tolist() for column in columns), hashes, strict=True
-    ):
-        if as_json:
-            row = {
-                "ledger_id": ledger_id,
-                "entry_id": entry_id,
-                "deliver_at_ms": deliver_at_ms,
-                "received_at_ms": received.received_at_ms,
-                "lateness_ms": late_ms,
-                "key_hash": key_hash,
-                "epoch": received.epoch,
-            }
-            lines.append(json.dumps(row | leased))
-        else:
-            due_text = output.time_text(deliver_at_ms)
-            lines.append(f"{received_text}  ledger {ledger_id}  entry {entry_id}  due {due_text}  late {late_ms} ms")
+    received_text = output.time_text(received.received_at_ms)
+    lines = [json.dumps(row | leased) if as_json else f"{received_text}  {_text(row)}" for row in _rows(received)]
     if lines:
         click.echo("\n".join(lines))
+
+
+def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
+    """A position a row; None for what it has not: a batch index, a key hash, a time that it was scheduled for."""
+    hashes = [None] * len(received) if received.key_hash is None else received.key_hash.tolist()
+    named = (received.ledger_id, received.entry_id, received.deliver_at_ms, received.lateness_ms)
+    for ledger_id, entry_id, deliver_at_ms, late_ms, key_hash, count, index in zip(
+        *(column.tolist() for column in named),
+        hashes,
+        received.redelivery_count.tolist(),
+        output.batch_indexes(received.batch_index, len(received)),
+        strict=True,
+    ):
+        yield {
+            "ledger_id": ledger_id,
+            "entry_id": entry_id,
+            "deliver_at_ms": deliver_at_ms,
+            "received_at_ms": received.received_at_ms,
+            "lateness_ms": late_ms if deliver_at_ms else None,
+            "key_hash": key_hash,
+            "epoch": received.epoch,
+            "redelivery_count": count,
+            "batch_index": index,
+        }
+
+
+def _text(row: dict[str, Any]) -> str:
+    parts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
+    if row["batch_index"] is not None:
+        parts.append(f"batch index {row['batch_index']}")
+    # What Tarry was given by a negative acknowledgement alone was never due.
+    if row["deliver_at_ms"]:
+        parts += [f"due {output.time_text(row['deliver_at_ms'])}", f"late {row['lateness_ms']} ms"]
+    if row["redelivery_count"]:
+        parts.append(f"redelivered {row['redelivery_count']}")
+    return "  ".join(parts)
 
 
 @click.command()
@@ -153,18 +170,64 @@ def _what_became(leased: batch.Leased, *, acknowledged: bool) -> str:
     return f"leased {output.rows_text(len(leased))} for {output.duration_text(leased.lease_ms)}"
 
 
+def _position_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options that name positions that were handed out."""
+    for option in (
+        click.option(
+            "--file",
+            "source",
+            type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+            help="JSON lines as `tarry get --json` prints them; - is standard input.",
+        ),
+        click.option(
+            "--batch-index", type=click.IntRange(0, 65_535), help="This message of the batch that each entry holds."
+        ),
+        click.option(
+            "--at", "--deliver-at", "deliver_at_ms", type=rows.Moment(), help="The time they were handed out with."
+        ),
+        click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both included."),
+        click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries."),
+    ):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def _given(
+    ledger: int | None,
+    entries: range | None,
+    deliver_at_ms: int | None,
+    batch_index: int | None,
+    source: str | None,
+    *,
+    timed: bool,
+) -> Iterator[tuple[Iterator[columns.Positions], int | None]]:
+    """The positions that the options name, in requests, and how many they are, if it is known.
+
+    `timed` false: they need not have a time.
+    """
+    if source is None:
+        if ledger is None or entries is None or (timed and deliver_at_ms is None):
+            needed = "--ledger, --entries and --at" if timed else "--ledger and --entries"
+            raise click.UsageError(f"give {needed}, or --file")
+        given = rows.positions_from_options(
+            ledger, entries, deliver_at_ms or 0, batch_index=batch_index, batch_rows=POSITIONS_IN_REQUEST
+        )
+        yield given, entries.stop - entries.start
+        return
+    if any(option is not None for option in (ledger, entries, deliver_at_ms, batch_index)):
+        raise click.UsageError("--file has the positions: leave out --ledger, --entries, --at and --batch-index")
+    with click.open_file(source, encoding="utf-8-sig") as lines:
+        # Counted before anything of them is read: counting goes back to the beginning of the file.
+        total = rows.lines_of(lines, header=False)
+        read = rows.positions_from_json(lines, name=source, batch_rows=POSITIONS_IN_REQUEST, timed=timed)
+        yield rows.readable(read), total
+
+
 @click.command()
 @click.argument("topic")
 @click.argument("subscription")
-@click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries.")
-@click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both ends included.")
-@click.option("--at", "deliver_at_ms", type=rows.Moment(), help="The time they were handed out with.")
-@click.option(
-    "--file",
-    "source",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True),
-    help="JSON lines as `tarry get --json` prints them; - is standard input.",
-)
+@_position_options
 @connection.connected
 def ack(
     *,
@@ -174,6 +237,7 @@ def ack(
     ledger: int | None,
     entries: range | None,
     deliver_at_ms: int | None,
+    batch_index: int | None,
     source: str | None,
     as_json: bool,
 ) -> None:
@@ -184,158 +248,97 @@ def ack(
       tarry ack flights departures --ledger 1 --entries 7 --at 1896091200000
       tarry get flights departures --json | tarry ack flights departures --file -
     """
-    with contextlib.ExitStack() as opened:
-        if source is not None:
-            if any(given is not None for given in (ledger, entries, deliver_at_ms)):
-                raise click.UsageError("--file has the positions: leave out --ledger, --entries and --at")
-            lines = opened.enter_context(click.open_file(source, encoding="utf-8-sig"))
-            total = rows.lines_of(lines, header=False)
-            batches = rows.positions_from_json(lines, name=source, batch_rows=ACKNOWLEDGE_ROWS)
-        elif ledger is None or entries is None or deliver_at_ms is None:
-            raise click.UsageError("give --ledger, --entries and --at, or --file")
-        else:
-            total = entries.stop - entries.start
-            batches = rows.positions_from_options(ledger, entries, deliver_at_ms, batch_rows=ACKNOWLEDGE_ROWS)
-        given, ignored = _acknowledge(connected, topic, subscription, batches, total=total, quiet=as_json)
+    given = ignored = 0
+    with (
+        _given(ledger, entries, deliver_at_ms, batch_index, source, timed=True) as (parts, total),
+        output.progress(f"acknowledging {topic}", total=total, quiet=as_json) as shown,
+    ):
+        for positions in parts:
+            ignored += connected.ack(topic, subscription, positions)
+            given += positions.rows
+            shown.advance(positions.rows)
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "given": given, "ignored": ignored})
     else:
         click.echo(f"acknowledged {output.rows_text(given - ignored)}, ignored {ignored:,}")
 
 
-def _acknowledge(
+@click.command()
+@click.argument("topic")
+@click.argument("subscription")
+@_position_options
+@click.option("--delay", "--in", "delay_ms", type=rows.Duration(), help="Back after this time: 500ms, 10s, 1h.")
+@click.option("--level", "delay_level", type=int, help="Back after the delay of this level; 0 = at once.")
+@click.option("--reject", is_flag=True, help="Make them dead letters instead: they do not come back.")
+@click.option("--reason", help="Why they are rejected; it is shown with the dead letters.")
+@click.option("--key", help="Ordering key of positions that were not handed out by Tarry.")
+@connection.connected
+def nack(
+    *,
     connected: client.Client,
     topic: str,
     subscription: str,
-    batches: Iterator[rows.Positions],
-    *,
-    total: int | None,
-    quiet: bool,
-) -> tuple[int, int]:
-    """How many positions there were, and how many of them were ignored."""
-    given = ignored = 0
-    with output.progress(f"acknowledging {topic}", total=total, quiet=quiet) as shown:
-        for positions in rows.readable(batches):
-            ignored += connected.ack(topic, subscription, positions)
-            given += len(positions[1])
-            shown.advance(len(positions[1]))
-    return given, ignored
+    ledger: int | None,
+    entries: range | None,
+    deliver_at_ms: int | None,
+    batch_index: int | None,
+    source: str | None,
+    delay_ms: int | None,
+    delay_level: int | None,
+    reject: bool,
+    reason: str | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Negatively acknowledge positions: SUBSCRIPTION gets them again later. Without --delay and --level its policy says
+    when, and how often until they are dead letters.
 
-
-@click.group()
-def subscription() -> None:
-    """Create, change and delete subscriptions; `tarry subscriptions TOPIC` lists them.
+    Without --at they are messages that Tarry did not hand out: taken from the log as they came. With --batch-index one
+    message of each entry comes back by itself. What is not in the backlog with that time is ignored.
 
     \b
     Examples:
-      tarry subscription create flights departures --lease 1m
-      tarry subscription delete flights departures
+      tarry nack flights departures --ledger 1 --entries 7 --at 1896091200000 --level 3
+      tarry get flights departures --json | tarry nack flights departures --file - --delay 10s
+      tarry nack flights departures --ledger 9 --entries 0-4 --delay 1m
+      tarry nack flights departures --ledger 9 --entries 5 --batch-index 2
+      tarry nack flights departures --ledger 9 --entries 6 --reject --reason unreadable
     """
-
-
-def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the fields of a subscription's policy."""
-    for option in (
-        click.option(
-            "--property", "properties", multiple=True, metavar="NAME=VALUE", help="A property, free text; repeatable."
-        ),
-        click.option("--lease", "lease_ms", type=rows.Duration(), help="Lease of a `get` that names none: 30s, 5m."),
-        click.option("--in-flight", "in_flight_rows_max", type=click.IntRange(min=1), help="Most positions in flight."),
+    if delay_ms is not None and delay_level is not None:
+        raise click.UsageError("give at most one of --delay and --level")
+    if reject and (delay_ms is not None or delay_level is not None):
+        raise click.UsageError("--reject: it does not come back, so leave out --delay and --level")
+    if reason is not None and not reject:
+        raise click.UsageError("--reason is for --reject")
+    if key is not None and (source is not None or deliver_at_ms is not None):
+        raise click.UsageError("--key is for positions that Tarry did not hand out: it knows the key of all others")
+    hashes = None if key is None else hashing.key_hash(key)
+    given = 0
+    answers: list[results.Nacked] = []
+    with (
+        _given(ledger, entries, deliver_at_ms, batch_index, source, timed=False) as (parts, total),
+        output.progress(f"negatively acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
-        command = option(command)
-    return command
-
-
-def _policy(
-    in_flight_rows_max: int | None, lease_ms: int | None, properties: tuple[str, ...]
-) -> policies.SubscriptionPolicy:
-    named = rows.names_and_values(properties, option="--property")
-    return policies.SubscriptionPolicy(in_flight_rows_max=in_flight_rows_max, lease_ms=lease_ms, properties=named)
-
-
-@subscription.command("create")
-@click.argument("topic")
-@click.argument("subscription")
-@_policy_options
-@connection.connected
-def create_subscription(
-    *,
-    connected: client.Client,
-    topic: str,
-    subscription: str,
-    in_flight_rows_max: int | None,
-    lease_ms: int | None,
-    properties: tuple[str, ...],
-    as_json: bool,
-) -> None:
-    """Create SUBSCRIPTION, and TOPIC if it is new. It is OK when it exists with this policy.
-
-    The first subscription of a topic is owed everything in its index, a later one what comes due after its creation.
-
-    \b
-    Examples:
-      tarry subscription create flights departures
-      tarry subscription create flights departures --in-flight 1000 --lease 1m --property team=gates
-    """
-    created = connected.create_subscription(topic, subscription, _policy(in_flight_rows_max, lease_ms, properties))
+        for positions in parts:
+            if reject:
+                answer = connected.reject(topic, subscription, positions, reason or "", key_hash=hashes)
+            else:
+                answer = connected.nack(
+                    topic, subscription, positions, delay_ms=delay_ms, delay_level=delay_level, key_hash=hashes
+                )
+            answers.append(answer)
+            given += positions.rows
+            shown.advance(positions.rows)
+    became = results.Nacked.merge(answers)
     if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, **vars(created)})
+        output.as_json({"topic": topic, "subscription": subscription, "given": given, **vars(became)})
     else:
-        became = "is created" if created.created else "exists already"
-        click.echo(f"{subscription} {became}, id {created.subscription_id}")
+        click.echo(_what_became_of_nacked(given, became))
 
 
-@subscription.command("update")
-@click.argument("topic")
-@click.argument("subscription")
-@_policy_options
-@click.option("--defaults", is_flag=True, help="Without the options above: the daemon's default for everything.")
-@connection.connected
-def update_subscription(
-    *,
-    connected: client.Client,
-    topic: str,
-    subscription: str,
-    in_flight_rows_max: int | None,
-    lease_ms: int | None,
-    properties: tuple[str, ...],
-    defaults: bool,
-    as_json: bool,
-) -> None:
-    """Replace the policy of SUBSCRIPTION as a whole: what is not given has the daemon's default from now on.
-
-    \b
-    Examples:
-      tarry subscription update flights departures --in-flight 500 --lease 1m
-      tarry subscription update flights departures --defaults
-    """
-    wanted = _policy(in_flight_rows_max, lease_ms, properties)
-    if defaults != (wanted == policies.SubscriptionPolicy()):
-        raise click.UsageError("give what the policy is to hold, or --defaults")
-    policy = connected.update_subscription(topic, subscription, wanted)
-    if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, **dataclasses.asdict(policy)})
-    else:
-        output.facts(f"Policy of {subscription} of {topic}", output.subscription_policy(policy))
-
-
-@subscription.command("delete")
-@click.argument("topic")
-@click.argument("subscription")
-@connection.asked_first(
-    lambda *, topic, subscription, **_: f"Delete subscription {subscription} of {topic} and its backlog?"
-)
-@connection.connected
-def delete_subscription(*, connected: client.Client, topic: str, subscription: str, as_json: bool) -> None:
-    """Delete SUBSCRIPTION. Deleting the last one of a topic drops what is due.
-
-    \b
-    Examples:
-      tarry subscription delete flights departures --yes
-    """
-    with output.waiting(f"deleting {subscription} of {topic}"):
-        connected.delete_subscription(topic, subscription)
-    if as_json:
-        output.as_json({"topic": topic, "subscription": subscription, "deleted": True})
-    else:
-        click.echo(f"{subscription} is deleted")
+def _what_became_of_nacked(given: int, became: results.Nacked) -> str:
+    later = given - became.ignored - became.dead_lettered
+    counts = [f"come back: {output.rows_text(later)}"] if later or not became.dead_lettered else []
+    if became.dead_lettered:
+        counts.append(f"dead letters: {output.rows_text(became.dead_lettered)}")
+    return ", ".join([*counts, f"ignored: {became.ignored:,}"])

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from tarry import client, inspection
-from tarry.cli import connection, output
+from tarry.cli import connection, output, policy_text
 
 P = TypeVar("P", bound=inspection.Page[Any])
 
@@ -114,7 +114,8 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
 def _subscription_table(
     topic: str, subscriptions: Sequence[inspection.SubscriptionStats], *, with_policies: bool = False
 ) -> None:
-    names = ["subscription", "own pending", "backlog", "in flight", "leased", "dispatchers", "permits"]
+    names = ["subscription", "own pending", "backlog", "in flight", "leased", "nacked", "dead letters"]
+    names += ["dispatchers", "permits"]
     listed = []
     for each in subscriptions:
         shown = [
@@ -123,15 +124,17 @@ def _subscription_table(
             each.backlog,
             each.in_flight,
             each.leased,
+            each.nacked,
+            each.dead_letters,
             each.dispatchers,
             each.permits,
         ]
         if with_policies:
-            shown += output.subscription_policy(each.policy).values()
+            shown += policy_text.subscription(each.policy).values()
         else:
-            shown += [output.At(each.since_ms or None), str(each.subscription_id)]
+            shown += [output.At(each.next_redelivery_ms), output.At(each.since_ms or None), str(each.subscription_id)]
         listed.append(shown)
-    names += ["in flight max", "lease", "properties"] if with_policies else ["since", "id"]
+    names += policy_text.NAMES if with_policies else ["next redelivery", "since", "id"]
     output.table(
         f"Subscriptions of {topic}",
         names,
@@ -146,7 +149,8 @@ def _subscription_table(
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
 
-    Own pending rows are those that were added for a subscription alone and are not due yet.
+    Own pending rows are those that were added for a subscription alone and are not due yet. Nacked ones are in the
+    backlog and wait for their redelivery; dead letters were given up, `tarry dead-letters` shows them.
 
     \b
     Examples:

@@ -14,19 +14,21 @@ import dataclasses
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import click
+import numpy as np
 import rich.box
 import rich.console
 import rich.filesize
 import rich.markup
 import rich.progress
 import rich.table
+from numpy.typing import NDArray
 
-from tarry import errors, policies, results
+from tarry import columns, errors, results
 
 EXIT_REFUSED = 1
 EXIT_INPUT = 2
@@ -111,6 +113,19 @@ def facts(title: str, values: Mapping[str, object]) -> None:
     rich.console.Console().print(shown)
 
 
+def for_terminal(
+    names: Sequence[str], rows: Iterable[Sequence[object]], *, optional: Set[str], left_out: Set[str] = frozenset()
+) -> tuple[list[str], list[list[object]]]:
+    """The names and the rows without columns that a terminal has no room for, or, where optional, without a value."""
+    listed = list(rows)
+    kept = [
+        number
+        for number, name in enumerate(names)
+        if name not in left_out and (name not in optional or any(str(row[number]) not in ("-", "0") for row in listed))
+    ]
+    return [names[number] for number in kept], [[row[number] for number in kept] for row in listed]
+
+
 def note(text: str) -> None:
     """A line for people, on stderr: it does not get into what a pipe reads."""
     click.echo(f"tarry: {text}", err=True)
@@ -118,7 +133,24 @@ def note(text: str) -> None:
 
 def rows_text(count: int) -> str:
     """A count of rows: `1 row`, `2,000 rows`."""
-    return "1 row" if count == 1 else f"{count:,} rows"
+    return count_text(count, "row")
+
+
+def count_text(count: int, what: str) -> str:
+    """A count of anything: `1 dead letter`, `2,000 dead letters`."""
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def name_text(name: int | None) -> str:
+    """A number that is a name and not a count; `-` when there is none."""
+    return "-" if name is None else str(name)
+
+
+def batch_indexes(given: NDArray[np.uint32] | None, rows: int) -> list[int | None]:
+    """Of each row; None where it is an entry as a whole."""
+    if given is None:
+        return [None] * rows
+    return [None if index == columns.NO_BATCH_INDEX else index for index in given.tolist()]
 
 
 def time_text(at_ms: int | None) -> str:
@@ -151,15 +183,6 @@ def duration_text(duration_ms: int) -> str:
         count, left = divmod(left, unit_ms)
         text += f"{count}{unit}" if count else ""
     return text
-
-
-def subscription_policy(policy: policies.SubscriptionPolicy) -> dict[str, object]:
-    """What is set for a subscription, under the names of the options; `-` is the daemon's default."""
-    return {
-        "in flight max": "-" if policy.in_flight_rows_max is None else policy.in_flight_rows_max,
-        "lease": "-" if policy.lease_ms is None else duration_text(policy.lease_ms),
-        "properties": ", ".join(f"{name}={value}" for name, value in policy.properties.items()) or "-",
-    }
 
 
 def rebuild_notes(needed: Iterable[results.RebuildNeeded]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import click
@@ -43,7 +43,8 @@ def _ledgers_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
-def _limit_option(command: Callable[..., None]) -> Callable[..., None]:
+def limit_option(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the option of how many rows it lists."""
     return click.option(
         "--limit",
         type=click.IntRange(min=1),
@@ -54,7 +55,7 @@ def _limit_option(command: Callable[..., None]) -> Callable[..., None]:
 @click.command()
 @click.argument("topic")
 @_window_options
-@_limit_option
+@limit_option
 @connection.connected
 def scheduled(
     *,
@@ -77,7 +78,7 @@ def scheduled(
       tarry scheduled flights --until +1h --ledgers 1-99
       tarry scheduled flights --from 2030-01-31T12:00 --until 2030-01-31T13:00 --json
     """
-    limit = _limit(limit, as_json=as_json)
+    limit = limit_of(limit, as_json=as_json)
 
     def page(token: str, page_size: int) -> inspection.ScheduledPage:
         return connected.scheduled_page(
@@ -85,7 +86,7 @@ def scheduled(
             token,
             from_ms=from_ms,
             until_ms=until_ms,
-            ledgers=_ends(ledgers),
+            ledgers=ends_of(ledgers),
             subscription=subscription,
             page_size=page_size,
         )
@@ -96,7 +97,7 @@ def scheduled(
     window = "" if (from_ms, until_ms, ledgers) == (None, None, None) else " in this range"
     about = connection.of_topic(topic, subscription)
     _show_rows(
-        _Pages(page, limit),
+        Pages(page, limit),
         only_for,
         title=f"Scheduled in {about}",
         names=("due", "ledger", "entry", "key hash", "only for"),
@@ -109,7 +110,7 @@ def scheduled(
 @click.argument("topic")
 @click.argument("subscription")
 @_ledgers_option
-@_limit_option
+@limit_option
 @connection.connected
 def backlog(
     *,
@@ -122,7 +123,8 @@ def backlog(
 ) -> None:
     """List what SUBSCRIPTION is owed that is due and not acknowledged, in the order in which it came due.
 
-    A row is ready, or in flight: handed out on a stream or under a lease.
+    A row is ready, or in flight: handed out on a stream or under a lease, or nacked: negatively acknowledged, and back
+    at its time.
 
     \b
     Examples:
@@ -130,33 +132,41 @@ def backlog(
       tarry backlog flights departures --ledgers 7 --limit 10
       tarry backlog flights departures --json | tarry ack flights departures --file -
     """
-    limit = _limit(limit, as_json=as_json)
+    limit = limit_of(limit, as_json=as_json)
 
     def page(token: str, page_size: int) -> inspection.BacklogPage:
-        return connected.backlog_page(topic, subscription, token, ledgers=_ends(ledgers), page_size=page_size)
+        return connected.backlog_page(topic, subscription, token, ledgers=ends_of(ledgers), page_size=page_size)
 
-    def state(page: inspection.BacklogPage) -> dict[str, list[Any]]:
-        return {"state": [inspection.BacklogState(number).name.lower() for number in page.state.tolist()]}
+    def states(page: inspection.BacklogPage) -> dict[str, list[Any]]:
+        return {
+            "state": [inspection.BacklogState(number).name.lower() for number in page.state.tolist()],
+            "redeliver_at_ms": [each or None for each in page.redeliver_at_ms.tolist()],
+            "redelivery_count": page.redelivery_count.tolist(),
+            "batch_index": output.batch_indexes(page.batch_index, len(page)),
+        }
 
     _show_rows(
-        _Pages(page, limit),
-        state,
+        Pages(page, limit),
+        states,
         title=f"Backlog of {connection.of_topic(topic, subscription)}",
-        names=("due", "ledger", "entry", "key hash", "state"),
+        names=("due", "ledger", "entry", "key hash", "state", "back at", "redelivered", "batch index"),
+        optional={"key hash", "back at", "redelivered", "batch index"},
         empty=f"{subscription} is owed nothing of {topic} that is due" + (" in these ledgers" if ledgers else ""),
         as_json=as_json,
     )
 
 
-def _limit(limit: int | None, *, as_json: bool) -> int | None:
+def limit_of(limit: int | None, *, as_json: bool) -> int | None:
+    """What is meant when nothing is given; None = no limit."""
     return ROWS_IN_TERMINAL if limit is None and not as_json and sys.stdout.isatty() else limit
 
 
-def _ends(ledgers: range | None) -> tuple[int, int] | None:
+def ends_of(ledgers: range | None) -> tuple[int, int] | None:
+    """First and last, both included."""
     return None if ledgers is None else (ledgers.start, ledgers.stop - 1)
 
 
-class _Pages:
+class Pages:
     """Pages until there are `limit` rows; afterwards `more` says whether others follow."""
 
     def __init__(self, page_of: Callable[[str, int], Any], limit: int | None) -> None:
@@ -175,29 +185,48 @@ class _Pages:
                 self.more = bool(token)
                 return
 
+    def note_more(self) -> None:
+        """Says where the rest is, if there is one."""
+        if self.more:
+            output.note("there are more rows: give a higher --limit; --json or a pipe without --limit has all")
+
+
+def _cells(name: str, values: list[Any]) -> list[object]:
+    if name.endswith("_at_ms"):
+        return [output.At(at_ms) for at_ms in values]
+    if name == "redelivery_count":
+        return values
+    # Ids and hashes as text: they are names, not counts.
+    return ["-" if value is None else str(value) for value in values]
+
 
 def _show_rows(
-    pages: _Pages,
-    last_column: Callable[[Any], dict[str, list[Any]]],
+    pages: Pages,
+    last_columns: Callable[[Any], dict[str, list[Any]]],
     *,
     title: str,
-    names: tuple[str, ...],
+    names: Sequence[str],
     empty: str,
     as_json: bool,
+    optional: Set[str] = frozenset(),
 ) -> None:
-    """Pages as they come: JSON lines, or a table. `last_column`: a page's own column, by its name."""
+    """Pages as they come: JSON lines, or a table.
+
+    `last_columns`: a page's own columns, by their names. `optional`: not in a terminal where no row has a value.
+    """
 
     def columns(page: Any) -> dict[str, list[Any]]:
         hashes = [each or None for each in page.key_hash.tolist()]
         shared = {name: getattr(page, name).tolist() for name in ("ledger_id", "entry_id", "deliver_at_ms")}
-        return {**shared, "key_hash": hashes, **last_column(page)}
+        return {**shared, "key_hash": hashes, **last_columns(page)}
 
     def shown() -> Iterator[tuple[object, ...]]:
         for page in pages:
-            # Ids and hashes as text: they are names, not counts.
-            for ledger_id, entry_id, deliver_at_ms, *rest in zip(*columns(page).values(), strict=True):
-                names_of_row = ("-" if value is None else str(value) for value in (ledger_id, entry_id, *rest))
-                yield output.At(deliver_at_ms), *names_of_row
+            by_name = columns(page)
+            # Times first, and not those of what was never scheduled.
+            due = [output.At(at_ms or None) for at_ms in by_name.pop("deliver_at_ms")]
+            cells = [_cells(name, values) for name, values in by_name.items()]
+            yield from zip(due, *cells, strict=True)
 
     if as_json:
         for page in pages:
@@ -205,10 +234,12 @@ def _show_rows(
             lines = [json.dumps(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
             if lines:
                 click.echo("\n".join(lines))
+    elif sys.stdout.isatty():
+        names, listed = output.for_terminal(names, shown(), optional=optional)
+        output.table(title, names, listed, empty=empty)
     else:
         output.table(title, names, shown(), empty=empty)
-    if pages.more:
-        output.note("there are more rows: give a higher --limit; --json or a pipe without --limit has all")
+    pages.note_more()
 
 
 @click.command()
@@ -246,7 +277,7 @@ def histogram(
         from_ms=from_ms,
         until_ms=until_ms,
         width_ms=width_ms,
-        ledgers=_ends(ledgers),
+        ledgers=ends_of(ledgers),
         subscription=subscription,
     )
     if as_json:

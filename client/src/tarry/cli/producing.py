@@ -26,6 +26,12 @@ from tarry.cli import connection, output, rows
 @click.option(
     "--at", "deliver_at_ms", type=rows.Moment(), help="Due at this time: now, +1h, ISO 8601 or Unix time in ms."
 )
+@click.option(
+    "--level",
+    "delay_level",
+    type=int,
+    help="Due after the delay of this level (`tarry levels`); 0 = now.",
+)
 @click.option("--key", help="Ordering key of all rows.")
 @click.option("--subscription", help="The rows are for this subscription alone.")
 @click.option(
@@ -54,6 +60,7 @@ def add(
     entries: range | None,
     delay_ms: int | None,
     deliver_at_ms: int | None,
+    delay_level: int | None,
     key: str | None,
     subscription: str | None,
     source: str | None,
@@ -69,24 +76,33 @@ def add(
       tarry add flights --ledger 1 --entries 0-999 --in 5s
       tarry add flights --ledger 1 --entries 7 --at 2030-01-31T12:00:00Z --key N14228
       tarry add flights --file rows.csv
+      tarry add flights --ledger 1 --entries 9 --level 3
       tarry add flights --ledger 1 --entries 8 --in 1h --subscription departures
       zcat rows.csv.gz | tarry add flights --file - --json
     """
     with contextlib.ExitStack() as opened:
         if source is not None:
-            if any(given is not None for given in (ledger, entries, delay_ms, deliver_at_ms, key)):
-                raise click.UsageError("--file has the rows: leave out --ledger, --entries, --in, --at and --key")
+            if any(given is not None for given in (ledger, entries, delay_ms, deliver_at_ms, delay_level, key)):
+                raise click.UsageError(
+                    "--file has the rows: leave out --ledger, --entries, --in, --at, --level and --key"
+                )
             lines = opened.enter_context(click.open_file(source, encoding="utf-8-sig"))
             total = rows.lines_of(lines, header=True)
             batches = rows.from_csv(lines, name=source, batch_rows=batch_rows)
         else:
             if ledger is None or entries is None:
                 raise click.UsageError("give --ledger and --entries, or --file")
-            if (delay_ms is None) == (deliver_at_ms is None):
-                raise click.UsageError("give exactly one of --in and --at")
+            if sum(given is not None for given in (delay_ms, deliver_at_ms, delay_level)) != 1:
+                raise click.UsageError("give exactly one of --in, --at and --level")
             total = entries.stop - entries.start
             batches = rows.from_options(
-                ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=delay_ms, key=key, batch_rows=batch_rows
+                ledger,
+                entries,
+                deliver_at_ms=deliver_at_ms,
+                delay_ms=delay_ms,
+                key=key,
+                batch_rows=batch_rows,
+                delay_level=delay_level,
             )
         due = results.AlreadyDue.RETURN if already_due == "return" else results.AlreadyDue.DELIVER
         stream = connected.add_stream(topic, in_flight=in_flight, subscription=subscription)
@@ -157,6 +173,7 @@ def _add_batch(
         deliver_at_ms=each.deliver_at_ms,
         delay_ms=each.delay_ms,
         key_hash=each.key_hash,
+        delay_level=each.delay_level,
         already_due=already_due,
     )
 

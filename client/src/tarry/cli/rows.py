@@ -23,24 +23,27 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import hashing
+from tarry import columns, hashing
 
 U64_MAX = 2**64 - 1
 
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
+_POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index")
+_BATCH_INDEX_MAX = 2**16 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowBatch:
-    """Columns for `AddStream.add`; one of the two times is None."""
+    """Columns for `AddStream.add`; of the times and the level one is not None."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64] | None
     delay_ms: NDArray[np.uint64] | None
     key_hash: NDArray[np.uint32] | None
+    delay_level: int | None = None
 
     def __len__(self) -> int:
         return len(self.entry_id)
@@ -70,6 +73,10 @@ class Moment(click.ParamType[int]):
 
     name = "time"
 
+    def __init__(self, *, past: bool = False) -> None:
+        """`past`: also `-1h`, that long ago."""
+        self._past = past
+
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
@@ -80,6 +87,8 @@ class Moment(click.ParamType[int]):
             return _now_ms()
         if text.startswith("+"):
             return _now_ms() + Duration().convert(text[1:], param, ctx)
+        if self._past and text.startswith("-"):
+            return max(0, _now_ms() - Duration().convert(text[1:], param, ctx))
         try:
             at = datetime.datetime.fromisoformat(text).astimezone()
         except (ValueError, OverflowError):
@@ -119,9 +128,16 @@ class EntryRange(click.ParamType[range]):
 
 
 def from_options(
-    ledger: int, entries: range, *, deliver_at_ms: int | None, delay_ms: int | None, key: str | None, batch_rows: int
+    ledger: int,
+    entries: range,
+    *,
+    deliver_at_ms: int | None,
+    delay_ms: int | None,
+    key: str | None,
+    batch_rows: int,
+    delay_level: int | None = None,
 ) -> Iterator[RowBatch]:
-    """Consecutive entries of one ledger, all with one time and one key."""
+    """Consecutive entries of one ledger, all with one time or level and one key."""
     for first in range(entries.start, entries.stop, batch_rows):
         last = min(first + batch_rows, entries.stop) - 1
         yield RowBatch(
@@ -131,6 +147,7 @@ def from_options(
             deliver_at_ms=None if deliver_at_ms is None else np.array([deliver_at_ms], dtype=np.uint64),
             delay_ms=None if delay_ms is None else np.array([delay_ms], dtype=np.uint64),
             key_hash=None if key is None else hashing.key_hash(key),
+            delay_level=delay_level,
         )
 
 
@@ -243,28 +260,31 @@ def lines_of(source: IO[str], *, header: bool) -> int | None:
     return max(0, lines - header)
 
 
-Positions = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
-"""Columns ledger_id, entry_id and deliver_at_ms."""
-
-
-def positions_from_options(ledger: int, entries: range, deliver_at_ms: int, *, batch_rows: int) -> Iterator[Positions]:
-    """Consecutive entries of one ledger that were handed out with one time."""
+def positions_from_options(
+    ledger: int, entries: range, deliver_at_ms: int, *, batch_index: int | None, batch_rows: int
+) -> Iterator[columns.Positions]:
+    """Consecutive entries of one ledger that were handed out with one time; with a batch index one message of each."""
     for batch in from_options(
         ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=None, key=None, batch_rows=batch_rows
     ):
-        count = len(batch)
-        yield np.full(count, ledger, np.uint64), batch.entry_id, np.full(count, deliver_at_ms, np.uint64)
+        yield columns.positions(ledger, batch.entry_id, deliver_at_ms, batch_index)
 
 
-def positions_from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[Positions]:
-    """Objects with ledger_id, entry_id and deliver_at_ms, one a line; other names are ignored.
+def positions_from_json(
+    lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True
+) -> Iterator[columns.Positions]:
+    """Objects with ledger_id, entry_id, deliver_at_ms and perhaps batch_index, one a line; other names are ignored.
 
-    Raises click.UsageError, which names the line.
+    `timed` false: also without deliver_at_ms, which is 0 then. Raises click.UsageError, which names the line.
     """
+    optional = ("batch_index",) if timed else ("deliver_at_ms", "batch_index")
     positions: list[list[int | None]] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            positions.append(_position(line, f"{name}, line {number}", ("ledger_id", "entry_id", "deliver_at_ms")))
+            place = f"{name}, line {number}"
+            positions.append(_position(line, place, _POSITION_FIELDS, optional=optional))
+            if (positions[-1][3] or 0) > _BATCH_INDEX_MAX:
+                raise click.UsageError(f"{place}: batch_index is {positions[-1][3]}; it is at most {_BATCH_INDEX_MAX}")
         if len(positions) == batch_rows:
             yield _position_columns(positions)
             positions = []
@@ -290,9 +310,17 @@ def _position(line: str, place: str, fields: Sequence[str], *, optional: Sequenc
     return position
 
 
-def _position_columns(positions: list[list[int | None]]) -> Positions:
-    ledger_id, entry_id, deliver_at_ms = np.array(positions, np.uint64).T.copy()
-    return ledger_id, entry_id, deliver_at_ms
+def _position_columns(positions: list[list[int | None]]) -> columns.Positions:
+    ledger_id, entry_id, deliver_at_ms, batch_index = zip(*positions, strict=True)
+    whole = columns.NO_BATCH_INDEX
+    return columns.positions(
+        np.array(ledger_id, np.uint64),
+        np.array(entry_id, np.uint64),
+        np.array([each or 0 for each in deliver_at_ms], np.uint64),
+        None
+        if all(each is None for each in batch_index)
+        else np.array([whole if each is None else each for each in batch_index], np.uint32),
+    )
 
 
 def names_and_values(texts: Iterable[str], *, option: str) -> dict[str, str]:

@@ -1,0 +1,130 @@
+"""Policies of subscriptions as people read and write them.
+
+Owns: the names and texts of what is set; redelivery policies as text, both ways: what `--redelivery` takes is shown.
+Does not own: limits, which are the daemon's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from tarry import policies, redelivery
+from tarry.cli import output, rows
+
+FORMS = "'constant 10s', 'linear 1s +5s max 1m', 'exponential 1s x2 max 10m jitter 0.2', 'list 1s 5s 30s' or 'ladder'"
+
+# What may stand behind the delays of a kind, with a value each.
+_OPTIONS = {"linear": {"max"}, "exponential": {"max", "jitter"}}
+
+
+class Redelivery(click.ParamType[redelivery.RedeliveryPolicy]):
+    """A redelivery policy, in one of `FORMS`."""
+
+    name = "policy"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> redelivery.RedeliveryPolicy:
+        if not isinstance(value, str):
+            return value  # type: ignore[return-value]
+        try:
+            return parse(value)
+        except (ValueError, click.BadParameter) as wrong:
+            why = wrong.message if isinstance(wrong, click.BadParameter) else str(wrong)
+            self.fail(f"{value!r}: {why}; write for example {FORMS}", param, ctx)
+
+
+def parse(written: str) -> redelivery.RedeliveryPolicy:
+    """Raises ValueError, or click.BadParameter for a duration, which say what is wrong."""
+    kind, *words = written.split() or [""]
+    delays, options = _split(kind, words)
+    max_ms = _ms(options["max"]) if "max" in options else None
+    match kind, delays:
+        case "constant", [delay]:
+            return redelivery.ConstantDelay(_ms(delay))
+        case "linear", [initial, step] if step.startswith("+"):
+            return redelivery.LinearDelay(_ms(initial), _ms(step[1:]), max_ms)
+        case "exponential", [initial, *factor] if len(factor) < 2 and all(each.startswith("x") for each in factor):
+            multiplier = _number(factor[0][1:]) if factor else 2.0
+            jitter = _number(options["jitter"]) if "jitter" in options else 0.0
+            return redelivery.ExponentialDelay(_ms(initial), multiplier, max_ms, jitter)
+        case "list", [_, *_]:
+            return redelivery.DelayList(tuple(map(_ms, delays)))
+        case "ladder", []:
+            return redelivery.DelayLadder()
+        case "constant" | "linear" | "exponential" | "list" | "ladder", _:
+            raise ValueError(f"that is not how {kind} is written")
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def redelivery_text(policy: redelivery.RedeliveryPolicy) -> str:
+    """As it can be given to `--redelivery`."""
+    return " ".join(_words(policy))
+
+
+def _words(policy: redelivery.RedeliveryPolicy) -> Iterator[str]:
+    yield policy.kind
+    match policy:
+        case redelivery.ConstantDelay():
+            yield output.duration_text(policy.delay_ms)
+        case redelivery.LinearDelay():
+            yield output.duration_text(policy.initial_ms)
+            yield f"+{output.duration_text(policy.step_ms)}"
+        case redelivery.ExponentialDelay():
+            yield output.duration_text(policy.initial_ms)
+            yield f"x{_number_text(policy.multiplier)}"
+        case redelivery.DelayList():
+            yield from map(output.duration_text, policy.delays_ms)
+    if isinstance(policy, (redelivery.LinearDelay, redelivery.ExponentialDelay)) and policy.max_ms is not None:
+        yield from ("max", output.duration_text(policy.max_ms))
+    if isinstance(policy, redelivery.ExponentialDelay) and policy.jitter:
+        yield from ("jitter", _number_text(policy.jitter))
+
+
+def _split(kind: str, words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The delays, and the options behind them."""
+    first = next((at for at, word in enumerate(words) if word in ("max", "jitter")), len(words))
+    options: dict[str, str] = {}
+    named = words[first:]
+    for name, value in zip(named[::2], [*named[1::2], None], strict=False):
+        if name not in _OPTIONS.get(kind, ()):
+            raise ValueError(f"{kind} has no {name!r} there")
+        if value is None or name in options:
+            raise ValueError(f"{name} has one value")
+        options[name] = value
+    return words[:first], options
+
+
+def _ms(duration: str) -> int:
+    return int(rows.Duration()(duration))
+
+
+def _number(written: str) -> float:
+    try:
+        return float(written)
+    except ValueError:
+        raise ValueError(f"{written!r} is not a number") from None
+
+
+def _number_text(number: float) -> str:
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
+
+
+def subscription(policy: policies.SubscriptionPolicy) -> dict[str, object]:
+    """What is set for a subscription, under the names of the options; `-` is the daemon's default."""
+    return {
+        "in flight max": "-" if policy.in_flight_rows_max is None else policy.in_flight_rows_max,
+        "lease": "-" if policy.lease_ms is None else output.duration_text(policy.lease_ms),
+        "redelivery": "-" if policy.redelivery is None else redelivery_text(policy.redelivery),
+        "max redeliver count": "-" if policy.max_redeliver_count is None else policy.max_redeliver_count,
+        "ack timeout": "-" if policy.ack_timeout_ms is None else output.duration_text(policy.ack_timeout_ms),
+        "nack precision bits": "-" if policy.nack_precision_bits is None else policy.nack_precision_bits,
+        "properties": ", ".join(f"{name}={value}" for name, value in policy.properties.items()) or "-",
+    }
+
+
+NAMES = tuple(subscription(policies.SubscriptionPolicy()))
+"""Names of what is set for a subscription."""

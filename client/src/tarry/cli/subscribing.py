@@ -1,0 +1,158 @@
+"""Commands about the subscriptions that come and go.
+
+Owns: their arguments.
+Does not own: a policy as text (`tarry.cli.policy_text`); limits and defaults, which are the daemon's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from tarry import client, policies
+from tarry.cli import connection, output, policy_text, rows
+
+
+@click.group()
+def subscription() -> None:
+    """Create, change and delete subscriptions; `tarry subscriptions TOPIC` lists them.
+
+    \b
+    Examples:
+      tarry subscription create flights departures --lease 1m
+      tarry subscription update flights departures --redelivery 'constant 10s' --max-redeliver-count 5
+      tarry subscription delete flights departures
+    """
+
+
+def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the fields of a subscription's policy."""
+    for option in (
+        click.option(
+            "--nack-precision-bits",
+            type=click.IntRange(0, 20),
+            help="Redelivery times are rounded up to 2^N ms; 0 = exact.",
+        ),
+        click.option(
+            "--ack-timeout",
+            "ack_timeout_ms",
+            type=rows.Duration(),
+            help="What is in flight for so long is nacked.",
+        ),
+        click.option(
+            "--max-redeliver-count",
+            type=click.IntRange(0, 2**32 - 1),
+            help="What would be redelivered more often becomes a dead letter.",
+        ),
+        click.option(
+            "--redelivery",
+            type=policy_text.Redelivery(),
+            help=f"When what is nacked comes back: {policy_text.FORMS} (the delay levels from the third on).",
+        ),
+        click.option(
+            "--property", "properties", multiple=True, metavar="NAME=VALUE", help="A property, free text; repeatable."
+        ),
+        click.option("--lease", "lease_ms", type=rows.Duration(), help="Lease of a `get` that names none: 30s, 5m."),
+        click.option("--in-flight", "in_flight_rows_max", type=click.IntRange(min=1), help="Most positions in flight."),
+    ):
+        command = option(command)
+    return command
+
+
+def _policy(*, properties: tuple[str, ...], **fields: Any) -> policies.SubscriptionPolicy:
+    return policies.SubscriptionPolicy(properties=rows.names_and_values(properties, option="--property"), **fields)
+
+
+@subscription.command("create")
+@click.argument("topic")
+@click.argument("subscription")
+@_policy_options
+@connection.connected
+def create_subscription(
+    *,
+    connected: client.Client,
+    topic: str,
+    subscription: str,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Create SUBSCRIPTION, and TOPIC if it is new. It is OK when it exists with this policy.
+
+    The first subscription of a topic is owed everything in its index, a later one what comes due after its creation.
+
+    \b
+    Examples:
+      tarry subscription create flights departures
+      tarry subscription create flights departures --in-flight 1000 --lease 1m --property team=gates
+      tarry subscription create flights gates --redelivery 'exponential 1s x2 max 10m' --max-redeliver-count 8
+    """
+    created = connected.create_subscription(topic, subscription, _policy(**fields))
+    if as_json:
+        output.as_json({"topic": topic, "subscription": subscription, **vars(created)})
+    else:
+        became = "is created" if created.created else "exists already"
+        click.echo(f"{subscription} {became}, id {created.subscription_id}")
+
+
+@subscription.command("update")
+@click.argument("topic")
+@click.argument("subscription")
+@_policy_options
+@click.option("--defaults", is_flag=True, help="Without the options above: the daemon's default for everything.")
+@connection.connected
+def update_subscription(
+    *,
+    connected: client.Client,
+    topic: str,
+    subscription: str,
+    defaults: bool,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Replace the policy of SUBSCRIPTION as a whole: what is not given has the daemon's default from now on.
+
+    \b
+    Examples:
+      tarry subscription update flights departures --in-flight 500 --lease 1m
+      tarry subscription update flights departures --defaults
+    """
+    wanted = _policy(**fields)
+    if defaults != (wanted == policies.SubscriptionPolicy()):
+        raise click.UsageError("give what the policy is to hold, or --defaults")
+    policy = connected.update_subscription(topic, subscription, wanted)
+    if as_json:
+        output.as_json({"topic": topic, "subscription": subscription, **dataclasses.asdict(policy)})
+    else:
+        output.facts(f"Policy of {subscription} of {topic}", policy_text.subscription(policy))
+
+
+def _delete_question(*, connected: client.Client, topic: str, subscription: str, **_: object) -> str:
+    counts = connection.subscription_stats(connected, topic, subscription)
+    owed = output.rows_text(counts.backlog)
+    dead = output.count_text(counts.dead_letters, "dead letter")
+    return f"Delete subscription {subscription} of {topic}, its backlog of {owed} and {dead}?"
+
+
+@subscription.command("delete")
+@click.argument("topic")
+@click.argument("subscription")
+@connection.connected
+@connection.asked_first(_delete_question)
+def delete_subscription(*, connected: client.Client, topic: str, subscription: str, as_json: bool) -> None:
+    """Delete SUBSCRIPTION with its dead letters. Deleting the last one of a topic drops what is due.
+
+    \b
+    Examples:
+      tarry subscription delete flights departures --yes
+    """
+    with output.waiting(f"deleting {subscription} of {topic}"):
+        deleted = connected.delete_subscription(topic, subscription)
+    if as_json:
+        output.as_json({"topic": topic, "subscription": subscription, "deleted": True, **vars(deleted)})
+    elif deleted.dead_letters:
+        click.echo(f"{subscription} is deleted with {output.count_text(deleted.dead_letters, 'dead letter')}")
+    else:
+        click.echo(f"{subscription} is deleted")
