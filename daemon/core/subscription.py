@@ -64,6 +64,8 @@ class SubscriptionState:
         self._ready_rows_max = ready_rows_max
         self._returned: KeyedRows = KeyedRows.empty()
         self._redelivered: collections.deque[KeyedRows] = collections.deque()
+        # Of each of these the redelivery time of its first row.
+        self._redelivered_ms: collections.deque[int] = collections.deque()
         self._ready: collections.deque[KeyedRows] = collections.deque()
         self._dispatchers: set[int] = set()
         # No row of the backlog that is neither READY nor in hand has a time before; None when there was none.
@@ -99,6 +101,7 @@ class SubscriptionState:
             self.reader = None
             self._ready.clear()
             self._redelivered.clear()
+            self._redelivered_ms.clear()
             self._returned = KeyedRows.empty()
             self.ready_rows = 0
             self._unread_ms = oldest_ms
@@ -112,7 +115,7 @@ class SubscriptionState:
             self._returned = returned.take(np.lexsort((returned.rows.entry_id, returned.rows.ledger_id)))
             self.ready_rows += len(held)
         elif len(held):
-            self._unread_ms = earliest(self._unread_ms, int(held.rows.deliver_at_ms.min()))
+            self._unread_ms = earliest(self._unread_ms, _first_ms(held))
         return len(held)
 
     def held_rows(self, dispatcher: int) -> int:
@@ -161,7 +164,7 @@ class SubscriptionState:
         """Rows that the reader has derived: what it will derive later is not before them."""
         self._append(self.counted(rows))
         if len(rows):
-            self._unread_ms = int(rows.rows.deliver_at_ms[-1])
+            self._unread_ms = int(rows.rows.deliver_at_ms[-1]) or None
 
     @property
     def available_rows(self) -> int:
@@ -189,6 +192,8 @@ class SubscriptionState:
             if len(rows) > room:
                 queue.appendleft(rows.take(slice(room, None)))
                 rows = rows.take(slice(0, room))
+            elif queue is self._redelivered:
+                self._redelivered_ms.popleft()
             parts.append(rows)
             room -= len(rows)
         taken = KeyedRows.concat(parts)
@@ -221,9 +226,11 @@ class SubscriptionState:
             return times_ms
         if self._dispatchers:
             self._redelivered.append(self.counted(rows))
+            self._redelivered_ms.append(int(times_ms[0]))
             self.ready_rows += len(rows)
         else:
-            self._unread_ms = earliest(self._unread_ms, int(times_ms[0]))
+            others_ms = self._unread_ms if self._unread_rows > len(rows) else None
+            self._unread_ms = earliest(others_ms, int(times_ms[0]))
         return times_ms
 
     def set_aside(self) -> BitMap64:
@@ -244,17 +251,18 @@ class SubscriptionState:
             self._unread_ms = None
         for rows in owed:
             if len(rows):
-                self._unread_ms = earliest(self._unread_ms, int(rows.rows.deliver_at_ms[0]))
+                self._unread_ms = earliest(self._unread_ms, _first_ms(rows))
 
     def oldest_due_ms(self) -> int | None:
-        """The time of the oldest row of the backlog that nobody holds; None when there is none. O(1).
+        """The time of the oldest row of the backlog that nobody holds, NACKED ones aside; None when there is none.
 
-        Of a subscription that is behind it may be the time of one that was acknowledged since.
+        Of a row that was redelivered it is the time of that, of one that was never pending (due at time 0) nothing else
+        is known. Of a subscription that is behind it may be the time of one that was acknowledged since.
         """
-        returned_ms = int(self._returned.rows.deliver_at_ms.min()) if len(self._returned) else None
-        ready = self._redelivered or self._ready
-        ready_ms = int(ready[0].rows.deliver_at_ms[0]) if ready else None
-        return earliest(returned_ms, ready_ms, self._unread_ms if self._unread_rows > 0 else None)
+        redelivered_ms = self._redelivered_ms[0] if self._redelivered_ms else None
+        ready_ms = next((ms for ms in map(_first_ms, self._ready) if ms is not None), None)
+        unread_ms = self._unread_ms if self._unread_rows > 0 else None
+        return earliest(_first_ms(self._returned), redelivered_ms, ready_ms, unread_ms)
 
     def in_hand(self) -> BitMap64:
         """Every position that is READY, IN_FLIGHT or being acknowledged."""
@@ -290,11 +298,20 @@ class SubscriptionState:
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         self._returned = _without([self._returned], keys)[0]
-        self._redelivered = collections.deque(rows for rows in _without(self._redelivered, keys) if len(rows))
+        left = [*zip(_without(self._redelivered, keys), self._redelivered_ms, strict=True)]
+        self._redelivered = collections.deque(rows for rows, _ in left if len(rows))
+        self._redelivered_ms = collections.deque(time_ms for rows, time_ms in left if len(rows))
         self._ready = collections.deque(rows for rows in _without(self._ready, keys) if len(rows))
         self.ready_rows = sum(map(len, self._ready_parts()))
         if len(self.in_flight):
             self.in_flight.take_keys(keys)
+
+
+def _first_ms(rows: KeyedRows) -> int | None:
+    """The earliest time of rows that were pending; None when there is none."""
+    times_ms = rows.rows.deliver_at_ms
+    pending_ms = times_ms[times_ms > 0]
+    return int(pending_ms.min()) if len(pending_ms) else None
 
 
 def _without(parts: Iterable[KeyedRows], keys: BitMap64) -> list[KeyedRows]:

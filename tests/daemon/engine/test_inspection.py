@@ -10,6 +10,7 @@ from daemon.engine import calls
 from daemon.errors import InvalidArgument, NotFound, Unavailable
 from storage_backends.formats import names
 from tests.daemon.engine.calling import create, get, rows_of, stats, trim, up_to
+from tests.daemon.engine.dead_letter_calls import nack
 from tests.support.engine_fixture import Daemon, EngineFixture
 
 SMALL = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
@@ -207,3 +208,37 @@ async def test_the_owner_is_not_known_before_anything_was_read(machines: EngineF
     await starting
     await one.serving()
     assert (await lookup(one)).served_here
+
+
+async def test_the_oldest_due_row_is_as_old_as_its_redelivery(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await create(one)
+    start_ms = machines.now_ms()
+    await one.add("t", 1, range(4), delay_ms=1_000)
+    await asyncio.sleep(5)
+    rows = rows_of(await get(one, 3))
+    # A lease keeps READY for those who may come: after half a minute nobody listens.
+    await asyncio.sleep(31)
+    await nack(one, [*rows[:2], (9, 9, 0)], delay_ms=60_000)
+    redelivered_ms = up_to_256(machines.now_ms() + 60_000)
+    assert (await stats(one)).oldest_due_ms == start_ms + 1_000
+    await nack(one, [*rows[2:], (1, 3, start_ms + 1_000)], delay_ms=90_000)
+    assert (await stats(one)).oldest_due_ms == 0, "all wait for their redelivery"
+    await asyncio.sleep(70)
+    assert (await stats(one)).oldest_due_ms == redelivered_ms, "nobody listens"
+    receiver = await one.receiver("t")
+    await receiver.received(5)
+    receiver.stream.permits = 0
+    await nack(one, [row for row in receiver.rows if row[2]], delay_ms=10_000)
+    await nack(one, [(9, 9, 0)], delay_ms=5_000)
+    redelivered_ms = up_to_256(machines.now_ms() + 5_000)
+    assert (await stats(one)).oldest_due_ms == 0
+    await asyncio.sleep(20)
+    assert (await stats(one)).oldest_due_ms == redelivered_ms, "somebody listens, and takes nothing"
+    receiver.stream.close()
+    assert (await stats(one)).oldest_due_ms == redelivered_ms
+
+
+def up_to_256(time_ms: int) -> int:
+    """As redelivery times are rounded by default."""
+    return -(-time_ms // 256) * 256
