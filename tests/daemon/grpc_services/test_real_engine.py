@@ -123,6 +123,14 @@ async def of_leases(calls: Calls) -> None:
     assert extended.ignored == 0
     listed = await calls.call("Inspect/ListSubscriptions", inspect_pb2.ListSubscriptionsRequest)
     assert [(each.subscription, each.leased) for each in listed.subscriptions] == [("s", 1)]
+    nacked = await calls.call(
+        "Dispatch/NegativeAcknowledge",
+        dispatch_pb2.NegativeAcknowledgeRequest,
+        subscription="s",
+        delay_ms=[3_600_000],
+        **columns,
+    )
+    assert (nacked.ignored, nacked.dead_lettered) == (0, 0)
     done = await calls.call("Dispatch/Acknowledge", dispatch_pb2.AcknowledgeRequest, subscription="s", **columns)
     assert done.ignored == 0
 
