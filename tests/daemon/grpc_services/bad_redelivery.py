@@ -198,13 +198,18 @@ _HANDED_OUT = [
     each for each in _REFUSED if each[0].startswith(("ledger_id", "entry_id:", "deliver_at_ms", "batch_index"))
 ]
 
+
+def _streaming(**request: Any) -> dispatch_pb2.SubscribeRequest:
+    return dispatch_pb2.SubscribeRequest(**request)
+
+
 # On an open stream; answered by `Done`, and the stream goes on.
 REDELIVERIES_REFUSED_IN_BAND = [
     *(
         Case(
             f"negative acknowledge: {name}",
             SUBSCRIBE,
-            dispatch_pb2.SubscribeRequest(negative_acknowledge=changed(_streamed, **fields)),
+            _streaming(negative_acknowledge=changed(_streamed, **fields)),
             says,
             code,
         )
@@ -212,7 +217,7 @@ REDELIVERIES_REFUSED_IN_BAND = [
         for name, fields, says in table
     ),
     *(
-        Case(f"extend: {name}", SUBSCRIBE, dispatch_pb2.SubscribeRequest(extend=changed(_extend, **fields)), says)
+        Case(f"extend: {name}", SUBSCRIBE, _streaming(extend=changed(_extend, **fields)), says)
         for name, fields, says in [
             *_HANDED_OUT,
             ("deliver_at_ms missing", {"deliver_at_ms": None}, ("deliver_at_ms", "0", "2")),

@@ -243,8 +243,13 @@ def test_the_plain_form_of_an_acknowledgement_is_not_left_to_the_runtime(request
 def test_the_plain_form_of_a_negative_acknowledgement_is_not_left_to_the_runtime(
     request_id: int, delays: int, times: int
 ) -> None:
-    fields = {"ledger_id": [7], "entry_id": range(1000), "deliver_at_ms": range(times), "delay_ms": range(delays)}
-    nack = dispatch_pb2.NegativeAcknowledge(request_id=request_id, **fields)
+    nack = dispatch_pb2.NegativeAcknowledge(
+        request_id=request_id,
+        ledger_id=[7],
+        entry_id=range(1000),
+        deliver_at_ms=range(times),
+        delay_ms=range(delays),
+    )
     data = dispatch_pb2.SubscribeRequest(negative_acknowledge=nack).SerializeToString()
     assert nack_by_bytes(data) == nack_by_runtime(data) is not None
 
