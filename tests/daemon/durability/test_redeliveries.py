@@ -1,0 +1,544 @@
+"""What is nacked, how often, what is a dead letter, and what was added by which delay level: all of it survives seals,
+checkpoints, a journal that was truncated, and merges of the buckets that have the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+
+from daemon.core.positions import keys_of
+from daemon.core.topic import Topic
+from daemon.durability import checkpoint, recovery, redeliveries, sealing
+from daemon.errors import Corruption
+from storage_backends import topic_manifest
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import index_ids, journal, manifest
+from storage_backends.formats.index_ids import batch_parts_of
+from storage_backends.formats.journal import DeadLetterReason, SlotHeader, SlotKind
+from storage_backends.formats.rows import U32, U64
+from tests.daemon.durability.test_recovery import (
+    FIRST,
+    LEDGER,
+    LIMITS,
+    OTHER,
+    Entries,
+    Store,
+    bits,
+    part_of,
+    restored,
+    rows_of,
+    tip_of,
+)
+
+PARTS = batch_parts_of(1)
+
+
+# ---- what is known of a topic
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """Of one subscription, by (index, entry): when what is nacked is due and comes back; counts. Of dead letters (id,
+    entry, batch index, count, reason, text).
+    """
+
+    nacked: dict[tuple[int, int], tuple[int, int]]
+    counts: dict[tuple[int, int], int]
+    dead_letters: list[tuple[int, int, int, int, int, str]]
+    last_dead_letter_id: int
+
+
+NOTHING = Known({}, {}, [], 0)
+
+
+def named(topic: Topic, keys: U64) -> list[tuple[int, int]]:
+    owners = topic.indexes.places.owners(keys).tolist()
+    return list(zip(owners, topic.indexes.places.positions(keys)[1].tolist(), strict=True))
+
+
+def known(topic: Topic, subscription_id: int = 1) -> Known:
+    state = topic.subscriptions[subscription_id]
+    rows, times = state.nacks.freeze().rows()
+    times_of = zip(rows.rows.deliver_at_ms.tolist(), times.tolist(), strict=True)
+    counts: dict[tuple[int, int], int] = {}
+    for bit, plane in enumerate(state.counts.planes()):
+        for at in named(topic, keys_of(plane)):
+            counts[at] = counts.get(at, 0) + (1 << bit)
+    dead = state.dead_letters.freeze().rows()
+    columns = (dead.dead_letter_id, dead.entry_id, dead.batch_index, dead.redelivery_count, dead.reason)
+    texts = [dead.texts[number] for number in dead.text_index.tolist()]
+    return Known(
+        dict(zip(named(topic, rows.keys), times_of, strict=True)),
+        counts,
+        list(zip(*(column.tolist() for column in columns), texts, strict=True)),
+        state.last_dead_letter_id,
+    )
+
+
+def levels_of(topic: Topic) -> dict[tuple[int, int], list[int]]:
+    """By (index, level), the entries."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for number, index in topic.indexes.items():
+        for level, keys in index.levels.freeze():
+            found.setdefault((number, level), []).extend(entry for _, entry in named(topic, keys_of(keys)))
+    return {at: sorted(entries) for at, entries in found.items() if entries}
+
+
+# ---- what was decided
+
+
+def u32(values: Iterable[int]) -> U32:
+    return np.array(list(values), np.uint32)
+
+
+def nack(
+    entries: Entries, *, counts: Iterable[int], index_id: int = 0, added: bool = False, subscription_id: int = 1
+) -> journal.NackRecord:
+    """They come back in the order opposite to their entries."""
+    rows = rows_of(entries)
+    times = np.uint64(1_000_000) - rows.entry_id
+    return journal.NackRecord("id", 1, subscription_id, index_id, rows, times, u32(counts), added)
+
+
+def as_parts(entries: Entries, batch_index: int) -> list[int]:
+    ids = np.array(list(entries), np.uint64)
+    numbers: list[int] = index_ids.part_entry_id(ids, np.full(len(ids), batch_index, np.uint32)).tolist()
+    return numbers
+
+
+def dead(
+    entries: Entries, ids: Iterable[int], text: str = "", *, index_id: int = 0, subscription_id: int = 1
+) -> journal.DeadLetterRecord:
+    rows = rows_of(entries)
+    dead_letter_id = np.array(list(ids), np.uint64)
+    reason = DeadLetterReason.REJECTED if text else DeadLetterReason.TOO_OFTEN
+    counts = u32(range(5, 5 + len(rows)))
+    return journal.DeadLetterRecord(
+        "id", 1, subscription_id, index_id, rows, counts, dead_letter_id, dead_letter_id, reason, text
+    )
+
+
+EVERYTHING: tuple[journal.Record, ...] = (
+    journal.AddRecord("id", 1, 0, rows_of(range(20)), 3),
+    journal.AddRecord("id", 1, 0, rows_of(range(20, 30))),
+    journal.AddRecord("id", 1, 2, rows_of(range(4)), 18),
+    nack(range(5), counts=[1, 2, 3, 4, 1_000]),
+    nack(as_parts([7, 8], 2), counts=[5, 6], index_id=PARTS, added=True),
+    nack([100], counts=[1], index_id=1, added=True),
+    nack([2, 3], counts=[7, 8], subscription_id=2),
+    nack([1], counts=[9], index_id=2, subscription_id=2),
+    dead([10, 11], [1, 2]),
+    dead([12], [3], "no such order"),
+    dead(as_parts([8], 2), [4], "half of it", index_id=PARTS),
+    journal.ReplayRecord("id", 1, 1, 1, rows_of([11]), np.array([2], np.uint64)),
+    dead([13], [5]),
+    journal.PurgeRecord("id", 1, 1, np.array([5], np.uint64)),
+    dead([3], [40], index_id=2, subscription_id=2),
+)
+ENTRY = index_ids.NO_BATCH_INDEX
+OF_FIRST = Known(
+    nacked={
+        **{(0, entry): (1_000 + entry, 1_000_000 - entry) for entry in range(5)},
+        (PARTS, as_parts([7], 2)[0]): (1_000 + as_parts([7], 2)[0], 1_000_000 - as_parts([7], 2)[0]),
+        (1, 100): (1_100, 999_900),
+    },
+    counts={
+        **{(0, entry): count for entry, count in enumerate((1, 2, 3, 4, 1_000))},
+        (PARTS, as_parts([7], 2)[0]): 5,
+        (1, 100): 1,
+    },
+    dead_letters=[
+        (1, 10, ENTRY, 5, DeadLetterReason.TOO_OFTEN, ""),
+        (3, 12, ENTRY, 5, DeadLetterReason.REJECTED, "no such order"),
+        (4, 8, 2, 5, DeadLetterReason.REJECTED, "half of it"),
+    ],
+    last_dead_letter_id=5,
+)
+OF_OTHER = Known(
+    nacked={(0, 2): (1_002, 999_998), (0, 3): (1_003, 999_997), (2, 1): (1_001, 999_999)},
+    counts={(0, 2): 7, (0, 3): 8, (2, 1): 9},
+    dead_letters=[(40, 3, ENTRY, 5, DeadLetterReason.TOO_OFTEN, "")],
+    last_dead_letter_id=40,
+)
+LEVELS = {(0, 3): list(range(20)), (2, 18): [0, 1, 2]}
+
+
+def holds_everything(topic: Topic) -> None:
+    assert known(topic, 1) == OF_FIRST
+    assert known(topic, 2) == OF_OTHER
+    assert levels_of(topic) == LEVELS
+
+
+# ---- what is stored
+
+
+class Stored:
+    """A topic whose decisions are applied, and what is stored of it. `slots`: the journal."""
+
+    def __init__(self, *records: journal.Record) -> None:
+        self.store = Store()
+        self.tip = tip_of(applied=0)
+        self.topic = restored(self.store, self.tip)
+        # Keys are not those that the topic has when it is recovered.
+        self.topic.index.pages.intern(np.array([LEDGER + 1], np.uint64), np.array([1 << 40], np.uint64))
+        self.slots: list[bytes] = []
+        for record in records:
+            self.decide(record)
+
+    def decide(self, *records: journal.Record) -> None:
+        builder = journal.SlotBuilder()
+        for record in records:
+            builder.append(record)
+        merged = builder.freeze()
+        header = SlotHeader(1, 1, len(self.slots) + 1, SlotKind.DATA, len(merged))
+        self.slots.append(journal.encode_slot(header, merged))
+        for record in merged:
+            self.topic.apply(record, header.slot, elapsed_ms=0)
+
+    def seal(self, *, as_object: bool = False) -> None:
+        """The manifest has all that was decided; the topic in memory serves its rows from where they were."""
+        slot = len(self.slots)
+        cuts = tuple(
+            sealing.SealCut(
+                topic="t", key=f"b{slot}-{number}", base=1, slot=slot, rows=cut.mutable, subscription_id=number
+            )
+            for number, cut in self.topic.indexes.cut()
+        )
+        written = [sealing.write_bucket(self.store.store, cut, limits=LIMITS, compatible=False) for cut in cuts]
+        progress = sealing.progress_of(cuts, (), self.topic.redelivery_cut())
+        reference = None
+        if as_object:
+            body = manifest.encode_progress(progress)
+            self.store.store.put("progress", body)
+            reference = topic_manifest.reference_to("progress", 1, body)
+        self.tip = dataclasses.replace(
+            self.tip,
+            applied=slot,
+            live=tuple(each.live for each in written if each is not None),
+            progress=None if as_object else progress,
+            progress_object=reference,
+        )
+
+    def checkpoint(self) -> bytes:
+        cut = checkpoint.TopicCut(
+            topic_id="id",
+            topic="t",
+            incarnation=1,
+            indexes=self.topic.indexes.cut(),
+            sealing=(),
+            redelivery=self.topic.redelivery_cut(),
+        )
+        value = checkpoint_format.Checkpoint(1, 1, len(self.slots), (checkpoint.part_of(cut),))
+        return checkpoint_format.encode_checkpoint(value)
+
+    def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:
+        """From the manifest, a checkpoint and the slots above `truncated_to`."""
+        loaded = None if written is None else checkpoint_format.decode_checkpoint(written)
+        tails = recovery.tails_of(loaded, map(journal.decode_slot, self.slots[truncated_to:]))
+        tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
+        return restored(self.store, tip, tails.get("id", recovery.NOTHING))
+
+
+def from_the_journal(stored: Stored) -> Topic:
+    return stored.recovered()
+
+
+def from_a_seal(stored: Stored) -> Topic:
+    stored.seal()
+    return stored.recovered(truncated_to=len(stored.slots))
+
+
+def from_a_seal_with_an_object(stored: Stored) -> Topic:
+    stored.seal(as_object=True)
+    return stored.recovered(truncated_to=len(stored.slots))
+
+
+def from_a_checkpoint(stored: Stored) -> Topic:
+    return stored.recovered(stored.checkpoint(), truncated_to=len(stored.slots))
+
+
+def from_a_checkpoint_above_a_seal(stored: Stored) -> Topic:
+    half = Stored(*EVERYTHING[:6])
+    half.seal()
+    for record in EVERYTHING[6:]:
+        half.decide(record)
+    return half.recovered(half.checkpoint(), truncated_to=len(half.slots))
+
+
+def from_a_seal_above_a_checkpoint(stored: Stored) -> Topic:
+    early = Stored(*EVERYTHING[:6]).checkpoint()
+    stored.seal()
+    return stored.recovered(early, truncated_to=6)
+
+
+def from_a_checkpoint_and_the_journal_above(stored: Stored) -> Topic:
+    return stored.recovered(Stored(*EVERYTHING[:6]).checkpoint(), truncated_to=6)
+
+
+def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
+    """Two checkpoints carry it over, and what the journal says of it."""
+    loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
+    for slot in (9, len(stored.slots)):
+        tails = recovery.tails_of(loaded, map(journal.read_slot, stored.slots[loaded.slot : slot]))
+        carried = recovery.carried_part("id", tails["id"])
+        encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, slot, (carried,)))
+        loaded = checkpoint_format.decode_checkpoint(encoded)
+    return stored.recovered(checkpoint_format.encode_checkpoint(loaded), truncated_to=len(stored.slots))
+
+
+def from_a_merge(stored: Stored) -> Topic:
+    """The rows of the shared index are in a merged bucket that the last seal did not know."""
+    stored.seal()
+    merged = stored.store.merged("m", [stored.store.sealed("m1", range(10)), stored.store.sealed("m2", range(10, 30))])
+    own = tuple(live for live in stored.tip.live if live.subscription_id)
+    stored.tip = dataclasses.replace(stored.tip, live=(*own, merged))
+    return stored.recovered(truncated_to=len(stored.slots))
+
+
+def from_a_recovery_of_a_recovery(stored: Stored) -> Topic:
+    stored.topic = from_a_checkpoint(stored)
+    return from_a_seal(stored)
+
+
+WAYS = [
+    from_the_journal,
+    from_a_seal,
+    from_a_seal_with_an_object,
+    from_a_checkpoint,
+    from_a_checkpoint_above_a_seal,
+    from_a_seal_above_a_checkpoint,
+    from_a_checkpoint_and_the_journal_above,
+    from_a_checkpoint_of_a_topic_that_was_not_loaded,
+    from_a_merge,
+    from_a_recovery_of_a_recovery,
+]
+
+
+def test_what_was_decided_is_known() -> None:
+    holds_everything(Stored(*EVERYTHING).topic)
+
+
+@pytest.mark.parametrize("recovered", WAYS, ids=lambda way: way.__name__)
+def test_everything_of_a_topic_survives(recovered: Callable[[Stored], Topic]) -> None:
+    holds_everything(recovered(Stored(*EVERYTHING)))
+
+
+def test_a_cut_does_not_know_what_is_decided_after_it() -> None:
+    stored = Stored(*EVERYTHING)
+    cut = stored.topic.redelivery_cut()
+    stored.decide(nack([6, 7], counts=[1, 1]), nack([0], counts=[2]))
+    stored.decide(dead([14], [6]))
+    stored.decide(journal.PurgeRecord("id", 1, 1, np.array([1], np.uint64)))
+    stored.decide(journal.AddRecord("id", 1, 0, rows_of([50]), 3))
+    stored.decide(journal.AcknowledgeRecord("id", 1, 1, rows_of([1])))
+    written = redeliveries.to_stored(stored.topic.index.pages, cut)
+    untouched = Stored(*EVERYTHING).topic
+    assert written == redeliveries.to_stored(untouched.index.pages, untouched.redelivery_cut())
+    assert known(stored.topic) != OF_FIRST
+
+
+def progress_of(*records: journal.Record) -> manifest.Progress:
+    stored = Stored(*records)
+    stored.seal()
+    assert stored.tip.progress is not None
+    return stored.tip.progress
+
+
+def test_a_topic_without_redeliveries_has_nothing_of_them_in_its_progress() -> None:
+    assert progress_of(journal.AddRecord("id", 1, 0, rows_of(range(3)))) == manifest.Progress()
+
+
+def test_the_highest_id_of_a_dead_letter_is_kept_when_the_last_one_has_left() -> None:
+    purge = journal.PurgeRecord("id", 1, 1, np.array([7], np.uint64))
+    stored = Stored(journal.AddRecord("id", 1, 0, rows_of(range(3))), dead([0], [7]), purge)
+    stored.seal()
+    assert known(stored.recovered(truncated_to=len(stored.slots))) == dataclasses.replace(
+        NOTHING, last_dead_letter_id=7
+    )
+
+
+def test_progress_of_before_there_were_redeliveries_has_none() -> None:
+    store = Store()
+    topic = restored(store, tip_of(store.sealed("a", range(5)), progress=manifest.Progress(buckets=(bits("a", [1]),))))
+    assert (known(topic, 1), known(topic, 2), levels_of(topic)) == (NOTHING, NOTHING, {})
+
+
+# ---- what is left out
+
+
+def test_what_a_subscription_had_that_is_no_more_is_left_out() -> None:
+    stored = Stored(*EVERYTHING)
+    written = stored.checkpoint()
+    stored.tip = dataclasses.replace(stored.tip, subscriptions=(OTHER,))
+    topics = [stored.recovered(written), stored.recovered()]
+    stored.tip = dataclasses.replace(stored.tip, subscriptions=(FIRST, OTHER))
+    stored.seal()
+    # Its buckets leave the manifest with it; one of its batch parts may have been sealed as it left.
+    stored.tip = dataclasses.replace(stored.tip, subscriptions=(OTHER,))
+    topics.append(stored.recovered(truncated_to=len(stored.slots)))
+    for topic in topics:
+        assert set(topic.indexes) == {0, 2}
+        assert known(topic, 2) == OF_OTHER
+        assert levels_of(topic) == LEVELS
+
+
+def test_positions_that_have_no_row_are_left_out() -> None:
+    store, progress = Store(), progress_of(*EVERYTHING)
+    # The own index and that of batch parts have no bucket any more, the shared one has rows 2 to 29.
+    gone = dataclasses.replace(progress, buckets=(bits("a", gone=[4]),))
+    topic = restored(store, tip_of(store.sealed("a", range(2, 30)), progress=gone))
+    found = known(topic)
+    assert found == dataclasses.replace(
+        OF_FIRST,
+        nacked={at: times for at, times in OF_FIRST.nacked.items() if at in ((0, 2), (0, 3))},
+        counts={(0, 2): 3, (0, 3): 4},
+    )
+    assert levels_of(topic) == {(0, 3): [2, 3, *range(5, 20)]}
+
+
+def test_what_a_subscription_acknowledged_is_nacked_no_more() -> None:
+    store, progress = Store(), progress_of(*EVERYTHING)
+    acknowledged = dataclasses.replace(progress, buckets=(bits("a", s1=[0, 1, 2]),))
+    topic = restored(store, tip_of(store.sealed("a", range(30)), progress=acknowledged))
+    assert known(topic).counts == {(0, 3): 4, (0, 4): 1_000}
+    assert set(known(topic).nacked) == {(0, 3), (0, 4)}
+    assert known(topic, 2).counts == {(0, 2): 7, (0, 3): 8}
+
+
+def test_positions_of_a_damaged_bucket_are_left_out() -> None:
+    store, progress = Store(), progress_of(*EVERYTHING)
+    lost = dataclasses.replace(store.sealed("a", range(3)), quarantined=True, damage="bad", quarantined_slot=9)
+    topic = restored(store, tip_of(lost, store.sealed("b", range(3, 30)), progress=progress))
+    assert known(topic).counts == {(0, 3): 4, (0, 4): 1_000}
+    assert set(known(topic).nacked) == {(0, 3), (0, 4)}
+    assert levels_of(topic) == {(0, 3): list(range(3, 20))}
+
+
+def test_a_damaged_bucket_that_cannot_be_opened_takes_what_was_nacked_with_it() -> None:
+    stored = Stored(*EVERYTHING)
+    stored.seal()
+    live = tuple(dataclasses.replace(each, quarantined=True, damage="missing") for each in stored.tip.live)
+    for each in live:
+        stored.store.store.delete(each.object.name)
+    stored.tip = dataclasses.replace(stored.tip, live=live)
+    topic = stored.recovered(truncated_to=len(stored.slots))
+    assert known(topic) == dataclasses.replace(OF_FIRST, nacked={}, counts={})
+    assert levels_of(topic) == {}
+
+
+def test_an_index_that_does_not_serve_the_subscription_is_left_out() -> None:
+    stored = Stored(*EVERYTHING)
+    stored.seal()
+    assert stored.tip.progress is not None
+    of_first, of_other = stored.tip.progress.redeliveries
+    foreign = dataclasses.replace(of_other, nacked=of_first.nacked, counts=of_first.counts)
+    progress = dataclasses.replace(stored.tip.progress, redeliveries=(foreign,))
+    stored.tip = dataclasses.replace(stored.tip, progress=progress)
+    found = known(stored.recovered(truncated_to=len(stored.slots)), 2)
+    assert {index_id for index_id, _ in (*found.nacked, *found.counts)} == {0}
+    assert found.counts == {at: count for at, count in OF_FIRST.counts.items() if at[0] == 0}
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("as_part", [False, True])
+@pytest.mark.parametrize("what", ["nacked rows redeliver_at_ms", "dead letters reason"])
+def test_a_damaged_column_is_damage_of_the_topic_and_named(what: str, as_part: bool) -> None:
+    stored = Stored(*EVERYTHING)
+    stored.seal()
+    assert stored.tip.progress is not None
+    first, other = stored.tip.progress.redeliveries
+    assert first.dead_letters is not None
+    damaged = (
+        dataclasses.replace(first, dead_letters=dataclasses.replace(first.dead_letters, reason=b"x"))
+        if what.startswith("dead")
+        else dataclasses.replace(first, nacked=(dataclasses.replace(first.nacked[0], redeliver_at_ms=b"x"),))
+    )
+    progress = dataclasses.replace(stored.tip.progress, redeliveries=(damaged, other))
+    slot = len(stored.slots)
+    tail = part_of(slot + 1, progress) if as_part else recovery.NOTHING
+    tip = dataclasses.replace(stored.tip, progress=stored.tip.progress if as_part else progress)
+    with pytest.raises(Corruption, match=f"progress of subscription 1: {what} is damaged"):
+        restored(stored.store, tip, tail)
+
+
+# ---- planted bugs: each must break one of the ways
+
+
+def a_seal_forgets_redeliveries(patch: pytest.MonkeyPatch) -> None:
+    progress_of = sealing.progress_of
+    patch.setattr(
+        sealing,
+        "progress_of",
+        lambda cuts, bits, cut: dataclasses.replace(progress_of(cuts, bits, cut), redeliveries=()),
+    )
+
+
+def a_checkpoint_forgets_redeliveries(patch: pytest.MonkeyPatch) -> None:
+    part = checkpoint.part_of
+    patch.setattr(
+        checkpoint,
+        "part_of",
+        lambda cut: dataclasses.replace(
+            part(cut),
+            progress=dataclasses.replace(part(cut).progress, redeliveries=(), levels=part(cut).progress.levels),
+        ),
+    )
+
+
+def levels_are_not_restored(patch: pytest.MonkeyPatch) -> None:
+    restore = redeliveries.restore
+    patch.setattr(
+        redeliveries, "restore", lambda topic, progress: restore(topic, dataclasses.replace(progress, levels=()))
+    )
+
+
+def keys_are_all_taken_for_those_of_the_shared_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redeliveries, "_by_index", lambda pages, keys: [(0, keys)])
+
+
+def a_plane_takes_the_place_of_that_of_another_index(patch: pytest.MonkeyPatch) -> None:
+    planes_of = redeliveries._planes_of
+
+    def last_ones(topic: Topic, stored: manifest.Redeliveries) -> object:
+        by_bit = {each.bit: each for each in stored.counts}
+        return planes_of(topic, dataclasses.replace(stored, counts=tuple(by_bit.values())))
+
+    patch.setattr(redeliveries, "_planes_of", last_ones)
+
+
+def what_progress_says_counts_also_where_the_checkpoint_is_newer(patch: pytest.MonkeyPatch) -> None:
+    read = recovery.read_objects
+
+    def older(store: object, tip: manifest.TopicManifest, part: object, executor: object) -> recovery.TopicObjects:
+        found = read(store, tip, part, executor)  # type: ignore[arg-type]
+        if part is None or tip.progress is None:
+            return found
+        stale = dataclasses.replace(found.progress, redeliveries=tip.progress.redeliveries)
+        return dataclasses.replace(found, progress=stale)
+
+    patch.setattr(recovery, "read_objects", older)
+
+
+BUGS = [
+    (a_seal_forgets_redeliveries, from_a_seal),
+    (a_checkpoint_forgets_redeliveries, from_a_checkpoint),
+    (levels_are_not_restored, from_a_seal),
+    (keys_are_all_taken_for_those_of_the_shared_index, from_a_checkpoint),
+    (a_plane_takes_the_place_of_that_of_another_index, from_a_seal),
+    (what_progress_says_counts_also_where_the_checkpoint_is_newer, from_a_checkpoint_above_a_seal),
+]
+
+
+@pytest.mark.parametrize(("bug", "way"), BUGS, ids=lambda each: each.__name__)
+def test_a_planted_bug_is_found(
+    bug: Callable[[pytest.MonkeyPatch], None], way: Callable[[Stored], Topic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises(AssertionError):
+        holds_everything(way(Stored(*EVERYTHING)))
