@@ -23,6 +23,7 @@ SUBSCRIPTION = "dispatcher"
 HANDED_OUT, ORDINARY = "handed out", "ordinary"
 # Until the rows are due again: what the negative acknowledgements may take.
 LEAD_MS = 10_000
+Columns = tuple[load.U64, load.U64, load.U64]
 GOAL = report.Goal(least=3e5)
 
 
@@ -56,17 +57,21 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, count: int, name
         else:
             tarry_load.add(client, NAME, rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
         with client.subscribe(NAME, SUBSCRIPTION, permits=count) as subscription:
+            parts: list[tarry.Batch] | list[Columns]
             if name == HANDED_OUT:
-                rows = _received(subscription, count)
+                batches = _received(subscription, count)
+                rows = tarry_load.rows_of(batches)
+                parts = [
+                    batch.take(slice(first, first + bench.batch_rows))
+                    for batch in batches
+                    for first in range(0, len(batch), bench.batch_rows)
+                ]
+            else:
+                parts = [(part.ledger_id, part.entry_id, part.deliver_at_ms) for part in rows.batches(bench.batch_rows)]
             before = daemon.usage()
             due_ms = load.now_ms() + LEAD_MS
             began_s = time.perf_counter()
-            answers = [
-                subscription.nack(
-                    (batch.ledger_id, batch.entry_id, batch.deliver_at_ms), delay_ms=due_ms - load.now_ms()
-                )
-                for batch in rows.batches(bench.batch_rows)
-            ]
+            answers = [subscription.nack(part, delay_ms=due_ms - load.now_ms()) for part in parts]
             subscription.flush(tarry_load.PATIENCE_S)
             seconds = time.perf_counter() - began_s
             resident_bytes = daemon.usage().resident_bytes - before.resident_bytes
@@ -84,7 +89,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, count: int, name
     }
 
 
-def _received(subscription: tarry.Subscription, count: int) -> load.Rows:
+def _received(subscription: tarry.Subscription, count: int) -> list[tarry.Batch]:
     """So many rows, as they were handed out."""
     batches: list[tarry.Batch] = []
     while sum(map(len, batches)) < count:
@@ -92,7 +97,7 @@ def _received(subscription: tarry.Subscription, count: int) -> load.Rows:
         if batch is None:
             raise TimeoutError(f"{sum(map(len, batches)):,} of {count:,} rows came")
         batches.append(batch)
-    return tarry_load.rows_of(batches)
+    return batches
 
 
 def _early(drain: tarry_load.Drain, due_ms: int) -> str | None:
