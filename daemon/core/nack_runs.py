@@ -13,16 +13,18 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.packed_rows import NackColumns, PackedRows, due_order, pack
+from daemon.core.packed_rows import NackColumns, PackedRows, Place, due_order, pack
 from daemon.core.positions import PagePlaces, bitmap_of, contained
 from storage_backends.formats.rows import U64
 
 # Rows that are sorted and packed at once.
-PART_ROWS = 1 << 15
+PART_ROWS = 1 << 14
 # So many sets are kept before those between which no rows came are joined.
 SETS_MAX = 64
 
 Mask = npt.NDArray[np.bool_]
+# At no offset.
+_UNKNOWN: tuple[int, Place] = (-1, (0, 0, 0))
 
 
 class Departed:
@@ -146,7 +148,7 @@ class Run:
         # Into the first part.
         self.offset = 0
         self.rows = 0 if batch is None else len(batch)
-        self._next: tuple[int, int] = (-1, 0) if batch is None else (0, int(batch.rows.redeliver_at_ms.min()))
+        self._next = _UNKNOWN if batch is None else (0, (int(batch.rows.redeliver_at_ms.min()), 0, 0))
         self._integers: U64 | None = None
 
     def __len__(self) -> int:
@@ -171,7 +173,7 @@ class Run:
         """From now on it can be read: a batch is sorted."""
         if self._batch is not None:
             batch, self._batch = self._batch, None
-            self.rows = 0
+            self.rows, self._next = 0, _UNKNOWN
             self.append(pack(batch.rows, places, batch.born))
 
     def held(self) -> list[tuple[PackedRows | Batch, int]]:
@@ -180,19 +182,19 @@ class Run:
             return [(self._batch, 0)]
         return [(part, self.offset if part is self.parts[0] else 0) for part in self.parts]
 
-    def next_due_ms(self) -> int:
-        """When its first row is due; it has one."""
+    def next_place(self, places: PagePlaces) -> Place:
+        """The place of its first row, of a batch one before; it has a row."""
         if self._next[0] != self.offset:
-            self._next = (self.offset, self.parts[0].time_at(self.offset))
+            self._next = (self.offset, self.parts[0].place_at(self.offset, places))
         return self._next[1]
 
     def due_rows(self, now_ms: int) -> int:
         """How many rows of the first part are due."""
         return self.parts[0].due_end(now_ms, self.offset) - self.offset
 
-    def time_of(self, row: int) -> int:
-        """When a row of the first part is due, the next one being 0."""
-        return self.parts[0].time_at(self.offset + row)
+    def place_of(self, row: int, places: PagePlaces) -> Place:
+        """The place of a row of the first part, the next one being 0."""
+        return self.parts[0].place_at(self.offset + row, places)
 
     def first(self, rows: int) -> NackColumns:
         """So many rows from the front of the first part."""
@@ -210,7 +212,7 @@ class Run:
             self._at_first_row()
 
     def _at_first_row(self) -> None:
-        self.offset, self._integers, self._next = 0, None, (-1, 0)
+        self.offset, self._integers, self._next = 0, None, _UNKNOWN
 
     def rewrite(self, index: int, places: PagePlaces, departed: Departed) -> tuple[int, int]:
         """Packs what still counts of a part anew; (how many parts there are now in its place, how many rows left)."""

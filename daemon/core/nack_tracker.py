@@ -24,7 +24,7 @@ from pyroaring import BitMap64
 
 from daemon.core import nack_runs
 from daemon.core.nack_runs import Batch, Departed, Run, still_there
-from daemon.core.packed_rows import NackColumns, PackedRows, due_order, pack
+from daemon.core.packed_rows import NackColumns, PackedRows, Place, due_order, pack
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of
 from storage_backends.formats.rows import U64
 
@@ -34,12 +34,12 @@ LINE_ROWS = 1 << 12
 # Delays in use at the same time whose rows come in order.
 LINES_MAX = 16
 # Runs that are merged at once.
-FAN_OUT = 32
+FAN_OUT = 16
 # Runs of less than `PART_ROWS` rows; of more those of about one size are merged.
 SMALL_RUNS_MAX = 64
 SIZE_BITS = 5
 # Rows that are moved or packed anew in one step; for each row that comes so many may be.
-STEP_ROWS = 1 << 14
+STEP_ROWS = 1 << 13
 STEP_ROWS_PER_ROW = 3
 # Fewer entries that do not count are let be.
 DEPARTED_ROWS_MIN = 1 << 12
@@ -123,8 +123,8 @@ class NackTracker:
         self._entries = 0
         self._runs: dict[int, Run] = {}
         self._next_number = 0
-        # (when its first row is due, number) of each run; a time may be too early.
-        self._due: list[tuple[int, int]] = []
+        # (the place of its first row, number) of each run; a place may be too early.
+        self._due: list[tuple[Place, int]] = []
         self._lines: list[_Line] = []
         self._small: list[Run] = []
         # By how often they were merged.
@@ -222,7 +222,7 @@ class NackTracker:
             if run is None:
                 continue
             if not self._departed or self._known_first == (run.number, run.offset) or passes == PASSES_MAX:
-                return run.next_due_ms()
+                return run.next_place(self._places)[0]
             passes += 1
             run.prepare(self._places)
             first = run.first(min(len(run.parts[0]) - run.offset, STEP_ROWS))
@@ -237,14 +237,14 @@ class NackTracker:
 
     def _first_run(self) -> Run | None:
         """The run that is due first; None when what seemed to be it is not, and was put where it belongs."""
-        time_ms, number = self._due[0]
+        place, number = self._due[0]
         run = self._runs.get(number)
         if run is None or not len(run):
             heapq.heappop(self._due)
             self._runs.pop(number, None)
             return None
-        if run.next_due_ms() != time_ms:
-            heapq.heapreplace(self._due, (run.next_due_ms(), number))
+        if run.next_place(self._places) != place:
+            heapq.heapreplace(self._due, (run.next_place(self._places), number))
             return None
         return run
 
@@ -257,10 +257,10 @@ class NackTracker:
         self._known_first = None
         columns = NackColumns.concat([])
         for _ in range(PASSES_MAX):
-            runs, bound_ms = self._due_runs(now_ms, limit)
+            runs = self._due_runs(now_ms, limit)
             if not runs:
                 break
-            taken = nack_runs.take_first(runs, bound_ms, limit, self._places, self._departed)
+            taken = nack_runs.take_first(runs, now_ms, limit, self._places, self._departed)
             self._entries -= taken.read_rows
             columns = taken.columns
             for run in runs:
@@ -275,25 +275,27 @@ class NackTracker:
         self._work(0)
         return columns.keyed(self._places), columns.redeliver_at_ms
 
-    def _due_runs(self, now_ms: int, limit: int) -> tuple[list[Run], int]:
-        """Runs to take from, and the time up to which they have all that there is. They must be put back."""
+    def _due_runs(self, now_ms: int, limit: int) -> list[Run]:
+        """The runs that may have one of the next rows that are due. They must be put back."""
         runs: list[Run] = []
-        bound_ms = now_ms
-        while self._due and self._due[0][0] <= bound_ms:
+        bound: Place = (now_ms, _U64_MAX, _U64_MAX)
+        while self._due and self._due[0][0] <= bound:
             run = self._first_run()
             if run is None:
                 continue
+            if not run.is_packed:
+                run.prepare(self._places)
+                continue
             heapq.heappop(self._due)
-            run.prepare(self._places)
             runs.append(run)
-            if run.due_rows(bound_ms) > limit:
-                # What is due later than all that may be taken need not be looked at.
-                bound_ms = min(bound_ms, run.time_of(limit - 1))
-        return runs, bound_ms
+            if run.due_rows(now_ms) > limit:
+                # What comes after as many as may be taken need not be looked at.
+                bound = min(bound, run.place_of(limit - 1, self._places))
+        return runs
 
     def _put_back(self, run: Run) -> None:
         if len(run):
-            heapq.heappush(self._due, (run.next_due_ms(), run.number))
+            heapq.heappush(self._due, (run.next_place(self._places), run.number))
         else:
             del self._runs[run.number]
 
@@ -306,10 +308,10 @@ class NackTracker:
         self._runs[run.number] = run
         if len(self._due) > 2 * len(self._runs) + SMALL_RUNS_MAX:
             # Many were merged since, and their times may be far away.
-            self._due = [(each.next_due_ms(), each.number) for each in self._runs.values() if len(each)]
+            self._due = [(each.next_place(self._places), each.number) for each in self._runs.values() if len(each)]
             heapq.heapify(self._due)
         else:
-            heapq.heappush(self._due, (run.next_due_ms(), run.number))
+            heapq.heappush(self._due, (run.next_place(self._places), run.number))
 
     def _new_run(self, batch: Batch) -> Run:
         run = Run(batch)
@@ -339,7 +341,7 @@ class NackTracker:
         if len(runs) == 1 and runs[0].is_packed:
             return runs[0]
         parts = []
-        for run in sorted(runs, key=Run.next_due_ms):
+        for run in sorted(runs, key=lambda each: each.next_place(self._places)):
             for part, start in run.held():
                 columns = part.columns(start)
                 mask = self._departed.still_there(columns.keys, part.born)
@@ -358,14 +360,11 @@ class NackTracker:
 
     def _packed(self, columns: NackColumns) -> list[PackedRows]:
         born = self._departed.birth()
-        if len(columns) <= nack_runs.PART_ROWS:
+        parts = max(1, round(len(columns) / nack_runs.PART_ROWS))
+        if parts == 1:
             return pack(columns, self._places, born)
-        order = due_order(columns, self._places)
-        if bool((order[1:] < order[:-1]).any()):
-            columns = columns.take(order)
-        starts = range(0, len(columns), nack_runs.PART_ROWS)
-        slices = [columns.take(slice(start, start + nack_runs.PART_ROWS)) for start in starts]
-        return [packed for each in slices for packed in pack(each, self._places, born)]
+        order = np.array_split(due_order(columns, self._places), parts)
+        return [packed for index in order for packed in pack(columns.take(index), self._places, born)]
 
     def _to_tier(self, run: Run, tier: int = 0) -> None:
         if tier == len(self._tiers):

@@ -7,7 +7,7 @@ Does not own: which rows still count (`nack_runs`).
 Bit fields of one integer are: a row's time, the rank of its page among the pages of these rows in the order of
 positions, the low half of its key and, where several indexes have the page, which of them it is; each as wide as these
 rows need, the time on top. So the integers are in the order of the rows, and ledger and entry are not stored: they
-follow from the key. Where times have many rows whose positions lie together the integers are a Roaring bitmap, elsewhere
+follow from the key. Where times have many rows whose positions lie together the integers are a Roaring bitmap, else
 arrays of as many bytes as they need (PIP-393's bitmaps are small only where a time has many rows). Columns that are
 constant take nothing.
 """
@@ -36,6 +36,8 @@ _BITSET_BYTES = 8192
 _PLANES = {0: (), 1: (8,), 2: (16,), 3: (16, 8), 4: (32,), 5: (32, 8), 6: (32, 16), 7: (32, 16, 8), 8: (64,)}
 
 Order = npt.NDArray[np.int64]
+# Redelivery time, ledger, entry.
+Place = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -114,14 +116,9 @@ class _Layout:
     low_base: int
     low_bits: int
     index_bits: int
-
-    @property
-    def page_bits(self) -> int:
-        return (len(self.pages) - 1 >> self.index_bits).bit_length()
-
-    @property
-    def time_shift(self) -> int:
-        return self.page_bits + self.low_bits + self.index_bits
+    page_bits: int
+    # What is below the time.
+    time_shift: int
 
     @property
     def bits(self) -> int:
@@ -135,6 +132,12 @@ class _Layout:
 
     def time_of(self, packed: int) -> int:
         return self.base_ms + (packed >> self.time_shift << self.time_unit_bits)
+
+    def key_of(self, packed: int) -> int:
+        page = (packed >> self.low_bits + self.index_bits) & ((1 << self.page_bits) - 1)
+        index = packed & ((1 << self.index_bits) - 1)
+        low = (packed >> self.index_bits) & ((1 << self.low_bits) - 1)
+        return int(self.pages[page << self.index_bits | index]) << PAGE_BITS | low + self.low_base
 
     def times_of(self, packed: U64) -> U64:
         times = packed >> np.uint64(self.time_shift)
@@ -182,7 +185,11 @@ class _Fields:
         pages, page, index = _pages(columns.keys >> _SHIFT, places)
         time_bits, low_bits = (all_times >> unit_bits).bit_length(), int(low.max()).bit_length()
         index_bits = 0 if index is None else int(index.max()).bit_length()
-        layout = _Layout(int(base_ms), unit_bits, time_bits, pages, int(low_base), low_bits, index_bits)
+        page_bits = (len(pages) - 1 >> index_bits).bit_length()
+        shift = page_bits + low_bits + index_bits
+        layout = _Layout(
+            int(base_ms), unit_bits, time_bits, pages, int(low_base), low_bits, index_bits, page_bits, shift
+        )
         return _Fields(layout, time, page, low, index)
 
     def packed(self) -> U64 | None:
@@ -264,13 +271,20 @@ class PackedRows:
             held += sum(plane.nbytes for plane in self.packed)
         return held + self.layout.pages.nbytes
 
-    def time_at(self, index: int) -> int:
+    def place_at(self, index: int, places: PagePlaces) -> Place:
+        """(redelivery time, ledger, entry) of a row."""
+        packed = self._integer_at(index)
+        key = self.layout.key_of(packed)
+        ledger_id, page = places.page_of(key >> PAGE_BITS)
+        return self.layout.time_of(packed), ledger_id, page << PAGE_BITS | key & int(LOW_MASK)
+
+    def _integer_at(self, index: int) -> int:
         if isinstance(self.packed, BitMap64):
-            return self.layout.time_of(self.packed[index])
+            return int(self.packed[index])
         packed = 0
         for plane in self.packed:
             packed = packed << 8 * plane.itemsize | int(plane[index])
-        return self.layout.time_of(packed)
+        return packed
 
     def due_end(self, now_ms: int, start: int) -> int:
         """The index, from `start` on, behind the last row that is due."""
