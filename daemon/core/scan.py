@@ -38,8 +38,9 @@ _IN_MEMORY = -1
 
 
 class Place(NamedTuple):
-    """A row's place in the order of all indexes of a topic. `index_id`: the subscription of an own index, 0 the shared
-    one."""
+    """A row's place in the order of all indexes of a topic; the entry id is that which it has in its index
+    (`storage_backends.formats.index_ids`).
+    """
 
     deliver_at_ms: int
     ledger_id: int

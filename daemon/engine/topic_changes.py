@@ -8,6 +8,7 @@ limits of a policy (`topic_settings`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPoli
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard
+
+log = logging.getLogger(__name__)
 
 # A seal may wait for those before it, and each writes an object.
 SEAL_ANSWER_S = 60.0
@@ -134,6 +137,9 @@ class TopicChanges:
                 raise
             self._forget(topic)
         self._environment.metrics.topic_deleted()
+        dead_letters = sum(len(state.dead_letters) for state in core.subscriptions.values())
+        if dead_letters:
+            log.warning("topic %s: %d dead letters left with it", core.name, dead_letters)
         return TopicDeleted(rows=rows, incarnation=core.incarnation)
 
     def _forget(self, topic: ServedTopic) -> None:

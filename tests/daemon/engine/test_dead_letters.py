@@ -7,7 +7,15 @@ import asyncio
 import pytest
 
 from daemon.engine import calls, dead_letters
-from daemon.errors import DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, QuotaExceeded
+from daemon.errors import (
+    DelayTooLong,
+    InvalidArgument,
+    NotFound,
+    NotOwner,
+    OutcomeUnknown,
+    QuotaExceeded,
+    Unavailable,
+)
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.journal import DeadLetterReason
 from tests.daemon.engine.calling import (
@@ -124,6 +132,23 @@ async def test_dead_letters_outlive_the_journal_that_made_them(machines: EngineF
     assert (await replay(two)).replayed == 4
     await asyncio.sleep(1)
     assert sorted(entries_of(await get(two))) == [0, 2, 3, 4]
+
+
+async def test_an_owner_that_was_superseded_replays_and_purges_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await create(one)
+    await buried(one, 5)
+    one.suspend()
+    two = await machines.served_by("two")
+    await purge(two, with_ids(ids_of(await listed(two))[0]))
+    replaying, purging = replay(one), purge(one)
+    one.resume()
+    for call in (replaying, purging):
+        with pytest.raises((NotOwner, Unavailable)):
+            await call
+    await asyncio.sleep(5)
+    assert positions_of(await listed(two)) == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    assert (await counts(two)).backlog == 0
 
 
 async def test_an_id_is_never_used_again(machines: EngineFixture) -> None:
