@@ -284,6 +284,7 @@ class ServedTopic:
         self.core.open(state, stream.dispatcher)
         stream.held = self.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
         self.redelivery.watch(state)
+        self._redeliver_on(state)
         stream.rebuild_needed = self.core.rebuild_needed()
         self.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
         self._read_on(state)
@@ -300,6 +301,7 @@ class ServedTopic:
     def listen(self, state: SubscriptionState, dispatcher: int) -> None:
         """READY is kept for a dispatcher that holds nothing itself."""
         self.core.open(state, dispatcher)
+        self._redeliver_on(state)
         self._read_on(state)
 
     def close_stream(self, stream: DispatchStream) -> None:
@@ -333,9 +335,7 @@ class ServedTopic:
         if len(rows):
             self._count_handed_out(rows)
             self.redelivery.watch(state)
-            if len(state.nacks):
-                # READY has room for those that are due.
-                self._due_loop.schedule(self, self.core.next_redelivery_ms())
+            self._redeliver_on(state)
         self._read_on(state)
         return rows
 
@@ -415,6 +415,11 @@ class ServedTopic:
             if len(redeliver_at_ms):
                 self._environment.metrics.redelivered(now_ms - redeliver_at_ms.astype(np.int64))
         return passed
+
+    def _redeliver_on(self, state: SubscriptionState) -> None:
+        """Nacked rows whose time has come may have had no room until now."""
+        if len(state.nacks) and state.takes_redeliveries:
+            self._due_loop.schedule(self, state.nacks.next_due_ms())
 
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""

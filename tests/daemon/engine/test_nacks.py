@@ -400,6 +400,21 @@ async def test_when_ready_is_full_they_wait_until_there_is_room(machines: Engine
     assert len({row.entry for row in listener.got[3_000:]}) == 3_000
 
 
+async def test_what_found_no_room_comes_to_who_opens_next(machines: EngineFixture) -> None:
+    settings = "delivery.ready_rows_max=1000"
+    one, listener, rows = await with_rows(machines, 3_000, settings, permits=3_000)
+    for first in range(0, 3_000, 1_000):
+        await listener.nack(rows[first : first + 1_000], 1_000)
+    await asyncio.sleep(5)
+    state = next(iter(one.topic("t").core.subscriptions.values()))
+    assert len(state.nacks), "there was no room for them"
+    listener.stream.close()
+    second = await dispatcher(one, policy=None)
+    back = await second.next(3_000, timeout_s=5)
+    assert counts(back) == [1] * 3_000
+    assert len({row.entry for row in back}) == 3_000
+
+
 # ---- positions that Tarry has not handed out
 
 
