@@ -64,3 +64,13 @@ def test_a_time_in_a_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("text", ["0ms", "1ms", "1500ms", "1s", "30s", "1m30s", "1h", "12h", "7d", "1d1s"])
 def test_a_duration_is_shown_as_it_is_written(text: str) -> None:
     assert output.duration_text(rows.Duration().convert(text, None, None)) == text
+
+
+def test_in_a_terminal_columns_that_say_nothing_are_left_out() -> None:
+    names = ("ledger", "batch index", "redelivered", "back at", "due")
+    one, other = ("7", "-", 0, output.At(None), output.At(5)), ("7", "0", 0, output.At(None), output.At(6))
+    optional = {"batch index", "redelivered", "back at"}
+    assert output.for_terminal(names, [one], optional=optional, left_out={"due"}) == (["ledger"], [["7"]])
+    # A batch index of 0 is a name, not a count of nothing.
+    shown, rows = output.for_terminal(names, [one, other], optional=optional)
+    assert (shown, [row[1] for row in rows]) == (["ledger", "batch index", "due"], ["-", "0"])

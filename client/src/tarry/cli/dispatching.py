@@ -114,9 +114,11 @@ def _text(row: dict[str, Any]) -> str:
         parts.append(f"batch index {row['batch_index']}")
     # What Tarry was given by a negative acknowledgement alone was never due.
     if row["deliver_at_ms"]:
-        parts += [f"due {output.time_text(row['deliver_at_ms'])}", f"late {row['lateness_ms']} ms"]
+        parts.append(f"due {output.time_text(row['deliver_at_ms'])}")
     if row["redelivery_count"]:
         parts.append(f"redelivered {row['redelivery_count']}")
+    elif row["lateness_ms"] is not None:
+        parts.append(f"late {row['lateness_ms']} ms")
     return "  ".join(parts)
 
 

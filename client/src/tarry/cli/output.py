@@ -121,9 +121,14 @@ def for_terminal(
     kept = [
         number
         for number, name in enumerate(names)
-        if name not in left_out and (name not in optional or any(str(row[number]) not in ("-", "0") for row in listed))
+        if name not in left_out and (name not in optional or any(_says_something(row[number]) for row in listed))
     ]
     return [names[number] for number in kept], [[row[number] for number in kept] for row in listed]
+
+
+def _says_something(value: object) -> bool:
+    """A count of 0 does not, a name that is 0 does."""
+    return value != 0 and str(value) != "-"
 
 
 def note(text: str) -> None:
