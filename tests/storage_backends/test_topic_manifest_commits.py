@@ -15,7 +15,15 @@ from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import Damaged
-from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, Quarantine, Seal, SetPolicy
+from storage_backends.topic_manifest import (
+    Create,
+    DeleteTopic,
+    DropBuckets,
+    Quarantine,
+    Seal,
+    SetDelayLevels,
+    SetPolicy,
+)
 from tests.storage_backends.topic_manifests import (
     CLAIM,
     CREATE,
@@ -201,6 +209,21 @@ class SetPolicyWithoutEpoch(SetPolicy):
         return None if tip is not None else "none"
 
 
+class SetDelayLevelsWithoutEpoch(SetDelayLevels):
+    """A zombie may set the delay levels."""
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return None if tip is not None else "none"
+
+
+class DeleteForgetsDelayLevels(DeleteTopic):
+    """The next topic of the name would have them."""
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        kept = None if tip is None else tip.delay_levels
+        return dataclasses.replace(super().apply(tip), delay_levels=kept)
+
+
 class DeleteWithoutEpoch(DeleteTopic):
     """A zombie may delete the topic."""
 
@@ -286,15 +309,16 @@ def drop_a_quarantined_bucket(kind: type[Operation]) -> None:
 
 
 def delete_a_full_topic(kind: type[Operation]) -> None:
-    """A topic with buckets, a progress object and subscriptions is deleted, and its name is used again."""
+    """A topic with buckets, a progress object, subscriptions and delay levels is deleted, its name used again."""
     full = dataclasses.replace(FIRST_SEAL, progress=None, progress_object=reference("p"))
-    store = with_topic(full, SUBSCRIPTIONS)
+    store = with_topic(full, SUBSCRIPTIONS, LEVELS)
     before = log_of(store, "reader").read_tip()
     deleted = put(log_of(store), planted(kind, DELETE))
     assert before is not None
     assert deleted.incarnation > before.manifest.incarnation
     assert {each.object.name for each in deleted.tombstones} == {"b3", "p"}
     assert deleted.last_subscription_id == before.manifest.last_subscription_id
+    assert deleted.delay_levels is None
 
 
 def create_after_a_successors_deletion(kind: type[Operation]) -> None:
@@ -320,9 +344,11 @@ def create_after_a_deletion(kind: type[Operation]) -> None:
         (DropBuckets, DropWhatIsQuarantined, drop_a_quarantined_bucket),
         (Quarantine, QuarantineWithoutEpoch, after_a_claim(dataclasses.replace(QUARANTINE, bucket="b3"))),
         (SetPolicy, SetPolicyWithoutEpoch, after_a_claim(POLICY)),
+        (SetDelayLevels, SetDelayLevelsWithoutEpoch, after_a_claim(LEVELS)),
         (DeleteTopic, DeleteWithoutEpoch, after_a_claim(DELETE)),
         (DeleteTopic, DeleteForgetsIncarnation, delete_a_full_topic),
         (DeleteTopic, DeleteForgetsProgress, delete_a_full_topic),
+        (DeleteTopic, DeleteForgetsDelayLevels, delete_a_full_topic),
         (DeleteTopic, DeleteForgetsSubscriptionIds, delete_a_full_topic),
         (Create, CreateWithoutEpoch, create_after_a_successors_deletion),
         (Create, CreateAnew, create_after_a_deletion),

@@ -16,9 +16,9 @@ import pytest
 
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
-from storage_backends.formats.manifest import TopicManifest, TopicPolicy
+from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
 from storage_backends.memory import MemoryStore
-from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetPolicy
+from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
 from tests.storage_backends import interleavings
 from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation
@@ -33,6 +33,10 @@ def policy(delay_max_ms: int, epoch: int) -> SetPolicy:
     return SetPolicy(policy=TopicPolicy(delay_max_ms=delay_max_ms), epoch=epoch)
 
 
+def levels(table: str, epoch: int) -> SetDelayLevels:
+    return SetDelayLevels(levels=TopicDelayLevels(table=table), epoch=epoch)
+
+
 def delete(slot: int, epoch: int) -> DeleteTopic:
     return DeleteTopic(slot=slot, epoch=epoch, delete_after_ms=1)
 
@@ -41,7 +45,7 @@ def create(slot: int, epoch: int) -> Create:
     return Create(topic=TOPIC, topic_id=TOPIC_ID, epoch=epoch, applied=slot)
 
 
-OWNER: list[Operation] = [policy(1, EPOCH), delete(60, EPOCH), create(61, EPOCH), policy(2, EPOCH)]
+OWNER: list[Operation] = [policy(1, EPOCH), delete(60, EPOCH), create(61, EPOCH), levels("2s", EPOCH)]
 SUCCESSOR: list[Operation] = [Claim(epoch=EPOCH + 1), delete(70, EPOCH + 1), create(71, EPOCH + 1)]
 CLAIMS: list[Operation] = [Claim(epoch=EPOCH + 1), policy(3, EPOCH + 1)]
 
@@ -211,9 +215,11 @@ def gives_the_incarnation_again(patch: pytest.MonkeyPatch) -> None:
 
 BUGS = {
     "policies without epoch": without_epoch(SetPolicy),
+    "delay levels without epoch": without_epoch(SetDelayLevels),
     "deletion without epoch": without_epoch(DeleteTopic),
     "creation without epoch": without_epoch(Create),
     "a policy does not find itself": never_finds_itself(SetPolicy),
+    "delay levels do not find themselves": never_finds_itself(SetDelayLevels),
     "a deletion does not find itself": never_finds_itself(DeleteTopic),
     "a creation does not find itself": never_finds_itself(Create),
     "claims without epoch": claims_what_it_has,
