@@ -95,6 +95,7 @@ async def purge(edge: Edge, **filtered: Any) -> int:
 
 async def stats(edge: Edge) -> inspect_pb2.SubscriptionStats:
     answer = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic="t"))
+    found: inspect_pb2.SubscriptionStats
     (found,) = answer.subscriptions
     return found
 

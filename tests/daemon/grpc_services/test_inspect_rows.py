@@ -138,6 +138,32 @@ async def test_a_backlog_tells_what_is_handed_out(populated: Edge) -> None:
     assert (len(none.state), none.as_of_ms > 0) == (0, True)
 
 
+async def test_a_backlog_tells_what_waits_for_its_redelivery(populated: Edge) -> None:
+    plain = await backlog(populated)
+    assert not any([plain.redelivery_count, plain.batch_index, plain.redeliver_at_ms])
+    time_ms = plain.deliver_at_ms[0]
+    named: dict[str, Any] = {"topic": TOPIC, "subscription": "s", "ledger_id": [7], "deliver_at_ms": [time_ms]}
+    nacks: list[dict[str, Any]] = [{"entry_id": [1]}, {"entry_id": [2], "batch_index": [5]}]
+    for nacked in nacks:
+        request = dispatch_pb2.NegativeAcknowledgeRequest(**named, **nacked, delay_ms=[3_600_000])
+        answer = await populated.caller.unary("Dispatch/NegativeAcknowledge", request)
+        assert (answer.ignored, answer.dead_lettered) == (0, 0)
+    page = await backlog(populated)
+    ready, nacked_state = inspect_pb2.BACKLOG_STATE_READY, inspect_pb2.BACKLOG_STATE_NACKED
+    whole = (1 << 32) - 1
+    assert [row[1:3] for row in rows(page)] == [(7, 0), (7, 1), (7, 2), (7, 2)]
+    assert list(page.state) == [ready, nacked_state, ready, nacked_state]
+    assert list(page.redelivery_count) == [0, 1, 0, 1]
+    assert list(page.batch_index) == [whole, whole, whole, 5]
+    waits = [time_ms > page.as_of_ms + 3_000_000 for time_ms in page.redeliver_at_ms]
+    assert waits == [False, True, False, True]
+    assert page.redeliver_at_ms[0] == page.redeliver_at_ms[2] == 0
+    answer = await populated.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic=TOPIC))
+    (mine,) = (each for each in answer.subscriptions if each.subscription == "s")
+    assert (mine.backlog, mine.nacked, mine.dead_letters) == (4, 2, 0)
+    assert mine.next_redelivery_ms == min(time_ms for time_ms in page.redeliver_at_ms if time_ms)
+
+
 async def test_a_histogram_counts_within_its_range(populated: Edge) -> None:
     found = await histogram(populated, from_ms=FAR_MS + 10, until_ms=FAR_MS + 35, width_ms=10, subscription="s")
     assert list(found.rows) == [2, 2, 2]
