@@ -20,6 +20,7 @@ from benchmarks import (
     burst,
     drain,
     fair,
+    fifo,
     lateness,
     life,
     machine,
@@ -38,7 +39,7 @@ from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
-    for module in (add, drain, nack, burst, lateness, fair, life, memory, stored, restart, seal_pause, see)
+    for module in (add, drain, nack, burst, lateness, fair, life, memory, stored, restart, seal_pause, see, fifo)
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}
