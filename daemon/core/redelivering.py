@@ -190,6 +190,8 @@ class Redelivering:
         if len(left):
             entries, indexes = left.positions.entries(), self._indexes.of_entries(state.subscription_id)
             strange = (left.positions.deliver_at_ms == 0) & ~are_owed(indexes, state, entries)
+            # A part that is being acknowledged still has a row.
+            strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
         return tuple(records), len(left)

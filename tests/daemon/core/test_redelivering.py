@@ -253,6 +253,16 @@ def test_messages_of_an_entry_that_was_never_added_leave_with_it() -> None:
     assert (one.state.backlog, one.topic.indexes.present_rows) == (0, 0)
 
 
+def test_a_message_that_leaves_with_its_entry_is_not_taken_for_a_new_one() -> None:
+    one = One()
+    one.nack((8, 1, 0), delay_ms=10)
+    ended, rest = one.topic.acknowledging.stage(one.state, one.claims([(8, None, 0)]))
+    nacked, ignored = one.staged([(8, 1, 0)], delay_ms=10)
+    assert (len(rest), len(nacked), ignored) == (0, 0, 1)
+    one.apply([*ended, *nacked])
+    assert (one.state.backlog, one.topic.indexes.present_rows) == (0, 0)
+
+
 @pytest.mark.parametrize("entry_id", [0, 1, 65_535, 65_536, (1 << 48) - 1])
 def test_parts_of_any_entry_are_found_again(entry_id: int) -> None:
     one = One()
