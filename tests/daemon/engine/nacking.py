@@ -14,10 +14,14 @@ from daemon.engine.calls import Nack, NackOutcome
 from daemon.engine.dispatch import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
-from tests.support.engine_fixture import TIMEOUT_S, Daemon, no_positions
+from tests.support.engine_fixture import TIMEOUT_S, Daemon, EngineFixture, no_positions
 
 EXACT = calls.SubscriptionPolicy(nack_precision_bits=0)
 MINUTE_MS = 60_000
+
+SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
+TICK_MS = 6
+NACKED, DEAD = NackOutcome(0, 0), NackOutcome(0, 1)
 
 Claim = tuple[int | None, ...]
 """ledger, entry, deliver_at_ms, maybe the batch index; a `HandOut` is one"""
@@ -168,3 +172,35 @@ async def dispatcher(
     stream = await daemon.call(requests.open_dispatch(topic, subscription, positions))
     stream.grant(permits)
     return Dispatcher(daemon, stream)
+
+
+async def with_rows(
+    machines: EngineFixture,
+    count: int,
+    *settings: str,
+    policy: calls.SubscriptionPolicy = EXACT,
+    permits: int = 1_000_000,
+) -> tuple[Daemon, Dispatcher, list[HandOut]]:
+    """A daemon, a dispatcher, and as many rows that it was handed out."""
+    one = await machines.served_by("one", *settings)
+    listener = await dispatcher(one, policy=policy, permits=permits)
+    await one.add("t", 1, range(count), delay_ms=0)
+    return one, listener, await listener.next(min(count, permits))
+
+
+def counts(rows: Sequence[HandOut]) -> list[int]:
+    return [row.redeliveries for row in rows]
+
+
+def entries(rows: Sequence[HandOut]) -> list[int]:
+    return [row.entry for row in rows]
+
+
+def assert_back_after(rows: Sequence[HandOut], since_ms: int, delay_ms: int, *, late_ms: int = TICK_MS) -> None:
+    """Never early, and hardly late."""
+    for row in rows:
+        assert since_ms + delay_ms <= row.at_ms <= since_ms + delay_ms + late_ms, (row, row.at_ms - since_ms)
+
+
+async def update(daemon: Daemon, policy: calls.SubscriptionPolicy, subscription: str = "s") -> calls.SubscriptionPolicy:
+    return await daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))
