@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,6 +19,8 @@ import numpy.typing as npt
 import prometheus_client
 from prometheus_client import metrics_core
 from prometheus_client.registry import Collector, CollectorRegistry
+
+from daemon.array_histogram import ArrayHistogram
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
@@ -29,9 +31,6 @@ LOOP_PAUSE_BOUNDS_S = (0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.02, 0.
 RECOVERY_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 MergeOutcome = Literal["merged", "refused", "damaged", "failed", "given_up"]
-
-# Columns of a histogram that are sorted in together; one of as many values is sorted in at once.
-UNSORTED_COLUMNS_MAX = 256
 
 ALL_TOPICS = "_all"
 OTHER_TOPICS = "_other"
@@ -58,6 +57,8 @@ class TopicNumbers:
     rebuild_needed: int
     # 0.0 when nothing is due that was not handed out.
     oldest_due_age_s: float
+    # Pending rows by delay level, of levels that have any.
+    pending_by_level: Mapping[int, int]
 
 
 class Metrics:
@@ -88,6 +89,12 @@ class Metrics:
             counter("tarry_nack_rows", "Rows of negative acknowledgements by result.", "topic", "result")
         )
         self._ack_timed_out = counter("tarry_ack_timeout_rows", "Rows that were IN_FLIGHT for too long.", "topic")
+        self._in_due_order = _Children(counter("tarry_add_in_due_order_rows", "Rows that needed no sort.", "topic"))
+        self._sorted = _Children(counter("tarry_add_sorted_rows", "Rows that did.", "topic"))
+        self._level_lateness = ArrayHistogram(
+            "tarry_level_lateness_seconds", "Handed out first minus due.", LATENESS_BOUNDS_S, "topic", "level"
+        )
+        self.registry.register(self._level_lateness)
         self._handed_out = _Children(counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic"))
 
         self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
@@ -163,6 +170,18 @@ class Metrics:
                 self._add_rows(label, result).inc(rows)
         if late_on_arrival:
             self._late.labels(label).inc(late_on_arrival)
+
+    def added_in_order(self, topic: str, *, in_due_order: int, others: int) -> None:
+        """Added rows entered the index: those that came in due order, and those that must be sorted."""
+        label = self._labels.label(topic)
+        if in_due_order:
+            self._in_due_order(label).inc(in_due_order)
+        if others:
+            self._sorted(label).inc(others)
+
+    def level_handed_out(self, topic: str, level: int, lateness_ms: npt.NDArray[np.int64]) -> None:
+        """Rows of a delay level were handed out for the first time, each so late."""
+        self._level_lateness.observe_ms(lateness_ms, self._labels.label(topic), str(level))
 
     def quota_refused(self, topic: str, quota: Literal["pending", "due", "client"]) -> None:
         """A request was refused: too many pending rows, too many due in one second, too much of one client."""
@@ -342,47 +361,6 @@ class Metrics:
         return prometheus_client.Histogram(name, meaning, labels, registry=self.registry, buckets=bounds)
 
 
-class ArrayHistogram(Collector):
-    """A histogram that takes a whole column at once; the library's takes one value at a time, 1 us each.
-
-    Columns of few values are sorted into the buckets together, some time later.
-    """
-
-    def __init__(self, name: str, meaning: str, bounds: Sequence[float]) -> None:
-        self._name = name
-        self._meaning = meaning
-        self._bounds = np.asarray(bounds, dtype=np.float64)
-        self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
-        self._sum = 0.0
-        self._lock = threading.Lock()
-        self._unsorted: list[npt.NDArray[np.int64]] = []
-
-    def observe_ms(self, values: npt.NDArray[np.int64]) -> None:
-        """Counts each value, in ms, in the first bucket whose bound, in seconds, is not below it."""
-        with self._lock:
-            self._unsorted.append(values)
-            if len(self._unsorted) >= UNSORTED_COLUMNS_MAX or len(values) >= UNSORTED_COLUMNS_MAX:
-                self._sort_in()
-
-    def _sort_in(self) -> None:
-        if not self._unsorted:
-            return
-        values = np.concatenate(self._unsorted) / 1000
-        self._unsorted = []
-        places = np.searchsorted(self._bounds, values, side="left")
-        self._counts += np.bincount(places, minlength=len(self._counts))
-        self._sum += float(values.sum())
-
-    def collect(self) -> Iterator[metrics_core.Metric]:
-        with self._lock:
-            self._sort_in()
-            cumulative, total = np.cumsum(self._counts).tolist(), self._sum
-        bounds = [*map(str, self._bounds.tolist()), "+Inf"]
-        family = metrics_core.HistogramMetricFamily(self._name, self._meaning)
-        family.add_metric([], buckets=list(zip(bounds, cumulative, strict=True)), sum_value=total)
-        yield family
-
-
 class _Children:
     """What a counter counts by its labels, for what happens with every row: the library takes 2 us to find it."""
 
@@ -430,7 +408,11 @@ class _TopicGauges(Collector):
 
     def collect(self) -> Iterable[metrics_core.Metric]:
         sums: dict[str, dict[str, float]] = {}
+        levels: dict[tuple[str, str], int] = {}
         for numbers in self._snapshot():
+            for level, rows in numbers.pending_by_level.items():
+                key = (self._labels.label(numbers.topic), str(level))
+                levels[key] = levels.get(key, 0) + rows
             mine = sums.setdefault(self._labels.label(numbers.topic), dict.fromkeys(_TOPIC_GAUGES, 0.0))
             for field in _TOPIC_GAUGES:
                 value = getattr(numbers, field)
@@ -439,6 +421,8 @@ class _TopicGauges(Collector):
         for label, values in sums.items():
             for field, value in values.items():
                 families[field].add_metric([label], value)
+        for key, rows in levels.items():
+            families[_LEVELS].add_metric(key, rows)
         return families.values()
 
 
@@ -458,11 +442,17 @@ _TOPIC_GAUGES = {
 }
 
 
+_LEVELS = "pending_by_level"
+
+
 def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
-    return {
+    families = {
         field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
         for field, (name, meaning) in _TOPIC_GAUGES.items()
     }
+    meaning = "Pending rows that were added by a delay level."
+    families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])
+    return families
 
 
 class Endpoint:

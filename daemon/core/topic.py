@@ -94,6 +94,8 @@ class Topic:
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
+        # Of rows that were added, how many came in due order, and how many had to be sorted in.
+        self.in_due_order_rows = self.out_of_order_rows = 0
 
     def _new_state(self, stored: Subscription) -> SubscriptionState:
         return SubscriptionState(stored, self.indexes.places, ready_rows_max=self._ready_rows_max)
@@ -212,7 +214,9 @@ class Topic:
             case AddRecord():
                 if self._has_index(record.subscription_id):
                     index = self.indexes.of(record.subscription_id)
-                    index.add(record.rows, slot, elapsed_ms=elapsed_ms, level=record.delay_level)
+                    in_order = index.add(record.rows, slot, elapsed_ms=elapsed_ms, level=record.delay_level)
+                    self.in_due_order_rows += in_order
+                    self.out_of_order_rows += len(record.rows) - in_order
             case AcknowledgeRecord():
                 self.acknowledging.acknowledged(record, slot)
             case NackRecord() if record.subscription_id in self.subscriptions:

@@ -212,6 +212,7 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         dead_letters=sum(len(state.dead_letters) for state in states),
         rebuild_needed=sum(needed.rows for needed in core.rebuild_needed()),
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
+        pending_by_level=pending_by_level(core),
     )
 
 

@@ -333,7 +333,7 @@ class ServedTopic:
             return KeyedRows.empty()
         rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
         if len(rows):
-            self._count_handed_out(rows)
+            self._count_handed_out(state, rows)
             self.redelivery.watch(state)
             self._redeliver_on(state)
         self._read_on(state)
@@ -344,8 +344,11 @@ class ServedTopic:
         rows, batch_index = batch_parts.unpacked(taken, self.core.indexes, state.subscription_id)
         return HandedOut(self.shard.epoch, rows, taken.redelivery_count, batch_index)
 
-    def _count_handed_out(self, rows: KeyedRows) -> None:
+    def _count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None:
         now_ms, due_ms = self._environment.clock.now_ms(), rows.rows.deliver_at_ms.astype(np.int64)
+        for index in self.core.indexes.serving(state.subscription_id):
+            for level, first in index.levels.handed_out(rows.keys):
+                self._environment.metrics.level_handed_out(self.core.name, level, now_ms - due_ms[first])
         if rows.redelivery_count is not None:
             due_ms = due_ms[rows.redelivery_count == 0]
         self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=now_ms - due_ms)
@@ -381,9 +384,17 @@ class ServedTopic:
     def rows_added(self) -> None:
         """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged."""
         if self._ended is None:
+            self._count_order()
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
+
+    def _count_order(self) -> None:
+        """Of rows that entered the index, those of the journal when the topic was loaded included."""
+        in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
+        if in_order or others:
+            self.core.in_due_order_rows = self.core.out_of_order_rows = 0
+            self._environment.metrics.added_in_order(self.core.name, in_due_order=in_order, others=others)
 
     def changed(self) -> None:
         """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""

@@ -33,6 +33,7 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> m
         dead_letters=11,
         rebuild_needed=9,
         oldest_due_age_s=oldest_due_age_s,
+        pending_by_level={5: 12},
     )
 
 
@@ -41,6 +42,8 @@ def used() -> metrics.Metrics:
     everything = metrics.Metrics()
     everything.collect_topics_from(lambda: [numbers("t")])
     everything.added("t", accepted=5, duplicates=1, returned=2, late_on_arrival=3)
+    everything.added_in_order("t", in_due_order=4, others=1)
+    everything.level_handed_out("t", 5, np.array([3, 4, 90]))
     everything.acknowledged("t", acknowledged=4, ignored=1)
     everything.handed_out("t", rows=3, lateness_ms=np.array([1, 2]))
     everything.nacked("t", nacked=6, dead_lettered=2, ignored=1)
@@ -83,6 +86,10 @@ def test_events_are_counted() -> None:
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "duplicate"}) == 1
     assert sample("tarry_add_rows_total", {"topic": "t", "result": "returned"}) == 2
     assert sample("tarry_add_late_on_arrival_rows_total", {"topic": "t"}) == 3
+    assert sample("tarry_add_in_due_order_rows_total", {"topic": "t"}) == 4
+    assert sample("tarry_add_sorted_rows_total", {"topic": "t"}) == 1
+    assert sample("tarry_level_pending_rows", {"topic": "t", "level": "5"}) == 12
+    assert sample("tarry_level_lateness_seconds_bucket", {"topic": "t", "level": "5", "le": "0.005"}) == 2
     assert sample("tarry_acknowledge_rows_total", {"topic": "t", "result": "ignored"}) == 1
     for result, rows in (("nacked", 6), ("dead_lettered", 2), ("ignored", 1)):
         assert sample("tarry_nack_rows_total", {"topic": "t", "result": result}) == rows
