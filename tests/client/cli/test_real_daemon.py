@@ -27,7 +27,7 @@ class Shell:
 
     def result(self, line: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [TARRY, *line.split()],
+            [TARRY, *line.split(" ")],
             env=self._environment,
             input=stdin,
             stdin=subprocess.DEVNULL if stdin is None else None,
@@ -98,3 +98,35 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     missing = shell.result("stats flights")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert shell.out("topics --json") == ""
+
+
+@pytest.mark.timeout(180)
+def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(shell: Shell) -> None:
+    """The tour of the README."""
+    assert shell.parsed("levels arrivals --set 1s\t5s\t1m")["delay_ms"] == [1_000, 5_000, 60_000]
+    shell.out("subscription create arrivals belts --redelivery list\t100ms --max-redeliver-count 1")
+    shell.out("add arrivals --ledger 3 --entries 0 --level 1")
+    shell.out("add arrivals --ledger 3 --entries 2-9 --level 3")
+    assert shell.parsed("levels arrivals")["pending"][2] == 8
+
+    nacked = shell.parsed("nack arrivals belts --file -", stdin=shell.out("get arrivals belts --wait 10s --json"))
+    assert (nacked["given"], nacked["ignored"], nacked["dead_lettered"]) == (1, 0, 0)
+    assert shell.parsed("nack arrivals belts --ledger 9 --entries 4 --batch-index 2 --delay 1h")["given"] == 1
+    again = shell.out("get arrivals belts --wait 10s --json")
+    assert json.loads(again)["redelivery_count"] == 1
+    (waiting, in_flight) = (json.loads(line) for line in shell.out("backlog arrivals belts --json").splitlines())
+    assert (waiting["state"], waiting["batch_index"], waiting["deliver_at_ms"]) == ("nacked", 2, 0)
+    assert (in_flight["state"], in_flight["redelivery_count"]) == ("in_flight", 1)
+
+    assert shell.parsed("nack arrivals belts --file -", stdin=again)["dead_lettered"] == 1
+    assert shell.parsed("nack arrivals belts --ledger 9 --entries 7 --reject --reason unreadable")["dead_lettered"] == 1
+    listed = [json.loads(line) for line in shell.out("dead-letters list arrivals belts --json").splitlines()]
+    assert [(each["reason"], each["text"]) for each in listed] == [("too_often", ""), ("rejected", "unreadable")]
+    replayed = shell.parsed("dead-letters replay arrivals belts --reason too-often")
+    assert (replayed["replayed"], replayed["skipped"]) == (1, 0)
+    assert json.loads(shell.out("watch arrivals belts --count 1 --json"))["redelivery_count"] == 0
+    unanswered = shell.result("dead-letters purge arrivals belts")
+    assert unanswered.returncode == 2
+    assert "Forget 1 dead letter of arrivals for subscription belts?" in unanswered.stderr
+    assert shell.parsed("dead-letters purge arrivals belts --yes")["purged"] == 1
+    assert shell.parsed("subscription delete arrivals belts --yes")["dead_letters"] == 0
