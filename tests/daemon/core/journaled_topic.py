@@ -326,8 +326,12 @@ class JournaledTopic:
         for _ in range(TURNS_MAX):
             self.catch_up(state, limit)
             rows = self.hand_out(state, dispatcher, limit)
+            redelivery_ms = self.core.next_redelivery_ms()
             if len(rows):
                 batches.append(rows)
+            elif redelivery_ms is not None and redelivery_ms <= self.now_ms:
+                # There is room again.
+                self.pass_all()
             elif state.reader is None:
                 return batches
         raise AssertionError("handing out makes no progress")

@@ -239,18 +239,40 @@ class Oracle:
     def acknowledge(self, number: int, claims: Iterable[Claim]) -> int:
         """How many of the claims are ignored. What is in flight is taken first, and of the shared index first."""
         left = list(claims)
-        for in_flight in (True, False):
-            for index in (0, number, index_ids.batch_parts_of(number)):
-                claimed, left = left, []
-                for claim in claimed:
-                    place = self.found(number, claim, index, in_flight=in_flight)
-                    if place is None:
-                        left.append(claim)
-                        continue
-                    self.subscribers[number].in_flight.pop(place, None)
-                    self.subscribers[number].acknowledging.add(place)
-                    self.staged_acknowledgements.append((number, place))
+        for index in self.indexes_of(number):
+            for claim in list(left):
+                place = self.found(number, claim, index, in_flight=True)
+                if place is not None:
+                    left.remove(claim)
+                    self.stage_acknowledgement(number, place)
+        left = [claim for claim in left if not self.ends_messages(number, claim)]
+        # Of those that are not in flight all are looked for before any of them leaves.
+        taken: list[Place] = []
+        for index in self.indexes_of(number):
+            for claim in list(left):
+                place = self.found(number, claim, index, in_flight=False)
+                if place is not None and place not in taken:
+                    left.remove(claim)
+                    taken.append(place)
+        for place in taken:
+            self.stage_acknowledgement(number, place)
         return len(left)
+
+    @staticmethod
+    def indexes_of(number: int) -> tuple[int, int, int]:
+        """Where a subscription may have rows, in the order in which it is looked."""
+        return 0, number, index_ids.batch_parts_of(number)
+
+    def stage_acknowledgement(self, number: int, place: Place) -> None:
+        subscriber = self.subscribers[number]
+        subscriber.in_flight.pop(place, None)
+        if place not in subscriber.acknowledging:
+            subscriber.acknowledging.add(place)
+            self.staged_acknowledgements.append((number, place))
+
+    def ends_messages(self, number: int, claim: Claim) -> bool:
+        """Whether the claim is for an entry that nobody owes the subscription, and of which it has messages."""
+        return False
 
     def found(self, number: int, claim: Claim, index: int, *, in_flight: bool) -> Place | None:
         """What a claim is for in an index; `in_flight`: only if it is."""

@@ -18,6 +18,7 @@ from hypothesis.stateful import precondition, rule
 
 from daemon.core import departures
 from daemon.core.trimming import LedgerRanges
+from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
 from storage_backends.formats.manifest import SubscriptionPolicy
 from tests.daemon.core import test_containment
@@ -104,7 +105,7 @@ class TopicMachine(WithdrawingMachine):
         rows = {
             at: row
             for at, row in self.oracle.rows.items()
-            if number is None or self.oracle.may_be_owed(number, at, row)
+            if not is_of_batch_parts(at[0]) and (number is None or self.oracle.may_be_owed(number, at, row))
         }
         passed = {at[1:] for at, row in rows.items() if row.passed}
         waiting = {at[1:] for at, row in rows.items() if not row.passed} - passed
@@ -140,7 +141,8 @@ class TopicMachine(WithdrawingMachine):
     def end_lease(self, number: int, lease: int) -> None:
         held = {at for at, each in self.oracle.subscribers[number].in_flight.items() if each[0] == lease}
         assert self.state(number).return_held(lease) == len(held)
-        self.oracle.subscribers[number].let_go(held)
+        for at in held:
+            del self.oracle.subscribers[number].in_flight[at]
         self.oracle.subscribers[number].leases.discard(lease)
 
     @precondition(lambda self: any(each.leases for each in self.oracle.subscribers.values()))
@@ -169,7 +171,9 @@ class TopicMachine(WithdrawingMachine):
 
     def move_held(self, number: int, claims: list[Claim]) -> int:
         leases = self.oracle.subscribers[number].leases
-        return self.topic.core.move_held(self.state(number), claims_of(claims), leases, self.dispatchers)
+        return self.topic.core.move_held(
+            self.state(number), claims_of(claims), leases, self.dispatchers, elapsed_ms=self.topic.elapsed_ms
+        )
 
     def leased_of(self, number: int, claims: list[Claim]) -> set[Place]:
         """What of the claims is leased with that time, of each the one that is looked for first."""
