@@ -42,6 +42,7 @@ async def test_every_call_does_what_it_says(edge: Edge) -> None:
     await of_withdrawals(calls)
     await of_views(calls)
     await of_leases(calls)
+    await of_dead_letters(calls)
     await of_streams(calls)
     await of_topics(calls)
     await of_garbage(calls)
@@ -85,6 +86,10 @@ async def of_policies(calls: Calls) -> None:
     assert found.policy == policy_pb2.TopicPolicy(bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
     assert found.effective == set_policy.effective
     assert len(found.effective.ListFields()) == len(found.effective.DESCRIPTOR.fields)
+    levels = admin_pb2.DelayLevels(table="1s 1m")
+    await calls.call("Admin/SetDelayLevels", admin_pb2.SetDelayLevelsRequest, levels=levels)
+    levels_in_force = await calls.call("Admin/GetDelayLevels", admin_pb2.GetDelayLevelsRequest)
+    assert (list(levels_in_force.delay_ms), levels_in_force.of_topic) == ([1_000, 60_000], True)
 
 
 async def of_withdrawals(calls: Calls) -> None:
@@ -135,6 +140,33 @@ async def of_leases(calls: Calls) -> None:
     assert done.ignored == 0
 
 
+async def of_dead_letters(calls: Calls) -> None:
+    pair = {"subscription": "s", "ledger_id": [8], "entry_id": [1, 2, 3], "reject": True, "reason": "broken"}
+    nacked = await calls.call("Dispatch/NegativeAcknowledge", dispatch_pb2.NegativeAcknowledgeRequest, **pair)
+    assert (nacked.ignored, nacked.dead_lettered) == (0, 3)
+    listed = await calls.call("Inspect/ListDeadLetters", inspect_pb2.ListDeadLettersRequest, subscription="s")
+    assert (list(listed.entry_id), list(listed.texts)) == ([1, 2, 3], ["", "broken"])
+    first, second = (
+        inspect_pb2.DeadLetterFilter(dead_letter_id=[dead_letter_id]) for dead_letter_id in listed.dead_letter_id[:2]
+    )
+    replayed = await calls.call(
+        "Admin/ReplayDeadLetters", admin_pb2.ReplayDeadLettersRequest, subscription="s", filter=first
+    )
+    assert (replayed.replayed, replayed.skipped) == (1, 0)
+    purged = await calls.call(
+        "Admin/PurgeDeadLetters", admin_pb2.PurgeDeadLettersRequest, subscription="s", filter=second
+    )
+    assert purged.purged == 1
+    leased = await calls.call(
+        "Dispatch/GetScheduledMessages",
+        dispatch_pb2.GetScheduledMessagesRequest,
+        subscription="s",
+        max_rows=10,
+        wait_ms=10_000,
+    )
+    assert (list(leased.messages.ledger_id), list(leased.messages.entry_id)) == ([8], [1])
+
+
 async def of_streams(calls: Calls) -> None:
     calls.made.add("Dispatch/Subscribe")
     stream = calls.edge.caller.stream("Dispatch/Subscribe")
@@ -150,7 +182,8 @@ async def of_streams(calls: Calls) -> None:
         deliver_at_ms=[1],
     )
     assert list((await stream.receive()).messages.ledger_id) == [7]
-    await calls.call("Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionRequest, subscription="s")
+    deleted = await calls.call("Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionRequest, subscription="s")
+    assert deleted.dead_letters == 1
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is grpc.StatusCode.NOT_FOUND
