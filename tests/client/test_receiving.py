@@ -24,7 +24,7 @@ PERMITS = 8
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """What an acknowledgement was settled with."""
+    """What a request was settled with."""
 
     results: list[streams.Settled[Answer, int]] = dataclasses.field(default_factory=list)
 
@@ -56,6 +56,7 @@ class Story:
         self.connection: Connection | None = None
         self.epoch = 1
         self.done: set[int] = set()
+        self.nacked: set[int] = set()
         self.batches: list[tarry.Batch] = []
         self.answers: list[Answer] = []
         self.may_come_again: set[int] = set()
@@ -80,8 +81,16 @@ class Story:
             self.state.release(batch)
             self.may_come_again |= set(batch.entry_id.tolist())
             return
+        if self.dice.random() < 0.1:
+            self.answers += self.state.extend(batch, Answer)
+            self.batches.append(batch)
+            return
         given = batch.positions if self.dice.random() < 0.3 else batch
-        self.answers += self.state.acknowledge(given, Answer)
+        if self.dice.random() < 0.2:
+            self.answers += self.state.nack(given, Answer, batch_index=None, key_hash=None, delay_ms=1)
+            self.may_come_again |= set(batch.entry_id.tolist())
+        else:
+            self.answers += self.state.acknowledge(given, Answer)
 
     # The network.
 
@@ -118,36 +127,41 @@ class Story:
         request = dispatch_pb2.SubscribeRequest.FromString(connection.sent.popleft())
         match request.WhichOneof("request"):
             case "open":
-                held = [row for row in request.open.held_entry_id if row not in self.done]
-                assert len(held) == len(set(held)), "nothing is declared twice"
+                declared = list(request.open.held_entry_id)
+                assert len(declared) == len(set(declared)), "nothing is declared twice"
+                held = [row for row in declared if row not in self.done | self.nacked]
                 connection.in_flight |= set(held)
                 connection.coming.append(fake_daemon.opened(self.epoch, len(held)))
             case "flow":
                 assert request.flow.permits > 0
                 connection.permits += request.flow.permits
-            case "acknowledge":
-                self.confirm(connection, request)
+            case kind:
+                self.confirm(connection, request, str(kind))
 
-    def confirm(self, connection: Connection, request: dispatch_pb2.SubscribeRequest) -> None:
-        rows = set(request.acknowledge.entry_id)
-        if self.dice.random() < 0.1:
-            refused = dispatch_pb2.Done(
-                request_id=request.acknowledge.request_id,
-                epoch=self.epoch,
-                error=fake_daemon.status(code_pb2.UNAVAILABLE),
-            )
-            connection.coming.append(dispatch_pb2.SubscribeResponse(done=refused))
-            return
+    def confirm(self, connection: Connection, request: dispatch_pb2.SubscribeRequest, kind: str) -> None:
+        rows = set(getattr(request, kind).entry_id)
         ignored = len(rows & self.done)
-        self.done |= rows
-        connection.in_flight -= rows
-        connection.coming.append(fake_daemon.done(request, epoch=self.epoch, ignored=ignored))
+        answer = fake_daemon.done(request, epoch=self.epoch, ignored=ignored)
+        connection.coming.append(answer)
+        if self.dice.random() < 0.1:
+            answer.done.error.CopyFrom(fake_daemon.status(code_pb2.UNAVAILABLE))
+        elif kind != "extend":
+            connection.in_flight -= rows
+            self.nacked -= rows
+            if kind == "acknowledge":
+                self.done |= rows
+            else:
+                self.nacked |= rows - self.done
+
+    def redeliver(self) -> None:
+        """Some of what is nacked is due again."""
+        self.nacked = set(self.dice.sample(sorted(self.nacked), len(self.nacked) // 2))
 
     def hand_out(self) -> None:
         connection = self.connection
         if connection is None or not connection.permits:
             return
-        ready = [row for row in range(ROWS) if row not in self.done and row not in connection.in_flight]
+        ready = [row for row in range(ROWS) if row not in self.done | self.nacked | connection.in_flight]
         rows = ready[: self.dice.randint(1, connection.permits)]
         if rows:
             connection.permits -= len(rows)
@@ -162,7 +176,7 @@ class Story:
         assert all(len(answer.results) <= 1 for answer in self.answers)
 
     def step(self, *, calm: bool) -> None:
-        events = [self.take, self.acknowledge, self.open, self.arrive, self.serve, self.hand_out]
+        events = [self.take, self.acknowledge, self.open, self.arrive, self.serve, self.hand_out, self.redeliver]
         self.dice.choice(events)()
         if not calm and self.dice.random() < 0.03:
             self.cut()
