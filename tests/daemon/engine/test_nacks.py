@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -154,6 +155,37 @@ async def test_counts_and_times_survive_crashes_and_takeovers(machines: EngineFi
     ]
     assert_back_after(await third.next(40), nacked_ms, 40_000, late_ms=100)
     assert counts(third.got[60:]) == [2] * 40
+
+
+async def test_mixed_delays_survive_crashes_with_the_journal_collected_in_between(machines: EngineFixture) -> None:
+    """Each comes at or after its time, with its count, whatever is in buckets, checkpoints and slots by then."""
+    settings = ("bucket.min_index_count_per_bucket=500", "bucket.rows_max=500", "journal.checkpoint_slots=5")
+    chance = random.Random(7)
+    one, listener, rows = await with_rows(machines, 3_000, *settings)
+    times_ms: dict[int, int] = {}
+    for _ in range(3):
+        for first in range(0, len(rows), 100):
+            part = rows[first : first + 100]
+            delays_ms = [chance.randrange(1, 120_000) for _ in part]
+            now_ms = machines.now_ms()
+            await listener.nack(part, delays_ms)
+            times_ms |= {row.entry: now_ms + delay_ms for row, delay_ms in zip(part, delays_ms, strict=True)}
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(20)
+        written_slots = max(shard.applied_slot for shard in one.shards.values())
+        assert len(machines.keys("/journal/")) < written_slots / 2, "the journal was collected"
+        one.kill()
+        one = await machines.served_by("one", *settings)
+        down_ms = machines.now_ms()
+        before, listener = listener, await dispatcher(one, policy=None)
+        # What was handed out and not acknowledged comes again.
+        again = {row.entry for row in before.got[3_000:]}
+        rows = await listener.next(3_000)
+        for row in rows:
+            assert times_ms[row.entry] <= row.at_ms, row
+            if row.entry not in again:
+                assert row.at_ms <= max(times_ms[row.entry], down_ms) + 1_000, row
+    assert set(counts(rows)) == {3}
 
 
 async def test_what_came_due_while_nobody_listened_comes_with_its_count(machines: EngineFixture) -> None:
