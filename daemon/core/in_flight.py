@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
-from daemon.core.runs import earliest
+from daemon.core.runs import earliest, first_time_ms
 from storage_backends.formats.rows import U64
 
 Mask = npt.NDArray[np.bool_]
@@ -78,11 +78,11 @@ class InFlight:
     def __len__(self) -> int:
         return self._living
 
-    def first_due_ms(self) -> int | None:
-        """The earliest time of its rows; None when there is none."""
+    def first_due_ms(self, from_ms: int = 0) -> int | None:
+        """The earliest time of its rows from a time on; None when there is none."""
         times = [batch.rows.rows.deliver_at_ms for batch in self._batches.values()]
         times += [run.rows.rows.deliver_at_ms[run.alive] for run in self._runs if run.living]
-        return min((int(each.min()) for each in times), default=None)
+        return earliest(*[first_time_ms(each, from_ms) for each in times])
 
     def held_rows(self, dispatcher: int) -> int:
         """How many positions a dispatcher holds."""

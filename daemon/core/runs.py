@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from daemon.core.positions import KeyedRows
+from storage_backends.formats.rows import U64
 
 Place = tuple[int, int, int]
 
@@ -106,6 +107,12 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
         if stop > run.offset:
             taken.append((number, run.take(stop)))
     return taken
+
+
+def first_time_ms(times_ms: U64, from_ms: int = 0) -> int | None:
+    """The earliest of times from one on; None when there is none."""
+    chosen = times_ms[times_ms >= np.uint64(from_ms)] if from_ms else times_ms
+    return int(chosen.min()) if len(chosen) else None
 
 
 def earliest(*times_ms: int | None) -> int | None:

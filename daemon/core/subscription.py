@@ -29,7 +29,7 @@ from daemon.core.in_flight import InFlight, Mask
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained
 from daemon.core.redelivery_counts import RedeliveryCounts
-from daemon.core.runs import earliest
+from daemon.core.runs import earliest, first_time_ms
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.rows import U64
 
@@ -272,10 +272,10 @@ class SubscriptionState:
     def _ready_parts(self) -> list[KeyedRows]:
         return [rows for rows in (self._returned, *self._redelivered, *self._ready) if len(rows)]
 
-    def first_in_hand_ms(self) -> int | None:
-        """The earliest time of what is READY or IN_FLIGHT; None when nothing is."""
-        ready = (int(rows.rows.deliver_at_ms.min()) for rows in self._ready_parts())
-        return earliest(self.in_flight.first_due_ms(), *ready)
+    def first_in_hand_ms(self, from_ms: int = 0) -> int | None:
+        """The earliest time, from one on, of what is READY or IN_FLIGHT; None when nothing is."""
+        ready = (first_time_ms(rows.rows.deliver_at_ms, from_ms) for rows in self._ready_parts())
+        return earliest(self.in_flight.first_due_ms(from_ms), *ready)
 
     def held_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
@@ -309,9 +309,7 @@ class SubscriptionState:
 
 def _first_ms(rows: KeyedRows) -> int | None:
     """The earliest time of rows that were pending; None when there is none."""
-    times_ms = rows.rows.deliver_at_ms
-    pending_ms = times_ms[times_ms > 0]
-    return int(pending_ms.min()) if len(pending_ms) else None
+    return first_time_ms(rows.rows.deliver_at_ms, 1)
 
 
 def _without(parts: Iterable[KeyedRows], keys: BitMap64) -> list[KeyedRows]:

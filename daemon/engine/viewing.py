@@ -11,6 +11,7 @@ there are rows is done in threads, on parts of one bucket at a time.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,8 +22,11 @@ from daemon.core import limits
 from daemon.core.bucket import Bucket
 from daemon.core.histogram import BARS_MAX, Bars, Counts, PartCount, round_width_ms
 from daemon.core.index import Index
+from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained
+from daemon.core.runs import earliest, first_time_ms
 from daemon.core.scan import LAST_MS, Asked, Found, Page, PageScan, Part, Place, Read, SealedPart, part_of
+from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.subscription import SubscriptionState
 from daemon.durability import bucket_objects
 from daemon.engine.calls import BacklogPage, Histogram, ScheduledPage, View
@@ -170,7 +174,7 @@ class Viewing:
         state: SubscriptionState | None,
         deadline_s: float,
     ) -> Page:
-        first_ms_of = _no_bound if state is None else _Backlog(state).first_ms_of
+        first_ms_of = _no_bound if state is None else (await self._bounds(state)).first_ms_of
         for number, (bucket, pages) in enumerate(_buckets(indexes), 1):
             scan.add(bucket, pages, first_ms_of(bucket))
             if not number % BUCKETS_A_TURN:
@@ -181,6 +185,13 @@ class Viewing:
             if self._environment.clock.elapsed_s() > deadline_s and scan.can_end:
                 break
         return scan.page()
+
+    async def _bounds(self, state: SubscriptionState) -> _Backlog:
+        nacked = _Nacked()
+        if len(state.nacks):
+            frozen = state.nacks.freeze()
+            nacked = await self._run(lambda: _Nacked.of(frozen))
+        return _Backlog(state, nacked)
 
     async def _found(self, topic: ServedTopic, scan: PageScan, read: Read, state: SubscriptionState | None) -> Found:
         async with self._reads:
@@ -312,21 +323,43 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return [each for each in results if not isinstance(each, BaseException)]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Nacked:
+    """Positions that are NACKED. `first_ms`: no row of them that was ever pending has an earlier time; None when there
+    is none.
+    """
+
+    keys: BitMap64 = dataclasses.field(default_factory=BitMap64)
+    first_ms: int | None = None
+
+    @staticmethod
+    def of(frozen: FrozenNacks) -> _Nacked:
+        """O(n): for a thread."""
+        keys = BitMap64()
+        first_ms: int | None = None
+        for rows, _ in frozen.parts():
+            keys |= bitmap_of(rows.keys)
+            first_ms = earliest(first_ms, first_time_ms(rows.rows.deliver_at_ms, 1))
+        return _Nacked(keys, first_ms)
+
+
 class _Backlog:
     """From when on the rows of a backlog are in each bucket: most of what was passed is acknowledged, and not read.
 
-    What is READY or IN_FLIGHT is in memory with its time; only where there is more nothing is known.
+    What is READY, IN_FLIGHT or NACKED is in memory with its time; only where there is more nothing is known. A bucket
+    that has rows which never were pending, due at time 0, is read from there on.
     """
 
-    def __init__(self, state: SubscriptionState) -> None:
+    def __init__(self, state: SubscriptionState, nacked: _Nacked) -> None:
         self._subscription_id = state.subscription_id
-        self._in_hand = state.in_hand()
-        self._first_ms = state.first_in_hand_ms()
+        self._known = state.in_hand() | nacked.keys
+        self._first_ms = earliest(state.first_in_hand_ms(1), nacked.first_ms)
 
     def first_ms_of(self, bucket: Bucket) -> int:
-        if self._first_ms is None:
+        never_pending = isinstance(bucket, SealedBucket) and not bucket.table.min_ms[0]
+        if self._first_ms is None or never_pending:
             return 0
-        rest = bucket.passed - self._in_hand
+        rest = bucket.passed - self._known
         if rest and self._subscription_id in bucket.acknowledged:
             rest -= bucket.acknowledged[self._subscription_id]
         return 0 if rest else self._first_ms

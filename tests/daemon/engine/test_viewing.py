@@ -239,11 +239,17 @@ async def test_of_a_backlog_that_is_in_hand_no_segment_is_read_that_was_acknowle
     assert shown(page.rows) == added[45:51]
     assert page.in_flight.all()
     assert sum(read) <= 7, "the last one of each, and what the head takes up"
+    waiting = [*receiver.rows[48:], (9, 9, 0)]
+    await nack(one, waiting, delay_ms=600_000)
+    read.clear()
+    page = await backlog(one)
+    assert sorted(shown(page.rows)) == sorted([*added[45:51], (0, 9, 9)])
+    assert sum(read) <= 7, "the same where some wait for their redelivery"
     read.clear()
     assert shown((await backlog(one, subscription="other")).rows) == added[:51]
     assert sum(read) >= 10, "of what nobody holds everything is read"
     receiver.stream.close()
-    assert shown((await backlog(one)).rows) == added[45:51]
+    assert shown((await backlog(one)).rows) == shown(page.rows)
 
 
 async def test_an_acknowledgement_that_is_not_durable_holds_a_backlog_up(machines: EngineFixture) -> None:
