@@ -11,6 +11,7 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 from pyroaring import BitMap64
 
+from daemon.core.acknowledging import Acknowledging
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.in_flight import InFlight, Mask
@@ -200,8 +201,8 @@ def acknowledgements_of_a_deleted_subscription_are_not_replayed(patch: pytest.Mo
 
 def who_came_later_is_asked_for_its_acknowledgement_too(patch: pytest.MonkeyPatch) -> None:
     """Entitlement at replay is that of today, not that of the slot."""
-    apply = Topic._apply_acknowledge
-    patch.setattr(Topic, "_apply_acknowledge", lambda self, index, record, slot: apply(self, index, record, 1 << 60))
+    acknowledged = Acknowledging.acknowledged
+    patch.setattr(Acknowledging, "acknowledged", lambda self, record, slot: acknowledged(self, record, 1 << 60))
 
 
 def a_subscription_is_created_before_what_has_been_passed(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core import containment, feeding, quarantine, trimming
+from daemon.core.acknowledging import Acknowledging
 from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
 from daemon.core.in_flight import InFlight, Mask
@@ -27,15 +28,15 @@ from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machin
 
 
 def what_is_trimmed_stays_in_hand(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: SubscriptionState, keys: BitMap64) -> None:
-        self.backlog -= len(keys)
+    def drop(self: SubscriptionState, keys: BitMap64, *, backlog_rows: int) -> None:
+        self.backlog -= backlog_rows
 
     patch.setattr(SubscriptionState, "drop", drop)
 
 
 def what_is_trimmed_stays_counted(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: SubscriptionState, keys: BitMap64) -> None:
-        self.acknowledging -= keys
+    def drop(self: SubscriptionState, keys: BitMap64, *, backlog_rows: int) -> None:
+        self.forget(keys)
         self.withdraw(keys)
 
     patch.setattr(SubscriptionState, "drop", drop)
@@ -150,8 +151,10 @@ def what_a_lease_held_is_lost_when_it_ends(patch: pytest.MonkeyPatch) -> None:
 def what_a_stream_holds_is_extended_too(patch: pytest.MonkeyPatch) -> None:
     move = InFlight.move
 
-    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> Mask:
-        return move(self, keys, times, [*self._held], number)
+    def move_any(
+        self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int, *, elapsed_ms: int
+    ) -> Mask:
+        return move(self, keys, times, [*self._held], number, elapsed_ms=elapsed_ms)
 
     patch.setattr(InFlight, "move", move_any)
 
@@ -159,9 +162,11 @@ def what_a_stream_holds_is_extended_too(patch: pytest.MonkeyPatch) -> None:
 def a_lease_is_extended_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
     move = InFlight.move
 
-    def move_any(self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int) -> Mask:
-        moved = [move(self, keys, times + np.uint64(off), holders, number) for off in (0, (1 << 64) - 1)]
-        return np.logical_or(*moved)
+    def move_any(
+        self: InFlight, keys: U64, times: U64, holders: Collection[int], number: int, *, elapsed_ms: int
+    ) -> Mask:
+        either = (times, times + np.uint64((1 << 64) - 1))
+        return np.logical_or(*[move(self, keys, each, holders, number, elapsed_ms=elapsed_ms) for each in either])
 
     patch.setattr(InFlight, "move", move_any)
 
@@ -205,14 +210,15 @@ def what_leaves_is_still_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def acknowledgements_before_the_damage_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
-    apply = Topic._apply_acknowledge
+    acknowledged = Acknowledging.acknowledged
 
-    def applied(self, index, record, slot):  # type: ignore[no-untyped-def]
+    def applied(self, record, slot):  # type: ignore[no-untyped-def]
+        index = self._indexes[record.index_id]
         quarantined, index.quarantined = index.quarantined, {}
-        apply(self, index, record, slot)
+        acknowledged(self, record, slot)
         index.quarantined = quarantined
 
-    patch.setattr(Topic, "_apply_acknowledge", applied)
+    patch.setattr(Acknowledging, "acknowledged", applied)
 
 
 def the_rows_of_a_damaged_bucket_stay_counted(patch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from daemon.core import adding, containment, feeding
+from daemon.core.acknowledging import Acknowledging
 from daemon.core.containment import contained_in
 from daemon.core.index import IndexCut
 from daemon.core.indexes import Indexes
-from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint
 from storage_backends.formats.checkpoint import TopicPart
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.index_ids import SHARED
 from tests.daemon.core import test_indexes, test_own_indexes
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 
@@ -56,10 +56,12 @@ def own_rows_are_raised_above_the_creation_of_subscriptions(patch: pytest.Monkey
 
 
 def an_acknowledgement_names_the_shared_index_always(patch: pytest.MonkeyPatch) -> None:
-    make = Topic._acknowledge_record
-    patch.setattr(
-        Topic, "_acknowledge_record", lambda self, *rest: dataclasses.replace(make(self, *rest), index_id=0)
-    )
+    leave = Acknowledging._leave
+
+    def of_the_shared_one(self, *rest):  # type: ignore[no-untyped-def]
+        return (dataclasses.replace(record, index_id=0) for record in leave(self, *rest))
+
+    patch.setattr(Acknowledging, "_leave", of_the_shared_one)
 
 
 def a_claim_is_for_the_own_index_first(patch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ def the_first_subscription_alone_gets_what_is_for_all(patch: pytest.MonkeyPatch)
 
     def first(batch, indexes, **rest):  # type: ignore[no-untyped-def]
         accepted, outcome = stage(batch, indexes, **rest)
-        return [accepted[0], *[Rows.empty() for _ in accepted[1:]]], outcome
+        return [accepted[0], *[() for _ in accepted[1:]]], outcome
 
     patch.setattr(adding, "stage", first)
 

@@ -12,11 +12,11 @@ from daemon.core import adding, withdrawals
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
-from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.subscription import SubscriptionState
 from daemon.core.withdrawals import Withdrawals
+from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.rows import U64, Rows
 from tests.daemon.core import test_withdrawals
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
@@ -141,12 +141,13 @@ def only_adds_are_staged_for_others(patch: pytest.MonkeyPatch) -> None:
 def a_row_that_came_back_twice_is_the_first_that_did(patch: pytest.MonkeyPatch) -> None:
     add = MutableBucket.add
 
-    def added(self: MutableBucket, rows: KeyedRows, keys: BitMap64, *, elapsed_ms: int) -> None:
+    def added(self: MutableBucket, rows: KeyedRows, keys: BitMap64, *, elapsed_ms: int) -> int:
         known = self._came_back.copy()
         left = self._left
         self._left = left - known
-        add(self, rows, keys, elapsed_ms=elapsed_ms)
+        in_order_rows = add(self, rows, keys, elapsed_ms=elapsed_ms)
         self._left = left
+        return in_order_rows
 
     patch.setattr(MutableBucket, "add", added)
 
