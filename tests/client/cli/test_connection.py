@@ -16,7 +16,7 @@ ASKED = [
     (
         ("subscription", "delete", "t", "s"),
         "DeleteSubscription",
-        "Delete subscription s of t, its backlog of 2,000 rows and 1 dead letter?",
+        "Delete subscription s of t with a backlog of 2,000 rows and 1 dead letter?",
     ),
     (("clear", "t"), "ClearMessages", "Drop every row of t?"),
     (("clear", "t", "--subscription", "s"), "ClearMessages", "Drop every row of t for subscription s?"),

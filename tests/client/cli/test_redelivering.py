@@ -319,6 +319,16 @@ def test_dead_letters_are_purged(with_letters: FakeDaemon, run: Run) -> None:
     assert [list(each.filter.dead_letter_id) for each in with_letters.requests("PurgeDeadLetters")] == [[1, 2], [5]]
 
 
+def test_where_nothing_is_taken_away_nobody_is_asked(with_letters: FakeDaemon, run: Run) -> None:
+    stats = inspect_pb2.SubscriptionStats(subscription="s")
+    with_letters.script("ListSubscriptions", answer(inspect_pb2.ListSubscriptionsResponse(subscriptions=[stats])))
+    with_letters.script("ListDeadLetters", answer(letters()))
+    result = run("dead-letters", "purge", "t", "s", stdin="")
+    assert (result.exit_code, result.stdout) == (0, "forgot 0 dead letters of s\n")
+    with_letters.script("DeleteSubscription", answer(dispatch_pb2.DeleteSubscriptionResponse()))
+    assert "Delete subscription s of t? " in run("subscription", "delete", "t", "s", stdin="y\n").stderr
+
+
 def test_a_subscription_that_is_not_there_is_told(with_letters: FakeDaemon, run: Run) -> None:
     result = run("dead-letters", "replay", "t", "other")
     assert result.exit_code == output.EXIT_REFUSED

@@ -47,18 +47,18 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def asked_first(question: Callable[..., str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def asked_first(question: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command that takes something away the option --yes, and asks without it, before anything is sent.
 
-    `question`: makes the question of the command's arguments.
+    `question`: makes the question of the command's arguments; None when nothing would be taken away.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         @click.option("--yes", is_flag=True, help="Do not ask.")
         @functools.wraps(command)
         def run(*, yes: bool, **arguments: Any) -> None:
-            if not yes:
-                _ask(question(**arguments))
+            if not yes and (asked := question(**arguments)) is not None:
+                _ask(asked)
             command(**arguments)
 
         return run

@@ -200,8 +200,11 @@ def replay_dead_letters(
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)
 
 
-def _purge_question(*, connected: client.Client, topic: str, subscription: str, **chosen: Any) -> str:
-    dead = output.count_text(connection.subscription_stats(connected, topic, subscription).dead_letters, "dead letter")
+def _purge_question(*, connected: client.Client, topic: str, subscription: str, **chosen: Any) -> str | None:
+    letters = connection.subscription_stats(connected, topic, subscription).dead_letters
+    if not letters:
+        return None
+    dead = output.count_text(letters, "dead letter")
     if _which(**chosen) is None:
         return f"Forget {dead} of {connection.of_topic(topic, subscription)}?"
     return f"Forget those that these options name, of {dead} of {connection.of_topic(topic, subscription)}?"

@@ -131,9 +131,12 @@ def update_subscription(
 
 def _delete_question(*, connected: client.Client, topic: str, subscription: str, **_: object) -> str:
     counts = connection.subscription_stats(connected, topic, subscription)
-    owed = output.rows_text(counts.backlog)
-    dead = output.count_text(counts.dead_letters, "dead letter")
-    return f"Delete subscription {subscription} of {topic}, its backlog of {owed} and {dead}?"
+    taken = []
+    if counts.backlog:
+        taken.append(f"a backlog of {output.rows_text(counts.backlog)}")
+    if counts.dead_letters:
+        taken.append(output.count_text(counts.dead_letters, "dead letter"))
+    return f"Delete subscription {subscription} of {topic}" + (f" with {' and '.join(taken)}?" if taken else "?")
 
 
 @subscription.command("delete")
