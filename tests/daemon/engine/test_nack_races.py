@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 
+from daemon.engine.calls import NackOutcome
 from daemon.errors import TarryError, Unavailable
 from tests.daemon.engine.calling import stats, trim, up_to
 from tests.daemon.engine.nacking import (
+    DEAD,
     MINUTE_MS,
     NACKED,
+    Claim,
     assert_back_after,
     counts,
     dispatcher,
@@ -158,6 +161,42 @@ async def test_negative_acknowledgements_at_once_of_the_same_positions_count_onc
     assert_back_after(back, nacked_ms, 5_000, late_ms=100)
     await asyncio.sleep(20)
     assert listener.nothing_more()
+
+
+@pytest.mark.parametrize("first", ["the entry", "its messages"])
+@pytest.mark.parametrize("how", ["acknowledged", "rejected"])
+async def test_of_an_entry_that_leaves_no_message_stays_whatever_was_staged_first(
+    machines: EngineFixture, first: str, how: str
+) -> None:
+    one, listener, rows = await with_rows(machines, 3)
+    parts: list[Claim] = [(*rows[0][:3], number) for number in range(3)]
+    await listener.nack(parts[:2], 100)
+    back = await listener.next(2)
+    held = one.pause("put_if_absent", JOURNAL)
+
+    def leave() -> asyncio.Task[int] | asyncio.Task[NackOutcome]:
+        return listener.acknowledge(rows[:1]) if how == "acknowledged" else listener.nack(rows[:1], reject=True)
+
+    leaving = leave() if first == "the entry" else None
+    await asyncio.sleep(0.1)
+    nacking = listener.nack([back[0], parts[2]], 1_000)
+    await asyncio.sleep(0.1)
+    leaving = leaving or leave()
+    await held.reached()
+    await asyncio.sleep(0.1)
+    held.release()
+    assert await leaving == (0 if how == "acknowledged" else DEAD)
+    assert await nacking == (NackOutcome(2, 0) if first == "the entry" else NACKED)
+    await asyncio.sleep(20)
+    assert listener.nothing_more()
+    assert await listener.acknowledge([*parts, rows[0]]) == 4
+    assert (await stats(one)).subscriptions[0].backlog == 2
+    one.kill()
+    two = await machines.served_by("one")
+    again = await dispatcher(two, policy=None)
+    assert entries(await again.next(2)) == [1, 2]
+    await asyncio.sleep(20)
+    assert again.nothing_more()
 
 
 async def test_a_trim_waits_for_what_is_staged_and_takes_it(machines: EngineFixture) -> None:
