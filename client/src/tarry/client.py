@@ -347,7 +347,8 @@ class Client(inspecting.Inspecting, operating.Operating):
         """Makes positions dead letters now, durably; the rest as `nack`.
 
         `reason` is kept with them, at most 1,024 bytes in UTF-8. After a lost answer it is sent again, and counts as
-        ignored what the first try had rejected. Raises NotFound.
+        ignored what the first try had rejected; what Tarry never handed out may then be a dead letter twice. Raises
+        NotFound.
 
         Example: `client.reject("flights", "departures", batch.take([0]), "no such gate")`
         """
