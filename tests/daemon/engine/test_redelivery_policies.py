@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from daemon.engine.calls import NackOutcome, SubscriptionPolicy, TopicPolicy
-from daemon.errors import DelayTooLong, InvalidArgument
+from daemon.engine.served_topic import SEALING_MAX
+from daemon.errors import DelayTooLong, InvalidArgument, QuotaExceeded
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests.daemon.engine.calling import stats
@@ -171,3 +172,19 @@ async def test_the_limit_on_delays_is_that_of_the_topic(machines: EngineFixture)
     nacked_ms = machines.now_ms()
     await listener.nack(rows)
     assert_back_after(await listener.next(1), nacked_ms, 5_000, late_ms=50)
+
+
+async def test_no_new_rows_come_by_nacks_while_too_many_buckets_wait_for_their_seal(machines: EngineFixture) -> None:
+    settings = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
+    one, listener, rows = await with_rows(machines, 5, *settings)
+    held = one.pause("put", "/buckets/")
+    for ledger_id in range(2, 2 + SEALING_MAX):
+        await one.add("t", ledger_id, range(10), delay_ms=MINUTE_MS)
+    await held.reached()
+    with pytest.raises(QuotaExceeded, match="wait to be sealed"):
+        await nack(one, [(77, 1, 0)], 1_000)
+    assert await listener.nack(rows, 1_000) == NACKED, "what has a row needs no other one"
+    assert counts(await listener.next(5)) == [1] * 5
+    held.release()
+    await one.until(lambda: not one.topic("t").core.indexes.sealing)
+    assert await nack(one, [(77, 1, 0)], 1_000) == NACKED
