@@ -43,7 +43,7 @@ from tests.daemon.engine.dead_letter_calls import (
     texts_of,
     with_ids,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 
 OFTEN = ("journal.checkpoint_slots=5",)
 JOURNAL = "/journal/"
@@ -391,28 +391,31 @@ async def test_a_replay_skips_positions_of_which_the_subscription_has_a_row(mach
 
 
 async def test_a_replay_leaves_what_dies_meanwhile(machines: EngineFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 2)
+    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 1)
     one = await machines.served_by()
-    receiver = await one.receiver("t", permits=0)
-    await buried(one, 6)
+    await create(one, policy=calls.SubscriptionPolicy(max_redeliver_count=0))
+    await buried(one, 20)
     last = ids_of(await listed(one))[-1]
-    at_once = calls.SubscriptionPolicy(max_redeliver_count=0)
-    await one.call(one.engine.requests.update_subscription("t", "s", at_once))
-    receiver.stream.grant(1_000)
+    stream = await one.call(one.engine.requests.open_dispatch("t", "s", no_positions()))
+    stream.grant(1_000)
+    handed_out_rows = 0
 
-    async def nack_all() -> None:
-        seen = 0
-        while len(receiver.rows) < 6:
-            await receiver.received(seen + 1)
-            await nack(one, receiver.rows[seen:])
-            seen = len(receiver.rows)
+    async def give_back() -> None:
+        nonlocal handed_out_rows
+        while True:
+            handed_out = await stream.next_messages()
+            handed_out_rows += len(handed_out.rows)
+            await stream.negative_acknowledge(calls.Nack(handed_out.held()))
 
-    nacking = asyncio.ensure_future(nack_all())
-    assert await replay(one) == calls.Replayed(replayed=6, skipped=0)
-    await nacking
-    assert len(receiver.rows) == 6, "each once"
+    giving_back = one.call(give_back())
+    assert await replay(one) == calls.Replayed(replayed=20, skipped=0)
+    assert len(ids_of(await listed(one))) > 1, "the first ones died again before the last was replayed"
+    await one.until(lambda: handed_out_rows == 20)
+    await asyncio.sleep(5)
+    giving_back.cancel()
+    assert handed_out_rows == 20, "each once"
     assert min(ids_of(await listed(one))) > last
-    assert len(ids_of(await listed(one))) == 6
+    assert len(ids_of(await listed(one))) == 20
 
 
 async def test_of_replays_and_purges_at_a_time_each_dead_letter_is_in_one(
@@ -558,9 +561,10 @@ async def test_a_message_of_a_batch_that_is_replayed_with_a_delay_is_counted_and
     await nack(one, rows_of(await get(one, lease_ms=3_600_000)), batch_index=3, reject=True)
     assert (await replay(one, delay_ms=60_000)).replayed == 1
     assert (await counts(one)).own_pending == 1
-    page = await one.call(one.engine.requests.list_scheduled("t", calls.View(), 0, None))
-    assert not len(page.rows), "the list names entries"
-    assert (await one.call(one.engine.requests.histogram("t", calls.View(), 0))).rows.sum() == 0
+    for view in (calls.View(), calls.View(subscription="s")):
+        page = await one.call(one.engine.requests.list_scheduled("t", view, 0, None))
+        assert not len(page.rows), "the list names entries"
+        assert (await one.call(one.engine.requests.histogram("t", view, 0))).rows.sum() == 0
     receiver = await one.receiver("t")
     await asyncio.sleep(61)
     await one.until(lambda: len(receiver.rows) == 1)
