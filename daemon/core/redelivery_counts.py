@@ -42,6 +42,10 @@ class RedeliveryCounts:
             counts |= np.equal(members[places], keys).astype(np.uint32) << np.uint32(bit)
         return counts
 
+    def among(self, keys: BitMap64) -> BitMap64:
+        """Those of the keys whose count is not 0."""
+        return BitMap64.union(BitMap64(), *[plane & keys for plane in self._planes])
+
     def set(self, keys: U64, counts: U32) -> None:
         """Gives the keys, none of which is named twice, these counts."""
         if not len(keys):

@@ -206,6 +206,9 @@ class Withdrawals:
         found: list[tuple[_Part, Mask]] = []
         for part in asked.parts:
             still_waiting, passed = _states_of(part)
+            redelivered = self._redelivered_among(still_waiting)
+            if redelivered:
+                still_waiting, passed = still_waiting - redelivered, passed | redelivered
             if passed:
                 due |= _members(part.keys, passed)
                 held |= _members(part.keys, self._held_among(passed))
@@ -246,6 +249,12 @@ class Withdrawals:
 
     def _held_among(self, passed: BitMap64) -> BitMap64:
         return BitMap64.union(BitMap64(), *[state.held_among(passed) for state in self._subscriptions.values()])
+
+    def _redelivered_among(self, waiting: BitMap64) -> BitMap64:
+        """Those that were handed out and negatively acknowledged: after a recovery a clock that was set back may say of
+        them that they are not due.
+        """
+        return BitMap64.union(BitMap64(), *[state.counts.among(waiting) for state in self._subscriptions.values()])
 
     # ---- decisions are applied
 

@@ -224,7 +224,7 @@ class Oracle:
         for number, at in enumerate(positions):
             indexes = [0, *self.subscribers] if to is None else [to]
             places = [(index, *at) for index in indexes if (index, *at) in self.rows]
-            due = [place for place in places if self.rows[place].passed]
+            due = [place for place in places if self.rows[place].passed or self.was_handed_out(place)]
             held = [each.in_flight.keys() | each.acknowledging for each in self.subscribers.values()]
             if any(place in each for place in due for each in held):
                 withdrawn.in_flight.append(number)
@@ -235,6 +235,10 @@ class Oracle:
             else:
                 withdrawn.not_found.append(number)
         return withdrawn
+
+    def was_handed_out(self, at: Place) -> bool:
+        """Though the clock, after it was set back, says that it is not due."""
+        return False
 
     def acknowledge(self, number: int, claims: Iterable[Claim]) -> int:
         """How many of the claims are ignored. What is in flight is taken first, and of the shared index first."""
@@ -300,6 +304,10 @@ class Oracle:
             for claim in claims
         ]
         return {places[0] for places in named if places}
+
+    def in_hand_when_claimed(self, number: int, places: set[Place]) -> set[Place]:
+        """What of places that are claimed so is in flight."""
+        return places
 
     def commit(self) -> None:
         everything = [self.rows, *self.missing.values()]

@@ -246,8 +246,8 @@ class RedeliveryMachine(RedeliveryInvariants):
             reject=reject,
             text=text,
         )
-        assert decided.ignored == len(expected.ignored)
         self.check_decided(number, decided, expected)
+        assert decided.ignored == len(expected.ignored)
 
     def agreed(self, policy: Policy) -> tuple[Rules, Terms]:
         """The same for the oracle and for the topic."""

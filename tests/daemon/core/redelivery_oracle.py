@@ -127,6 +127,13 @@ class RedeliveryOracle(Oracle):
             assert nacked[at] <= now_ms, f"{at} comes back {nacked[at] - now_ms} ms early"
             del nacked[at]
 
+    def in_hand_when_claimed(self, number: int, places: set[Place]) -> set[Place]:
+        """What waits for its redelivery goes on waiting."""
+        return places - self.subscribers[number].nacked.keys() - self.subscribers[number].nacking
+
+    def was_handed_out(self, at: Place) -> bool:
+        return any(at in receiver.counts for receiver in self.subscribers.values())
+
     # ---- messages of batches leave with their entry
 
     def stage_acknowledgement(self, number: int, place: Place) -> None:
@@ -150,9 +157,10 @@ class RedeliveryOracle(Oracle):
         return bool(ended)
 
     def is_owed_entry(self, number: int, claim: Claim) -> bool:
-        """Whether the subscription is owed the entry as a whole, with whatever time."""
-        owed = [at for at in places_named(number, claim._replace(batch_index=None)) if at in self.rows]
-        return any(self.may_be_owed(number, at, self.rows[at]) for at in owed)
+        """Whether the subscription is owed the entry as a whole, or about to be, with whatever time."""
+        rows = self.rows | self.staged_adds
+        named = places_named(number, claim._replace(batch_index=None))
+        return any(self.may_be_owed(number, at, rows[at]) for at in named if at in rows)
 
     # ---- negative acknowledgements
 

@@ -10,7 +10,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import BATCH_BITS
-from tests.daemon.core import nacking
+from tests.daemon.core import nacking, withdrawing
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, Until, claims_of, listed
 from tests.daemon.core.oracle import Claim
 from tests.daemon.core.redelivery_invariants import dead_letters, listed_dead_letters
@@ -252,6 +252,16 @@ def test_a_redelivery_is_not_before_the_row_is_due() -> None:
     at(topic, NOW_MS - 1)
     assert handed(topic, state) == []
     at(topic, NOW_MS)
+    assert handed(topic, state) == [(P, 1)]
+
+
+def test_what_waits_for_its_redelivery_cannot_be_withdrawn_by_setting_the_clock_back() -> None:
+    topic, state = with_rows_in_flight(P, Q)
+    nacking.nack(topic, state, [(P, NOW_MS)], 50)
+    state = a_crash(at(topic, NOW_MS - 10_000))
+    assert withdrawing.cancel(topic, [P, Q]) == withdrawing.Result(1, already_due=(0,))
+    assert withdrawing.reschedule(topic, [P], NOW_MS + 9_000) == withdrawing.Result(0, already_due=(0,))
+    at(topic, NOW_MS + 50)
     assert handed(topic, state) == [(P, 1)]
 
 
