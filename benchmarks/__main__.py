@@ -26,6 +26,7 @@ from benchmarks import (
     machine,
     memory,
     nack,
+    nack_memory,
     redis_batches,
     redis_server,
     report,
@@ -39,7 +40,22 @@ from examples import processes
 
 MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
     module.NAME: module.run
-    for module in (add, drain, nack, burst, lateness, fair, life, memory, stored, restart, seal_pause, see, fifo)
+    for module in (
+        add,
+        drain,
+        nack,
+        burst,
+        lateness,
+        fair,
+        life,
+        memory,
+        nack_memory,
+        stored,
+        restart,
+        seal_pause,
+        see,
+        fifo,
+    )
 }
 # Of the rival alone, and not among `all`.
 TUNING: dict[str, Callable[[workbench.Workbench], report.Result]] = {redis_batches.NAME: redis_batches.run}
