@@ -57,9 +57,7 @@ from tests.daemon.grpc_services.conftest import Edge
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 
-ALL_COVERED = (
-    COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED | DEAD_LETTERS_COVERED | REDELIVERY_COVERED
-)
+ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED | DEAD_LETTERS_COVERED | REDELIVERY_COVERED
 
 
 @pytest.fixture(params=["engine in memory", "real engine"])
