@@ -7,7 +7,7 @@ Rows of one delay level, or of any constant delay, come in due order. A batch th
 before the end of a run, belongs to that run as the range of the columns where it lies anyway: it is not sorted, nor
 copied, nor looked for when its time is near. Several delays at a time make as many runs, by the rule of patience
 sorting: of the runs that a row may follow it follows the one that ends last. Random delays would come to nothing in
-many short ranges: where more pieces begin a run, or find none, than follow one, no more rows are taken in this bucket.
+many short ranges: where a third of the pieces begins a run, or finds none, no more rows are taken in this bucket.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNS_MAX = 32
 CHUNK_ROWS = 16_384
 # A batch of shorter pieces, each in due order, is sorted sooner than they are told apart.
 PIECE_ROWS_LEAST = 16
-# Pieces that followed no run, beyond those that did, before no more rows are taken.
+# Pieces that followed no run, beyond half of those that did, before no more rows are taken.
 MISSES_MAX = 64
 
 # Rows of columns: from the first up to the last, not included.
@@ -134,6 +134,9 @@ class FifoRuns:
         self._ends: list[Place] = []
         self._hits = 0
         self._misses = 0
+        # No row is due before, as long as that is known: what is taken from a run changes it.
+        self._next_due_ms: int | None = None
+        self._is_next_due_known = True
 
     def add(self, rows: Rows, first: int) -> list[Range]:
         """Rows that lie in the columns from `first` on; the ranges of those that follow no run."""
@@ -147,8 +150,10 @@ class FifoRuns:
                 after, end = self._run_to_follow(rows, start, stop)
                 if not self._follow(after, (first + start, first + end), _place(rows, end - 1)):
                     left.append((first + start, first + end))
+                else:
+                    self._next_due_ms = earliest(self._next_due_ms, int(rows.deliver_at_ms[start]))
                 start = end
-        self._takes = self._misses < MISSES_MAX + self._hits
+        self._takes = self._misses < MISSES_MAX + self._hits // 2
         return left
 
     def _run_to_follow(self, rows: Rows, start: int, stop: int) -> tuple[int, int]:
@@ -178,10 +183,17 @@ class FifoRuns:
 
     def next_due_ms(self, times: U64) -> int | None:
         """No row is due before."""
-        return earliest(*[run.next_due_ms(times) for run in self._runs])
+        if not self._is_next_due_known:
+            self._next_due_ms = earliest(*[run.next_due_ms(times) for run in self._runs])
+            self._is_next_due_known = True
+        return self._next_due_ms
 
     def runs_at(self, now_ms: int, times: U64, take: Take) -> list[SortedRun]:
-        """The sorted runs with the next rows of every run that has rows due at `now_ms`."""
+        """The sorted runs with the next rows of every run that has rows due at `now_ms`. They are about to be taken."""
+        next_due_ms = self.next_due_ms(times)
+        if next_due_ms is None or next_due_ms > now_ms:
+            return []
+        self._is_next_due_known = False
         found = []
         used_up = False
         for run in self._runs:
