@@ -63,7 +63,7 @@ def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
 
 
 def check_distinct(ledger_id: U64, entry_id: U64, batch_index: U32 | None = None) -> None:
-    """Raises InvalidArgument when a position is named twice. An entry as a whole and a message of it are not the same."""
+    """Raises InvalidArgument when a position is named twice. An entry as a whole is not the same as a message of it."""
     mixed = ledger_id * _ODD + entry_id
     if batch_index is not None:
         mixed += batch_index * _ANOTHER_ODD
@@ -79,7 +79,8 @@ def check_distinct(ledger_id: U64, entry_id: U64, batch_index: U32 | None = None
         first, again = order[place], order[place + 1]
         position = ", ".join(str(column[first]) for column in columns)
         raise InvalidArgument(
-            f"entry_id[{again}]: position ({position}) is that of entry_id[{first}], too; a request names a position once"
+            f"entry_id[{again}]: position ({position}) is that of entry_id[{first}], too; a request names a position "
+            "once"
         )
 
 
@@ -92,8 +93,8 @@ def check_batch_index(entry_id: U64, batch_index: U32 | None) -> None:
     if len(beyond):
         row = int(beyond[0])
         raise InvalidArgument(
-            f"batch_index[{row}] is {batch_index[row]}; it may be at most {BATCH_INDEX_MAX}, or {NO_BATCH_INDEX} for the "
-            "entry as a whole"
+            f"batch_index[{row}] is {batch_index[row]}; it may be at most {BATCH_INDEX_MAX}, or {NO_BATCH_INDEX} for "
+            "the entry as a whole"
         )
     beyond = np.flatnonzero(parts & (entry_id > BATCHED_ENTRY_ID_MAX))
     if len(beyond):

@@ -314,8 +314,8 @@ class Receiver:
         return self.rows
 
     def acknowledge(self, rows: Sequence[tuple[int, int, int]]) -> asyncio.Task[int]:
-        columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-        return self._daemon.call(self.stream.acknowledge(*columns))
+        ledger_id, entry_id, deliver_at_ms = (np.array([row[index] for row in rows], np.uint64) for index in range(3))
+        return self._daemon.call(self.stream.acknowledge(ledger_id, entry_id, deliver_at_ms))
 
 
 class EngineFixture:

@@ -18,7 +18,8 @@ Row = tuple[int, int, int]
 
 
 def held(rows: Sequence[Row]) -> HeldPositions:
-    return HeldPositions(*(np.array([row[index] for row in rows], np.uint64) for index in range(3)))
+    ledger_id, entry_id, deliver_at_ms = (np.array([row[index] for row in rows], np.uint64) for index in range(3))
+    return HeldPositions(ledger_id, entry_id, deliver_at_ms)
 
 
 def rows_of(leased: calls.Leased) -> list[Row]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-import numpy as np
 import pytest
 
 from daemon.engine import calls, topic_settings
 from daemon.engine.calls import SubscriptionPolicy, TopicPolicy
 from daemon.errors import AlreadyExists, DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, TarryError
 from tests.daemon.engine.calling import create, get, rows_of, stats
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 from tests.support.fault_store import Fault
 
 JOURNAL = "/journal/"
@@ -240,7 +239,7 @@ async def test_an_update_counts_from_its_answer_on_and_after_a_crash(machines: E
 async def test_no_more_is_in_flight_than_the_policy_says_over_streams_and_leases(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await create(one, policy=SubscriptionPolicy(in_flight_rows_max=5))
-    stream = one.call(one.engine.requests.open_dispatch("t", "s", calls.HeldPositions(*[np.empty(0, np.uint64)] * 3)))
+    stream = one.call(one.engine.requests.open_dispatch("t", "s", no_positions()))
     await stream
     await one.add("t", 1, range(20), delay_ms=0)
     leased = rows_of(await get(one, 3, lease_ms=5_000))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
-from daemon.core.claims import HeldPositions
 from daemon.engine.dispatch import StreamClosed
 from daemon.errors import NotFound, TarryError
+from tests.daemon.engine.calling import held
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests.support.fault_store import Fault
 
@@ -169,8 +168,7 @@ async def test_positions_that_a_dispatcher_holds_are_not_handed_out_again_by_the
     rows = await receiver.received(10)
     one.kill()
     two = await machines.served_by("two", *SMALL)
-    columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    stream = await two.call(two.engine.requests.open_dispatch("t", "s", HeldPositions(*columns)))
+    stream = await two.call(two.engine.requests.open_dispatch("t", "s", held(rows)))
     assert stream.held == 10
     assert stream.epoch == 2
     stream.grant(100)
@@ -187,9 +185,8 @@ async def test_held_positions_with_another_time_are_not_held(machines: EngineFix
     receiver = await one.receiver("t")
     rows = await receiver.received(3)
     receiver.stream.close()
-    columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    columns[2][0] += np.uint64(1)
-    stream = await one.call(one.engine.requests.open_dispatch("t", "s", HeldPositions(*columns)))
+    another_time = (*rows[0][:2], rows[0][2] + 1)
+    stream = await one.call(one.engine.requests.open_dispatch("t", "s", held([another_time, *rows[1:]])))
     assert stream.held == 2
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from daemon.engine import calls
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
-from tests.daemon.engine.calling import acknowledge, clear, create, delete_topic, get, rows_of, stats, trim, up_to
+from tests.daemon.engine.calling import acknowledge, clear, create, delete_topic, get, held, rows_of, stats, trim, up_to
 from tests.support.engine_fixture import EngineFixture, no_positions
 from tests.support.fault_store import Fault
 
@@ -331,6 +330,5 @@ async def test_positions_that_a_dispatcher_held_before_a_deletion_are_not_held_a
     await create(one)
     await asyncio.sleep(1)
     await one.add("t", 1, range(3), delay_ms=0)
-    columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    stream = await one.call(one.engine.requests.open_dispatch("t", "s", calls.HeldPositions(*columns)))
+    stream = await one.call(one.engine.requests.open_dispatch("t", "s", held(rows)))
     assert stream.held == 0

@@ -18,7 +18,8 @@ from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
 COLUMN = st.lists(U64, max_size=4)
-LEVELS = st.just([]) | st.lists(st.integers(-70, 70) | st.integers(-(1 << 31), (1 << 31) - 1), max_size=4)
+NO_LEVELS: list[int] = []
+LEVELS = st.just(NO_LEVELS) | st.lists(st.integers(-70, 70) | st.integers(-(1 << 31), (1 << 31) - 1), max_size=4)
 HASHES = st.lists(st.integers(0, (1 << 32) - 1), max_size=4)
 
 ADDS = st.builds(
