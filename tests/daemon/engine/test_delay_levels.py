@@ -122,6 +122,25 @@ async def test_a_table_and_the_levels_of_rows_survive_a_takeover_after_seals(mac
     assert await pending(two) == {}
 
 
+async def test_the_levels_of_rows_survive_crashes_between_checkpoints_seals_and_merges(machines: EngineFixture) -> None:
+    settings = ("journal.checkpoint_slots=3", "bucket.min_index_count_per_bucket=15", "bucket.rows_max=15")
+    expected: dict[int, int] = {}
+    daemon = await machines.served_by("one", *settings)
+    for turn in range(6):
+        for number in range(7):
+            first = 1000 * turn + 10 * number
+            await add(daemon, [11, 12, 13, 18, 0], range(first, first + 5))
+        await cancel(daemon, 7, [1000 * turn + 2, 1000 * turn + 12])
+        for level, rows in {11: 7, 12: 7, 13: 5, 18: 7}.items():
+            expected[level] = expected.get(level, 0) + rows
+        if turn == 3:
+            assert (await daemon.call(daemon.engine.requests.merge("t", 1))).merges
+        assert await pending(daemon) == expected
+        daemon.kill()
+        daemon = await machines.served_by("one", *settings)
+        assert await pending(daemon) == expected
+
+
 async def test_a_new_policy_keeps_the_table_and_a_new_table_the_policy(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await set_levels(one, "10s 1h")
