@@ -314,17 +314,16 @@ def loose_rows_are_not_remembered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ranges, "rows", all_but_the_last)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        a_run_takes_what_lies_before_its_end,
-        rows_of_one_time_may_come_in_any_order,
-        nothing_follows_a_chunk,
-        a_run_is_dropped_with_its_chunk,
-        loose_rows_are_not_remembered,
-    ],
-    ids=lambda plant: plant.__name__,
+PLANTED = (
+    a_run_takes_what_lies_before_its_end,
+    rows_of_one_time_may_come_in_any_order,
+    nothing_follows_a_chunk,
+    a_run_is_dropped_with_its_chunk,
+    loose_rows_are_not_remembered,
 )
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     for seed in range(400):
