@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+from tests.daemon.core import test_fifo_runs as fifo
 from tests.daemon.core import test_merging_states as merging
 from tests.daemon.core import test_planted_bugs as core
 from tests.daemon.core import test_planted_bugs_of_departures as departures
@@ -56,6 +57,7 @@ def of_other_suites() -> tuple[Row, ...]:
     return (
         *_rows("state machine of a topic", _names(plant for suite in TOPIC for plant in suite.BY_ANY_ORDER)),
         *_rows("stories of a topic", _names(plant for suite in TOPIC for plant, _ in suite.BY_A_STORY)),
+        *_rows("rows of a bucket by the order in which they come", _names(fifo.PLANTED)),
         *_rows("orders of two committers", _names(commits.BUGS)),
         *_rows("orders of an owner and its successor", owners.BUGS),
         *_rows("orders of an owner, mergers and a collector", mergers.BUGS),
