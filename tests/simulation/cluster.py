@@ -31,7 +31,8 @@ class Machines(EngineFixture):
     def __init__(self, store: ObjectStore, seed: int, settings: Sequence[str], pace: Pace, history: History) -> None:
         super().__init__(store, settings=settings, seed=seed)
         self.faults: Faults | None = None
-        self.shards_total = config.load(environment={}, overrides=settings).daemon.shards
+        self.config = config.load(environment={}, overrides=settings)
+        self.shards_total = self.config.daemon.shards
         self._pace = pace
         self._history = history
 
@@ -80,6 +81,12 @@ class Cluster:
         self._outside = contextvars.copy_context()
         self._tasks: list[asyncio.Task[None]] = []
         self._calm = False
+        self._latest_of_dead_ms = 0
+        oracle.latest_ms = self.latest_ms
+
+    def latest_ms(self) -> int:
+        """The latest time that a wall clock has shown."""
+        return max(self._latest_of_dead_ms, *(daemon.latest_ms() for daemon in self.live.values()), 0)
 
     def later(self, seconds: float, do: Callable[[], object]) -> None:
         self.machines.loop.call_later(seconds, do, context=self._outside)
@@ -146,6 +153,7 @@ class Cluster:
     def kill(self, daemon: Daemon) -> None:
         self._history.note(f"{daemon.name} is killed")
         self.live.pop(daemon.daemon_id, None)
+        self._latest_of_dead_ms = max(self._latest_of_dead_ms, daemon.latest_ms())
         daemon.kill()
 
     def _resume(self, daemon: Daemon) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from daemon.engine.calls import AddBatch, EntryRanges, HeldPositions
-from storage_backends.formats.rows import U64, Rows
-from tests.simulation.oracle import Position
+from daemon.engine.calls import AddBatch, EntryRanges, HandedOut, HeldPositions
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from storage_backends.formats.rows import U32, U64, Rows
+from tests.simulation.positions import Position, named, part_of
 
 
 def batch_of(
@@ -27,6 +28,20 @@ def batch_of(
     )
 
 
+def batch_by_level(positions: Sequence[Position], levels: Sequence[int]) -> AddBatch:
+    """The same, each due by a delay level."""
+    ledger_id, entry_id = columns_of(positions)
+    return AddBatch(
+        ledger_id=ledger_id,
+        entry_id=entry_id,
+        deliver_at_ms=None,
+        delay_ms=None,
+        key_hash=None,
+        return_already_due=False,
+        delay_level=np.array(levels, np.int32),
+    )
+
+
 def columns_of(positions: Sequence[Position]) -> tuple[U64, U64]:
     """Ledgers and entries."""
     return (
@@ -41,6 +56,29 @@ def rows_of(rows: Rows) -> list[tuple[int, int, int]]:
     return list(zip(*columns, strict=True))
 
 
+def handed_of(handed_out: HandedOut, subscription_id: int) -> list[tuple[Position, int, int]]:
+    """(ledger and entry, or a batch part; deliver_at_ms; redelivery count) of each row."""
+    rows = rows_of(handed_out.rows)
+    counts = [0] * len(rows) if handed_out.redelivery_count is None else handed_out.redelivery_count.tolist()
+    return [
+        (position, deliver_at_ms, count)
+        for position, (_, _, deliver_at_ms), count in zip(
+            positions_of(handed_out.rows, handed_out.batch_index, subscription_id), rows, counts, strict=True
+        )
+    ]
+
+
+def positions_of(rows: Rows, batch_index: U32 | None, subscription_id: int) -> list[Position]:
+    """Ledger and entry of each row, or the batch part of the subscription."""
+    positions: list[Position] = [(ledger_id, entry_id) for ledger_id, entry_id, _ in rows_of(rows)]
+    if batch_index is None:
+        return positions
+    return [
+        position if number == NO_BATCH_INDEX else part_of(position, number, subscription_id)
+        for position, number in zip(positions, batch_index.tolist(), strict=True)
+    ]
+
+
 def entries_of(ranges: EntryRanges) -> list[Position]:
     columns = (ranges.ledger_id.tolist(), ranges.first_entry_id.tolist(), ranges.last_entry_id.tolist())
     return [
@@ -50,10 +88,12 @@ def entries_of(ranges: EntryRanges) -> list[Position]:
     ]
 
 
-def held_positions(held: dict[Position, int]) -> HeldPositions:
-    claims = sorted(held.items())
-    return HeldPositions(
-        np.array([position[0] for position, _ in claims], np.uint64),
-        np.array([position[1] for position, _ in claims], np.uint64),
-        np.array([deliver_at_ms for _, deliver_at_ms in claims], np.uint64),
-    )
+def held_positions(claims: Iterable[tuple[Position, int]]) -> HeldPositions:
+    """Positions with their times, in this order."""
+    claims = list(claims)
+    names = [named(position) for position, _ in claims]
+    batch_index = np.array([number for _, number in names], np.uint32)
+    ledger_id, entry_id = columns_of([entry for entry, _ in names])
+    deliver_at_ms = np.array([time for _, time in claims], np.uint64)
+    whole = bool((batch_index == NO_BATCH_INDEX).all())
+    return HeldPositions(ledger_id, entry_id, deliver_at_ms, None if whole else batch_index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from storage_backends.formats import bucket, journal, manifest, names, position_bitmap
+from storage_backends.formats import bucket, index_ids, journal, manifest, names, position_bitmap
 from tests.simulation.history import History
 
 Position = tuple[int, int]
@@ -92,7 +92,7 @@ class Objects:
         self._follow(names.topic_prefix(shard, landed.topic_id), frozenset(needed), landed)
         indexes = {0, *(each.subscription_id for each in landed.subscriptions)}
         for live in landed.live:
-            if live.subscription_id not in indexes:
+            if index_ids.subscription_of(live.subscription_id) not in indexes:
                 self._history.breach(f"bucket {live.object.name} is live, and its subscription is no more")
         if before is None:
             return

@@ -13,14 +13,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-from storage_backends.formats import journal, manifest, names
+from storage_backends.formats import index_ids, journal, manifest, names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.history import History
 from tests.simulation.objects import Objects, positions_of
-
-# Of a row: ledger and entry, and in a subscription's own index its id behind them.
-Position = tuple[int, ...]
+from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, owner_of
+from tests.simulation.redelivery_truth import Nacked, Redeliveries, RedeliveryTruth
 
 # That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
 UNKNOWN_SLOTS = 100
@@ -30,7 +29,9 @@ UNKNOWN_SLOTS = 100
 class Row:
     """A row that is not gone. `slot`: the slot that brought it, `since`: the one since which its position has had a
     row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
-    `was_due_ms`: the earliest time that it had before it was rescheduled.
+    `was_due_ms`: the earliest time that it had before it was rescheduled. `nacked`: by subscription; `handed_out`: the
+    last epoch under which it was handed out to a subscription, and the slot of its `nacked` then. `level`: the delay
+    level that it was added by.
     """
 
     deliver_at_ms: int
@@ -39,6 +40,14 @@ class Row:
     acknowledged: dict[int, int] = dataclasses.field(default_factory=dict)
     index: int = 0
     was_due_ms: int | None = None
+    nacked: dict[int, Nacked] = dataclasses.field(default_factory=dict)
+    handed_out: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    level: int = 0
+
+    def generation(self, subscription_id: int) -> tuple[int, int]:
+        """Another one means that a subscription may be handed it out again."""
+        nacked = self.nacked.get(subscription_id)
+        return self.slot, 0 if nacked is None else nacked.slot
 
     @property
     def earliest_ms(self) -> int:
@@ -85,6 +94,7 @@ class TopicTruth:
     quarantined: set[str] = dataclasses.field(default_factory=set)
     trimmed: bool = False
     sharing_changed: bool = False
+    redeliveries: Redeliveries = dataclasses.field(default_factory=Redeliveries)
 
     @property
     def shared_index(self) -> bool:
@@ -94,8 +104,9 @@ class TopicTruth:
     def owes(self, row: Row) -> Iterator[int]:
         """The subscriptions that are owed the row and have not acknowledged it."""
         if row.index:
-            if row.index in self.subscriptions and row.index not in row.acknowledged:
-                yield row.index
+            owner = index_ids.subscription_of(row.index)
+            if owner in self.subscriptions and owner not in row.acknowledged:
+                yield owner
             return
         for number, stored in self.subscriptions.items():
             if row.deliver_at_ms > stored.since_ms and number not in row.acknowledged:
@@ -112,6 +123,9 @@ class Removal:
     subscription: str | None
     positions: Callable[[Position], bool] | None = None
     cancels: bool = False
+
+    def names(self, position: Position) -> bool:
+        return self.positions is not None and self.positions(entry_of(position))
 
 
 def everything(position: Position) -> bool:
@@ -131,7 +145,10 @@ class Oracle:
         """Requests under way that may remove rows."""
         self.handed_out: dict[tuple[str, Position, int], int] = {}
         """By topic, position and slot of a row: the last epoch under which it was handed out."""
+        self.latest_ms: Callable[[], int] = lambda: 0
+        """The latest time that a wall clock of any daemon has shown."""
         self._history = history
+        self._redeliveries = RedeliveryTruth(self, history.breach)
         self._journal: dict[int, tuple[int, int]] = {}
         self._slots: dict[str, bytes] = {}
         self._by_name: dict[str, TopicTruth] = {}
@@ -142,6 +159,10 @@ class Oracle:
         if topic is None:
             topic = self._by_name[name] = self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
         return topic
+
+    def last_slot(self, shard: int) -> int:
+        """The last one that landed."""
+        return self._journal.get(shard, (0, 0))[0]
 
     # ---- what lands
 
@@ -200,8 +221,9 @@ class Oracle:
         topic.deleted = landed.deleted
         self._live_buckets(topic, landed)
         topic.subscriptions = {each.subscription_id: each for each in landed.subscriptions}
-        indexes = {0, *topic.subscriptions}
-        for position in [each for each in (*topic.rows, *topic.missing) if index_of(each) not in indexes]:
+        topic.redeliveries.keep({number: each.policy for number, each in topic.subscriptions.items()})
+        owners = {0, *topic.subscriptions}
+        for position in [each for each in (*topic.rows, *topic.missing) if owner_of(each) not in owners]:
             self._remove(topic, landed.applied + UNKNOWN_SLOTS, position)
         for row in topic.rows.values():
             row.acknowledged = {
@@ -245,14 +267,15 @@ class Oracle:
     def _record(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.Record) -> None:
         slot = header.slot
         index = record.subscription_id
-        if index and index not in topic.subscriptions:
+        if index and index_ids.subscription_of(index) not in topic.subscriptions:
             # The subscription is no more.
             return
         if isinstance(record, journal.AddRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                self._add(topic, slot, in_index((ledger_id, entry_id), index), deliver_at_ms)
+                position = in_index((ledger_id, entry_id), index)
+                self._add(topic, slot, position, deliver_at_ms, record.delay_level)
         elif isinstance(record, journal.RescheduleRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
@@ -263,21 +286,27 @@ class Oracle:
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 position = in_index((ledger_id, entry_id), record.index_id)
-                self._acknowledge(topic, slot, index, position, deliver_at_ms)
+                self.acknowledged(topic, slot, index, position, deliver_at_ms)
         elif isinstance(record, journal.WaiveRecord):
             self._waive(topic, slot, record)
         elif isinstance(record, journal.GoneRecord):
             self._gone(topic, header, record)
+        else:
+            self._redeliveries.landed(topic, header, record)
 
-    def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int) -> None:
-        if position in topic.rows:
-            self._history.breach(f"topic {topic.name}: position {position} has two rows")
+    def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int) -> None:
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
+        self.new_row(topic, slot, position, deliver_at_ms, level)
+
+    def new_row(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int = 0) -> None:
+        if position in topic.rows:
+            self._history.breach(f"topic {topic.name}: position {position} has two rows")
         if position in topic.missing:
             self._remove(topic, slot, position)
-        topic.keys.setdefault(position[:2], set()).add(position)
-        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position))
+        if not is_part(position):
+            topic.keys.setdefault(position[:2], set()).add(position)
+        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position), level=level)
         topic.added[position] = slot
 
     def _reschedule(
@@ -314,13 +343,14 @@ class Oracle:
             return True
         return deliver_at_ms == raised_ms and any(time is not None and time < raised_ms for time in asked)
 
-    def _acknowledge(
+    def acknowledged(
         self, topic: TopicTruth, slot: int, subscription_id: int, position: Position, deliver_at_ms: int
     ) -> None:
         row = topic.rows.get(position)
         if row is None:
             return
-        if row.deliver_at_ms != deliver_at_ms:
+        # A part that leaves with its entry is named without its time.
+        if row.deliver_at_ms != deliver_at_ms and not (is_part(position) and not deliver_at_ms):
             self._history.breach(
                 f"topic {topic.name}: position {position} of {row.deliver_at_ms} is acknowledged as of {deliver_at_ms}"
             )
@@ -352,14 +382,14 @@ class Oracle:
     def _may_go(self, topic: TopicTruth, reason: journal.GoneReason, position: Position, owed: Set[str | None]) -> bool:
         asked = [each for each in self.removals.values() if each.topic == topic.name]
         if reason is journal.GoneReason.CANCELLED:
-            return any(each.cancels and each.positions is not None and each.positions(position[:2]) for each in asked)
+            return any(each.cancels and each.names(position) for each in asked)
         asked = [each for each in asked if not each.cancels]
         if reason is journal.GoneReason.NOT_OWED:
             return not owed and bool(topic.subscriptions)
         if reason is journal.GoneReason.NO_SUBSCRIPTION:
             deleted = {each.subscription for each in asked if each.positions is None}
             return owed <= deleted
-        trimmed = {each.subscription for each in asked if each.positions is not None and each.positions(position[:2])}
+        trimmed = {each.subscription for each in asked if each.names(position)}
         return None in trimmed or owed <= trimmed
 
     def _waive(self, topic: TopicTruth, slot: int, record: journal.WaiveRecord) -> None:
@@ -389,14 +419,6 @@ class Oracle:
         topic.missing.pop(position, None)
         topic.removed[position] = slot
         topic.removed_at_s[position] = self._now_s()
-
-
-def in_index(position: Position, index: int) -> Position:
-    return (*position[:2], index) if index else position[:2]
-
-
-def index_of(position: Position) -> int:
-    return position[2] if position[2:] else 0
 
 
 class WatchedStore(MemoryStore):

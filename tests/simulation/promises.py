@@ -16,9 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from daemon.core.adding import AddOutcome
 from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
-from tests.simulation import oracle
+from daemon.settings import Redelivery
+from tests.simulation import positions as place
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, Position, Row, TopicTruth
+from tests.simulation.oracle import Oracle, Row, TopicTruth
+from tests.simulation.positions import Position
+from tests.simulation.redelivery_promises import RedeliveryPromises
 from tests.support.engine_fixture import Daemon
 
 # A daemon that does not know that it was superseded hands out for so long at most (R8), virtual seconds.
@@ -35,7 +38,8 @@ Claim = tuple[Position, int]
 class OpenStream:
     """A dispatcher of one subscription, by a stream or a lease.
 
-    `held`: what it was handed out and has not asked to acknowledge.
+    `held`: what it was handed out and has not asked to acknowledge, or to have back later. `handed_out`: of each
+    position the generation of its row.
     """
 
     daemon: Daemon
@@ -43,7 +47,7 @@ class OpenStream:
     shard: int
     subscription_id: int
     epoch: int
-    handed_out: dict[Position, int] = dataclasses.field(default_factory=dict)
+    handed_out: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     held: dict[Position, int] = dataclasses.field(default_factory=dict)
     ends_s: float = math.inf
     """When what it holds may be handed to others: at its end, or that of its lease."""
@@ -72,7 +76,7 @@ class Sent:
         """The position in each index that the request is about."""
         if self.indexes is None:
             return self.topic.keys.get(position, set())
-        return {oracle.in_index(position, index) for index in self.indexes}
+        return {place.in_index(position, index) for index in self.indexes}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +91,9 @@ class Withdrawal:
 class Promises:
     """Holds every answer of a run against the oracle."""
 
-    def __init__(self, oracle: Oracle, history: History, live: Callable[[], Iterable[Daemon]]) -> None:
+    def __init__(
+        self, oracle: Oracle, history: History, live: Callable[[], Iterable[Daemon]], redelivery: Redelivery
+    ) -> None:
         self._live = live
         self._oracle = oracle
         self._history = history
@@ -98,6 +104,7 @@ class Promises:
         # time: nobody can tell them apart.
         self._twins: set[tuple[str, Position, int]] = set()
         self._streams: list[OpenStream] = []
+        self.redeliveries = RedeliveryPromises(self, oracle, history, redelivery)
         self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
         self.received: dict[tuple[str, int], set[tuple[Position, int]]] = {}
         """By topic and subscription: every row (position, slot) that was handed out."""
@@ -128,7 +135,7 @@ class Promises:
         positions = set(sent.positions)
         keys = {position: sent.keys(position) for position in positions}
         of_any = {position: topic.keys.get(position, set()) for position in positions}
-        self._check_confirmed(sent, max(topic.added.get(key, 0) for found in keys.values() for key in (*found, (0, 0))))
+        self.check_confirmed(sent, max(topic.added.get(key, 0) for found in keys.values() for key in (*found, (0, 0))))
         repeated = len(sent.positions) - len(positions)
         if outcome.accepted + outcome.duplicates + len(outcome.returned_index) != len(sent.positions):
             self._breach(sent, f"{len(sent.positions)} positions were added and answered with {outcome}")
@@ -162,7 +169,7 @@ class Promises:
         row = topic.rows.get(position)
         return row is not None and row.since <= slot
 
-    def _check_confirmed(self, sent: Sent, slot: int) -> None:
+    def check_confirmed(self, sent: Sent, slot: int = 0) -> None:
         """`slot`: the last one that the answer depends on. It may have been given, and not sent, before a pause."""
         daemon = sent.daemon
         given_before = max(daemon.applied_when_suspended.values(), default=0) >= slot
@@ -187,21 +194,23 @@ class Promises:
                     other.handed_out.pop(position, None)
         self._streams.append(stream)
 
-    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Rows (ledger, entry, deliver_at_ms) reach a dispatcher."""
+    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[Position, int, int]]) -> None:
+        """Rows (ledger and entry, or a batch part; deliver_at_ms; redelivery count) reach a dispatcher."""
         daemon = stream.daemon
         unconfirmed_s = daemon.elapsed_s() - daemon.confirmed_s
         if unconfirmed_s > STALE_HAND_OUT_S:
             self._history.breach(
                 f"topic {stream.topic}: {daemon.name} hands out {unconfirmed_s:.1f} s after its last confirmation"
             )
-        for ledger_id, entry_id, deliver_at_ms in rows:
-            self._handed_out(stream, self._key_of(stream, (ledger_id, entry_id), deliver_at_ms), deliver_at_ms)
+        for position, deliver_at_ms, count in rows:
+            self._handed_out(stream, self._key_of(stream, position, deliver_at_ms), deliver_at_ms, count)
 
     def _key_of(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> Position:
         """Which row it is: that for everybody, or that for the subscription alone."""
+        if place.is_part(position):
+            return position
         topic = self._oracle.topic(stream.topic)
-        keys = (position, oracle.in_index(position, stream.subscription_id))
+        keys = (position, place.in_index(position, stream.subscription_id))
         found = []
         for key in keys:
             row = topic.rows.get(key) or topic.missing.get(key)
@@ -213,14 +222,14 @@ class Promises:
         known = [key for key in keys if key in topic.removed_at_s]
         return (*found, *known, position)[0]
 
-    def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> None:
+    def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int, count: int) -> None:
         what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
         if deliver_at_ms > stream.daemon.latest_ms():
             self._history.breach(f"{what} is handed out at {stream.daemon.latest_ms()}, early")
         topic = self._oracle.topic(stream.topic)
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
-        if (stream.topic, position[:2], deliver_at_ms) in self._twins:
+        if self.has_twin(stream.topic, (position, deliver_at_ms)):
             return
         missing = topic.missing.get(position)
         if row is None and missing is not None and missing.deliver_at_ms == deliver_at_ms:
@@ -233,12 +242,14 @@ class Promises:
             self._history.breach(f"{what} is handed out after its acknowledgement was answered")
         if not self._is_stale(stream) and stream.subscription_id not in topic.owes(row):
             self._history.breach(f"{what} is handed out and is not owed")
-        if stream.handed_out.get(position) == row.slot:
+        generation = row.generation(stream.subscription_id)
+        if stream.handed_out.get(position) == generation:
             self._history.breach(f"{what} is handed out twice on one stream")
-        stream.handed_out[position] = row.slot
+        stream.handed_out[position] = generation
         self.received.setdefault((stream.topic, stream.subscription_id), set()).add((position, row.slot))
         self._oracle.handed_out[stream.topic, position, row.slot] = stream.epoch
         self._check_only_holder(stream, position, row, what)
+        self.redeliveries.handed_out(stream, position, row, count, what)
 
     def _gone_and_handed_out(
         self, stream: OpenStream, topic: TopicTruth, position: Position, deliver_at_ms: int, what: str
@@ -255,6 +266,11 @@ class Promises:
         elif (stream.topic, position, topic.added[position], stream.subscription_id) in self._done:
             self._history.breach(f"{what} is handed out after its acknowledgement was answered")
 
+    def has_twin(self, topic: str, claim: Claim) -> bool:
+        """Whether there was another row of the position and time."""
+        position, deliver_at_ms = claim
+        return not place.is_part(position) and (topic, position[:2], deliver_at_ms) in self._twins
+
     def _check_only_holder(self, stream: OpenStream, position: Position, row: Row, what: str) -> None:
         key = (stream.topic, stream.subscription_id, stream.epoch, position)
         other = self._holders.get(key)
@@ -262,7 +278,7 @@ class Promises:
             other is not None
             and other is not stream
             and not other.closed
-            and other.handed_out.get(position) == row.slot
+            and other.handed_out.get(position) == row.generation(stream.subscription_id)
         ):
             self._history.breach(f"{what} is handed out to two dispatchers")
         self._holders[key] = stream
@@ -281,16 +297,16 @@ class Promises:
         )
 
     def acknowledgement_answered(self, stream: OpenStream, sent: Sent, claims: Sequence[Claim], ignored: int) -> None:
-        self._check_confirmed(sent, 0)
+        self.check_confirmed(sent)
         topic = sent.topic
-        self._check_former_owners(stream.shard, stream.epoch, f"topic {stream.topic}: Done is answered")
-        claims = [claim for claim in claims if (stream.topic, claim[0][:2], claim[1]) not in self._twins]
+        self.check_former_owners(stream.shard, stream.epoch, f"topic {stream.topic}: Done is answered")
+        claims = [claim for claim in claims if not self.has_twin(stream.topic, claim)]
         left = [claim for claim in claims if self._unacknowledged(topic, stream.subscription_id, claim)]
         if len(left) > ignored:
             self._breach(
                 sent, f"{ignored} of {len(claims)} acknowledgements were ignored, {len(left)} rows are as before"
             )
-        mine = [claim for claim in left if stream.handed_out.get(claim[0]) == topic.rows[claim[0]].slot]
+        mine = [claim for claim in left if stream.handed_out.get(claim[0], (0, 0))[0] == topic.rows[claim[0]].slot]
         if mine and not self._is_stale(stream):
             self._breach(sent, f"acknowledgements of rows that the stream was handed out were ignored: {mine}")
         if not ignored:
@@ -308,7 +324,7 @@ class Promises:
         self, sent: Sent, asked: Iterable[Position], found: Collection[Position], subscription: str | None
     ) -> None:
         """`found`: what of the asked was said to be in the index, or owed to the subscription."""
-        self._check_confirmed(sent, 0)
+        self.check_confirmed(sent)
         for position in asked:
             keys = [position, *sorted(sent.topic.keys.get(position, set()) - {position})]
             if position in found and not any(self._was_there(sent, key, subscription) for key in keys):
@@ -344,7 +360,7 @@ class Promises:
         """`count`: how many were cancelled or rescheduled."""
         sent = asked.sent
         topic, positions = sent.topic, sent.positions
-        self._check_confirmed(sent, 0)
+        self.check_confirmed(sent)
         not_found = [positions[row] for row in outcome.not_found.tolist()]
         due = [positions[row] for row in (*outcome.already_due.tolist(), *outcome.in_flight.tolist())]
         left = sorted(set(positions) - set(not_found) - set(due))
@@ -356,7 +372,7 @@ class Promises:
         for position in due:
             self._check_due(sent, position)
         if left:
-            self._check_former_owners(shard, epoch, f"topic {topic.name}: {left} are answered to have left")
+            self.check_former_owners(shard, epoch, f"topic {topic.name}: {left} are answered to have left")
         for position in left:
             self._check_left(asked, position)
 
@@ -404,7 +420,7 @@ class Promises:
         """At some time since the request was sent."""
         row = sent.topic.rows.get(position)
         number = self._number_of(sent, subscription)
-        if number is not None and oracle.index_of(position) not in (0, number):
+        if number is not None and place.owner_of(position) not in (0, number):
             return False
         if sent.topic.removed.get(position, 0) > sent.slot or position in sent.topic.missing:
             return True
@@ -430,10 +446,10 @@ class Promises:
     def trim_answered(self, sent: Sent, positions: Callable[[Position], bool], subscription: str | None) -> None:
         """What was there when the request was sent is gone."""
         for position in sent.topic.rows:
-            if positions(position[:2]) and self._was_there_all_the_time(sent, position, subscription):
+            if positions(place.entry_of(position)) and self._was_there_all_the_time(sent, position, subscription):
                 self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
-    def _check_former_owners(self, number: int, epoch: int, what: str) -> None:
+    def check_former_owners(self, number: int, epoch: int, what: str) -> None:
         """So it is answered when no former owner can hand out any more what has gone."""
         for daemon in self._live():
             for shard in daemon.shards.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 from collections.abc import Mapping, Set
 
 from daemon.core.bucket import Bucket
@@ -15,9 +16,13 @@ from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
 from daemon.engine.calls import View
 from daemon.errors import Corruption
-from tests.simulation.columns import rows_of
+from storage_backends.formats.index_ids import subscription_of
+from storage_backends.formats.rows import U32, Rows
+from tests.simulation import quiet_redelivery
+from tests.simulation.columns import positions_of
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, Position, Row, TopicTruth, in_index
+from tests.simulation.oracle import Oracle, Row, TopicTruth
+from tests.simulation.positions import Position, in_index, is_part, named
 from tests.support.engine_fixture import Daemon
 
 # What is due for so long must have been passed: the timer looks at the clock twice a second.
@@ -29,7 +34,7 @@ LOOKED_AFTER_S = 70.0
 # More than there ever are.
 VIEW_ROWS = 1_000
 
-# Of a row that people are shown: when it is due, ledger and entry.
+# Of a row that people are shown: when it is due, ledger and entry, batch index.
 Shown = tuple[int, ...]
 
 
@@ -37,17 +42,17 @@ async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
     """Breaches whatever differs, once everything that is due has been passed."""
     for truth in oracle.topics.values():
         if truth.incarnation and not truth.deleted:
-            await _compare(daemon, truth, history)
+            await _compare(daemon, truth, oracle, history)
             if not oracle.objects.unreadable:
                 try:
-                    await _compare_views(daemon, truth, history)
+                    await _compare_views(daemon, truth, oracle, history)
                 except Corruption:
                     # A bucket was merged by others and deleted at once, and its owner has not looked since.
                     await asyncio.sleep(LOOKED_AFTER_S)
-                    await _compare_views(daemon, truth, history)
+                    await _compare_views(daemon, truth, oracle, history)
 
 
-async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
+async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: History) -> None:
     served = next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
     if served is None and not truth.rows and not truth.subscriptions:
         # A birth that nobody was told of: whoever asks for it next finds it.
@@ -61,7 +66,12 @@ async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
             history.breach(f"topic {truth.name}: {late} is due and was not passed in {SETTLED_AFTER_S:.0f} s")
             return
         await asyncio.sleep(0.5)
+    # A time-out may be deciding.
+    shard = daemon.shards[served.shard.number]
+    await daemon.until(lambda: oracle.last_slot(shard.number) == shard.applied_slot)
     _compare_rows(truth, served.core, history)
+    breach = functools.partial(_breach, history, truth.name)
+    quiet_redelivery.compare(truth, served.core, oracle, _passed(served.core), breach)
     # Where a bucket does not say what it held, any add of its ledgers counts as one of what is missing.
     quarantined = [bucket for index in served.core.indexes.values() for bucket in index.quarantined.values()]
     known = all(bucket.positions_known for bucket in quarantined)
@@ -72,7 +82,11 @@ async def _compare(daemon: Daemon, truth: TopicTruth, history: History) -> None:
         history.breach(f"topic {truth.name}: stats say {stats.pending} pending rows")
 
 
-async def _compare_views(daemon: Daemon, truth: TopicTruth, history: History) -> None:
+def _breach(history: History, topic: str, text: str) -> None:
+    history.breach(f"topic {topic}: {text}")
+
+
+async def _compare_views(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: History) -> None:
     """What people are shown. Not where a bucket is damaged: they are told that it cannot be read.
 
     What counts as due is what was passed, a moment later than it is due. Whoever looks does not stop the timer: what is
@@ -82,25 +96,36 @@ async def _compare_views(daemon: Daemon, truth: TopicTruth, history: History) ->
     if served is None:
         return
     requests = daemon.engine.requests
-    most = _as_shown(truth.rows, truth.rows.keys() - _passed(served.core))
+    breach = functools.partial(_breach, history, truth.name)
+    entries = {position: row for position, row in truth.rows.items() if not is_part(position)}
+    most = _as_shown(entries, entries.keys() - _passed(served.core))
     scheduled = await daemon.call(requests.list_scheduled(truth.name, View(), VIEW_ROWS, None))
-    least = _as_shown(truth.rows, truth.rows.keys() - _passed(served.core))
-    shown = [(time, *position) for *position, time in rows_of(scheduled.rows)]
+    least = _as_shown(entries, entries.keys() - _passed(served.core))
+    shown = _shown(scheduled.rows, None)
     if shown != sorted(shown):
         history.breach(f"topic {truth.name}: {shown} are shown as scheduled, and they are not in order")
     _compare_shown(f"topic {truth.name}, scheduled", shown, least, most, history)
     for number, stored in truth.subscriptions.items():
         owed = {position: row for position, row in truth.rows.items() if number in truth.owes(row)}
         least = _as_shown(owed, owed.keys() & _passed(served.core))
+        passed_ms = quiet_redelivery.settled_ms(daemon, served.core.subscriptions[number])
         backlog = await daemon.call(requests.list_backlog(truth.name, stored.name, None, VIEW_ROWS, None))
         most = _as_shown(owed, owed.keys() & _passed(served.core))
-        shown = [(time, *position) for *position, time in rows_of(backlog.rows)]
+        shown = _shown(backlog.rows, backlog.batch_index)
         _compare_shown(f"topic {truth.name}, backlog of {stored.name}", shown, least, most, history)
+        quiet_redelivery.compare_backlog(truth, number, backlog, oracle.latest_ms(), passed_ms, breach)
+    await quiet_redelivery.compare_views(daemon, served.core, truth, oracle, breach)
+
+
+def _shown(rows: Rows, batch_index: U32 | None) -> list[Shown]:
+    positions = (named(each) for each in positions_of(rows, batch_index, 0))
+    return [(time, *entry, part) for time, (entry, part) in zip(rows.deliver_at_ms.tolist(), positions, strict=True)]
 
 
 def _as_shown(rows: Mapping[Position, Row], positions: Set[Position]) -> collections.Counter[Shown]:
     """A position may have a row in several indexes: all of them look alike."""
-    return collections.Counter((rows[each].deliver_at_ms, *each[:2]) for each in positions)
+    as_named = [(rows[each].deliver_at_ms, *named(each)) for each in positions]
+    return collections.Counter((deliver_at_ms, *entry, part) for deliver_at_ms, entry, part in as_named)
 
 
 def _compare_shown(
@@ -169,7 +194,11 @@ def _compare_backlog(truth: TopicTruth, core: Topic, number: int, history: Histo
         acknowledged = bucket.acknowledged.get(number, ())
         for key, position in zip(keys_of(bucket.present).tolist(), _positions(core, bucket), strict=True):
             row = truth.rows.get(position)
-            if row is None or row.index not in (0, number) or (not row.index and row.deliver_at_ms <= since_ms):
+            if (
+                row is None
+                or subscription_of(row.index) not in (0, number)
+                or (not row.index and row.deliver_at_ms <= since_ms)
+            ):
                 continue
             owed = key not in acknowledged
             if owed is (number in row.acknowledged):

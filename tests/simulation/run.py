@@ -21,16 +21,18 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from daemon.durability import crash_points
+from daemon.engine.calls import DeadLetterFilter
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.commit import CommitOutcomeUnknown, Refused
-from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError
-from tests.simulation import quiet
+from tests.simulation import nacking, quiet
 from tests.simulation.cluster import Cluster, Machines
-from tests.simulation.columns import batch_of, held_positions, rows_of
+from tests.simulation.columns import batch_of, handed_of, held_positions
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
-from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore, index_of
+from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
+from tests.simulation.positions import index_of, is_part
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
 from tests.simulation.workload import Clients
@@ -132,7 +134,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
     oracle = Oracle(history, loop.time)
-    settings = (*settings_of(draw), *directed.settings)
+    settings = (*settings_of(draw), *nacking.settings_of(seed), *directed.settings)
     pace = Pace(seed, slow_kind=directed.slow_kind)
     store = WatchedStore(oracle)
     machines = Machines(store, seed, settings, pace, history)
@@ -185,7 +187,7 @@ class _Course:
         self._cluster = cluster
         self._oracle = oracle
         self._history = history
-        self._promises = Promises(oracle, history, cluster.live.values)
+        self._promises = Promises(oracle, history, cluster.live.values, machines.config.redelivery)
 
     async def run(self) -> None:
         topics = ("t", "u")[: self._draw.choice((1, 2))]
@@ -259,6 +261,9 @@ class _Course:
         """What is missing with damaged buckets is added again: each position is a row, and comes once."""
         if not truth.shared_index:
             await daemon.call(daemon.engine.requests.set_topic_policy(truth.name, TopicPolicy()))
+        # Of a message of a batch whoever has it asks for it again.
+        for position in [position for position in truth.missing if is_part(position)]:
+            del truth.missing[position]
         for index in sorted({index_of(position) for position in truth.missing}):
             positions = sorted(position[:2] for position in truth.missing if index_of(position) == index)
             times = [daemon.now_ms() + 500] * len(positions)
@@ -278,7 +283,11 @@ class _Course:
     async def _drain_subscription(self, daemon: Daemon, topic: str, number: int) -> None:
         truth = self._oracle.topic(topic)
         stored = truth.subscriptions[number]
-        stream = await daemon.call(daemon.engine.requests.open_dispatch(topic, stored.name, held_positions({})))
+        requests = daemon.engine.requests
+        # From here on nothing is nacked: everything comes as it is.
+        await daemon.call(requests.update_subscription(topic, stored.name, SubscriptionPolicy()))
+        await self._replay(daemon, topic, stored.name)
+        stream = await daemon.call(requests.open_dispatch(topic, stored.name, held_positions(())))
         view = OpenStream(daemon, topic, stream._topic.shard.number, number, stream.epoch)
         stream.grant(1_000_000)
         deadline_s = daemon.elapsed_s() + DRAIN_S
@@ -289,16 +298,31 @@ class _Course:
             except TimeoutError:
                 self._history.breach(f"topic {topic}: {owed} did not come to {stored.name} in {DRAIN_S:.0f} s")
                 return
-            self._promises.handed_out(view, rows_of(handed_out.rows))
+            self._promises.handed_out(view, handed_of(handed_out, number))
         if view.held:
             # A bucket may be found to be damaged after some of its rows were handed out.
             view.held = {position: time for position, time in view.held.items() if position not in truth.missing}
-            claims = held_positions(view.held)
-            ignored = await daemon.call(stream.acknowledge(claims.ledger_id, claims.entry_id, claims.deliver_at_ms))
+            # A message of a batch leaves with its entry: of both in one request one is ignored.
+            claims = sorted(view.held.items(), key=lambda claim: is_part(claim[0]), reverse=True)
+            parts = sum(is_part(position) for position, _ in claims)
+            ignored = 0
+            for some in (claims[:parts], claims[parts:]):
+                if some:
+                    ignored += await daemon.call(requests.acknowledge(topic, stored.name, held_positions(some)))
             if ignored:
                 self._history.breach(f"topic {topic}: {ignored} acknowledgements of rows just handed out were ignored")
         view.close()
         stream.close()
+
+    async def _replay(self, daemon: Daemon, topic: str, name: str) -> None:
+        """Every dead letter is a row again, but of positions that have one."""
+        sending = self._promises.sending(daemon, topic)
+        asked = self._promises.redeliveries.sending_letters(sending, name, DeadLetterFilter(), replays=True)
+        if asked is not None:
+            answer = await daemon.call(
+                daemon.engine.requests.replay_dead_letters(topic, name, DeadLetterFilter(), delay_ms=0)
+            )
+            self._promises.redeliveries.replayed(asked, answer)
 
 
 def _unexpected(history: History, context: dict[str, Any]) -> None:

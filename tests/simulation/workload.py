@@ -25,10 +25,13 @@ from daemon.errors import InvariantViolated, TarryError
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests.simulation.cluster import Cluster
-from tests.simulation.columns import batch_of, columns_of, entries_of, held_positions, rows_of
+from tests.simulation.columns import batch_by_level, batch_of, columns_of, entries_of, handed_of, held_positions
 from tests.simulation.history import History
+from tests.simulation.leasing import Leasing
 from tests.simulation.mergers import Merger
-from tests.simulation.oracle import Oracle, Position, Removal, everything
+from tests.simulation.nacking import LEVELS_TOP, Nacking
+from tests.simulation.oracle import Oracle, Removal, everything
+from tests.simulation.positions import Position, is_part
 from tests.simulation.promises import Claim, OpenStream, Promises, Withdrawal
 from tests.support.engine_fixture import Daemon
 
@@ -68,10 +71,12 @@ class Clients:
         self._promises = promises
         self._history = history
         self._topics = tuple(topics)
-        self._ended = False
+        self.ended = False
         self._numbers = itertools.count()
         self._calls = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
+        self._nacking = Nacking(self, oracle, promises, history, seed)
+        self._leasing = Leasing(self, self._nacking, oracle, promises, history)
 
     def start(self) -> None:
         for topic in self._topics:
@@ -79,7 +84,7 @@ class Clients:
             for number in range(2):
                 self._begin(f"adder {topic} {number}", functools.partial(self._add, topic))
                 self._begin(f"withdrawer {topic} {number}", functools.partial(self._withdraw, topic))
-            self._begin(f"puller {topic}", functools.partial(self._pull, topic))
+            self._begin(f"puller {topic}", functools.partial(self._leasing.pull, topic))
             self._begin(f"changer {topic}", functools.partial(self._change_topic, topic))
             self._begin(f"reader {topic}", functools.partial(self._read, topic))
             if random.Random(f"copies of {topic} {self._seed}").random() < COPIES:
@@ -87,6 +92,8 @@ class Clients:
             drawn = random.Random(f"mergers of {topic} {self._seed}").choice(MERGERS)
             for number in range(drawn if self._mergers is None else self._mergers):
                 self._begin(f"merger {topic} {number}", functools.partial(self._merge, topic, number))
+            for name, work in self._nacking.clients(topic).items():
+                self._begin(f"{name} {topic}", functools.partial(work, topic))
             for subscription in ("a", "a", "b"):
                 self._begin(
                     f"receiver {topic} {subscription} {len(self._tasks)}",
@@ -104,7 +111,7 @@ class Clients:
 
     async def end(self) -> None:
         """Nothing new is asked; returns when everybody has been answered, or has given up."""
-        self._ended = True
+        self.ended = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # ---- calls
@@ -135,10 +142,15 @@ class Clients:
             return serving
         return draw.choice(live) if live else None
 
+    @staticmethod
+    def entry(draw: random.Random) -> Position:
+        """Any one."""
+        return draw.choice(LEDGERS), draw.randrange(ENTRIES)
+
     # ---- adding
 
     async def _add(self, topic: str, draw: random.Random) -> None:
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
@@ -164,6 +176,9 @@ class Clients:
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
         batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1)
+        if by_delay and draw.random() < 0.5:
+            times = [draw.randrange(LEVELS_TOP) for _ in times]
+            batch = batch_by_level(positions, times)
         for _ in range(draw.choice((1, 1, 3))):
             asked = [None] * len(times) if by_delay else times
             sent = self._promises.sending_add(daemon, topic, positions, asked, subscription)
@@ -181,16 +196,16 @@ class Clients:
     # ---- cancelling and rescheduling
 
     async def _withdraw(self, topic: str, draw: random.Random) -> None:
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
-            known = sorted({position[:2] for position in self._oracle.topic(topic).rows})
+            known = sorted({each[:2] for each in self._oracle.topic(topic).rows if not is_part(each)})
             subscription = draw.choice("ab") if draw.random() < FOR_ONE else None
             count = draw.choice((1, 2, 8))
             positions = draw.sample(known, min(len(known), count))
             if not positions or draw.random() < 0.2:
-                positions = list(dict.fromkeys((*positions, (draw.choice(LEDGERS), draw.randrange(ENTRIES)))))
+                positions = list(dict.fromkeys((*positions, self.entry(draw))))
             if draw.random() < 0.4:
                 await self._cancel(daemon, topic, subscription, positions)
             else:
@@ -252,7 +267,7 @@ class Clients:
 
     async def _change_subscriptions(self, topic: str, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() * 2)
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
@@ -284,20 +299,26 @@ class Clients:
 
     async def _receive(self, topic: str, subscription: str, draw: random.Random) -> None:
         held: dict[Position, int] = {}
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
             declared = held if draw.random() < 0.7 else {}
-            opening = daemon.engine.requests.open_dispatch(topic, subscription, held_positions(declared))
+            opening = daemon.engine.requests.open_dispatch(topic, subscription, held_positions(declared.items()))
             stream = await self.call(daemon, opening)
             if stream is None:
                 await asyncio.sleep(draw.random() * 2)
                 continue
-            held = await self._listen(draw, daemon, topic, stream, declared)
+            held = await self._listen(draw, daemon, topic, subscription, stream, declared)
 
     async def _listen(
-        self, draw: random.Random, daemon: Daemon, topic: str, stream: DispatchStream, declared: dict[Position, int]
+        self,
+        draw: random.Random,
+        daemon: Daemon,
+        topic: str,
+        subscription: str,
+        stream: DispatchStream,
+        declared: dict[Position, int],
     ) -> dict[Position, int]:
         """Receives and acknowledges for a while; what it holds at the end."""
         view = OpenStream(
@@ -310,11 +331,17 @@ class Clients:
         self._promises.opened(view, declared)
         stream.grant(draw.choice((1, 5, 1_000)))
         receiving = daemon.call(self._take(stream, view))
+        share = self._nacking.share(topic)
         for _ in range(draw.choice((2, 8, 30))):
             await asyncio.sleep(draw.random() * 1.5)
-            if self._ended or receiving.done() or daemon.dead:
+            if self.ended or receiving.done() or daemon.dead:
                 break
-            await self._acknowledge_some(draw, daemon, stream, view)
+            if view.held and draw.random() < share:
+                await self._nacking.some_of(draw, daemon, view, subscription, stream)
+            elif view.held and draw.random() < 0.1 * share:
+                await self._nacking.extend(draw, daemon, view, stream)
+            else:
+                await self._acknowledge_some(draw, daemon, stream, view)
             if stream.permits < 5:
                 stream.grant(draw.choice((1, 20, 1_000)))
         view.close()
@@ -329,7 +356,7 @@ class Clients:
                 handed_out = await stream.next_messages()
             except (TarryError, StreamClosed):
                 return
-            taken = rows_of(handed_out.rows)
+            taken = handed_of(handed_out, view.subscription_id)
             self._history.note(f"{view.daemon.name} hands out {view.topic} {view.subscription_id} {taken}")
             self._promises.handed_out(view, taken)
 
@@ -345,75 +372,16 @@ class Clients:
             (position, deliver_at_ms), *rest = claims
             claims = [(position, deliver_at_ms + 1), *rest]
         sent = self._promises.sending_acknowledgement(view, claims)
-        columns = held_positions(dict(claims))
+        columns = held_positions(claims)
         ignored = await self.call(
-            daemon, stream.acknowledge(columns.ledger_id, columns.entry_id, columns.deliver_at_ms)
+            daemon,
+            stream.acknowledge(columns.ledger_id, columns.entry_id, columns.deliver_at_ms, columns.batch_index),
         )
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)
 
-    # ---- leases
-
-    async def _pull(self, topic: str, draw: random.Random) -> None:
-        while not self._ended:
-            daemon = await self.daemon(draw)
-            if daemon is None:
-                continue
-            lease_ms = draw.choice((300, 2_000, 20_000))
-            view = await self.call(daemon, self._get(daemon, topic, draw.choice("ab"), lease_ms, draw))
-            if view is None:
-                await asyncio.sleep(draw.random() * 4)
-                continue
-            if view.held and draw.random() < 0.4:
-                await self._extend(draw, daemon, view)
-            if draw.random() < 0.8:
-                await self._acknowledge_leased(draw, daemon, view)
-            await asyncio.sleep(draw.random() * 3)
-
-    async def _get(
-        self, daemon: Daemon, topic: str, subscription: str, lease_ms: int, draw: random.Random
-    ) -> OpenStream | None:
-        """Runs in the daemon's process: what is handed out counts from that moment on."""
-        wait_ms = draw.choice((0, 100, 5_000))
-        leased = await daemon.engine.requests.get_scheduled(
-            topic, subscription, max_rows=draw.choice((1, 4, 100)), lease_ms=lease_ms, wait_ms=wait_ms
-        )
-        truth = self._oracle.topic(topic)
-        number = next((number for number, each in truth.subscriptions.items() if each.name == subscription), None)
-        if number is None:
-            return None
-        shard = names.shard_of(topic, daemon.engine._shards_total)
-        view = OpenStream(daemon, topic, shard, number, leased.handed_out.epoch)
-        view.ends_s = daemon.elapsed_s() + lease_ms / 1000
-        taken = rows_of(leased.handed_out.rows)
-        self._history.note(f"{daemon.name} leases {topic} {subscription} {taken}")
-        self._promises.handed_out(view, taken)
-        return view
-
-    async def _extend(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:
-        claims = held_positions(view.held)
-        lease_ms = draw.choice((0, 500, 5_000))
-        sent_s = view.ends_s = daemon.elapsed_s()
-        extending = daemon.engine.requests.extend_lease(view.topic, self._name_of(view), claims, lease_ms)
-        ignored = await self.call(daemon, extending)
-        if ignored == 0 and lease_ms:
-            view.ends_s = sent_s + lease_ms / 1000
-
-    async def _acknowledge_leased(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:
-        claims = sorted(draw.sample(sorted(view.held.items()), draw.randrange(len(view.held) + 1)))
-        if not claims:
-            return
-        sent = self._promises.sending_acknowledgement(view, claims)
-        acknowledging = daemon.engine.requests.acknowledge(
-            view.topic, self._name_of(view), held_positions(dict(claims))
-        )
-        ignored = await self.call(daemon, acknowledging)
-        if ignored is not None:
-            self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
-            self._promises.acknowledgement_answered(view, sent, claims, ignored)
-
-    def _name_of(self, view: OpenStream) -> str:
+    def name_of(self, view: OpenStream) -> str:
         stored = self._oracle.topic(view.topic).subscriptions.get(view.subscription_id)
         return "deleted" if stored is None else stored.name
 
@@ -421,7 +389,7 @@ class Clients:
 
     async def _change_topic(self, topic: str, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() * 10)
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
@@ -465,7 +433,7 @@ class Clients:
 
     async def _share_nothing(self, topic: str, draw: random.Random) -> None:
         """A row for everybody is one row for each from now on, until the topic is deleted."""
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is not None:
                 await self.call(daemon, daemon.engine.requests.set_topic_policy(topic, TopicPolicy(shared_index=False)))
@@ -477,12 +445,12 @@ class Clients:
         machines, name = self._cluster.machines, f"merger-{number}"
         shard = names.shard_of(topic, machines.shards_total)
         merger = Merger(self._cluster.store, topic, shard, name, self._history, machines.now_ms)
-        await merger.run(draw, lambda: self._ended)
+        await merger.run(draw, lambda: self.ended)
 
     # ---- asking
 
     async def _read(self, topic: str, draw: random.Random) -> None:
-        while not self._ended:
+        while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue

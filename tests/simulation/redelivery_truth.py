@@ -1,0 +1,293 @@
+"""What is true of redeliveries by what has landed: when positions come back, how often they did, and dead letters.
+
+Owns: the rules for what lands: a position comes back once for each time that somebody asked, or a time-out did; what is
+waiting is not counted again; ids of dead letters ascend and each leaves once, by who asked.
+Does not own: the rows (`oracle`), and answers and hand-outs (`redelivery_promises`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from daemon.core.dead_letters import DeadLetterFilter
+from storage_backends.formats.journal import (
+    DeadLetterReason,
+    DeadLetterRecord,
+    NackRecord,
+    PurgeRecord,
+    ReplayRecord,
+    SlotHeader,
+)
+from storage_backends.formats.manifest import SubscriptionPolicy
+from tests.simulation.positions import Position, entry_of, in_index, is_part, named
+
+if TYPE_CHECKING:
+    from tests.simulation.oracle import Oracle, Row, TopicTruth
+
+RedeliveryRecord: TypeAlias = NackRecord | DeadLetterRecord | ReplayRecord | PurgeRecord
+
+# What a request names: of which subscription, ledger and entry, batch index.
+Asked = tuple[str, Position, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nacked:
+    """That a subscription negatively acknowledged a row, the last time. `times`: how often since the row is there."""
+
+    redeliver_at_ms: int
+    count: int
+    times: int
+    slot: int
+    epoch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """`position`: in its index."""
+
+    dead_letter_id: int
+    position: Position
+    deliver_at_ms: int
+    redelivery_count: int
+    dead_at_ms: int
+    reason: int
+    text: str
+    slot: int
+
+    def is_asked_for(self, asked: DeadLetterFilter) -> bool:
+        return (
+            (asked.ids is None or self.dead_letter_id in asked.ids.tolist())
+            and (asked.ledgers is None or asked.ledgers[0] <= self.position[0] <= asked.ledgers[1])
+            and (asked.reason is None or asked.reason == self.reason)
+            and (asked.from_ms is None or self.dead_at_ms >= asked.from_ms)
+            and (asked.until_ms is None or self.dead_at_ms < asked.until_ms)
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """A replay or a purge that was asked for, and may be under way still."""
+
+    subscription: str
+    filter: DeadLetterFilter
+    replays: bool
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Redeliveries:
+    """What is true of one topic's redeliveries.
+
+    `asked`: how many requests named a position so far; `rejected`: those that a request rejected. `dead_letters`: by
+    subscription and id; `left`: the slots in which those that are no more left. `died`: by subscription and position,
+    the slot of the last dead letter. `policies`: every one that a subscription has had. `leaving`: see there.
+    """
+
+    asked: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
+    rejected: set[Asked] = dataclasses.field(default_factory=set)
+    dead_letters: dict[int, dict[int, DeadLetter]] = dataclasses.field(default_factory=dict)
+    left: dict[tuple[int, int], tuple[int, DeadLetter]] = dataclasses.field(default_factory=dict)
+    last_ids: dict[int, int] = dataclasses.field(default_factory=dict)
+    died: dict[tuple[int, Position], int] = dataclasses.field(default_factory=dict)
+    policies: dict[int, list[SubscriptionPolicy]] = dataclasses.field(default_factory=dict)
+    leaving: dict[int, Leaving] = dataclasses.field(default_factory=dict)
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def have_time_outs(self, subscription_id: int) -> bool:
+        """Whether an ack time-out has ever been in force."""
+        return any(policy.ack_timeout_ms is not None for policy in self.policies.get(subscription_id, ()))
+
+    def keep(self, subscriptions: dict[int, SubscriptionPolicy]) -> None:
+        """These subscriptions are there, with these policies."""
+        for number, policy in subscriptions.items():
+            known = self.policies.setdefault(number, [])
+            if not known or known[-1] != policy:
+                known.append(policy)
+        self.dead_letters = {number: held for number, held in self.dead_letters.items() if number in subscriptions}
+
+
+class RedeliveryTruth:
+    """Applies the records of redeliveries, each row by itself. `breach`: a rule was broken."""
+
+    def __init__(self, oracle: Oracle, breach: Callable[[str], None]) -> None:
+        self._oracle = oracle
+        self._breach = breach
+
+    def landed(self, topic: TopicTruth, header: SlotHeader, record: RedeliveryRecord) -> None:
+        """Of a subscription that is there."""
+        if isinstance(record, NackRecord):
+            for position, deliver_at_ms, columns in _rows(record, record.redeliver_at_ms, record.redelivery_count):
+                self._nacked(topic, header, record, position, deliver_at_ms, *columns)
+        elif isinstance(record, DeadLetterRecord):
+            for row in _rows(record, record.redelivery_count, record.dead_letter_id, record.dead_at_ms):
+                self._died(topic, header, record, *row[:2], *row[2])
+        elif isinstance(record, ReplayRecord):
+            for position, deliver_at_ms, (dead_letter_id,) in _rows(record, record.dead_letter_id):
+                letter = self._leaves(topic, header.slot, record.subscription_id, dead_letter_id, replays=True)
+                if letter is not None and named(letter.position) != named(position):
+                    self._breach(f"topic {topic.name}: dead letter {letter} is replayed as {position}")
+                self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
+        else:
+            for dead_letter_id in record.dead_letter_id.tolist():
+                self._leaves(topic, header.slot, record.subscription_id, dead_letter_id, replays=False)
+
+    # ---- negative acknowledgements
+
+    def _nacked(
+        self,
+        topic: TopicTruth,
+        header: SlotHeader,
+        record: NackRecord,
+        position: Position,
+        deliver_at_ms: int,
+        redeliver_at_ms: int,
+        count: int,
+    ) -> None:
+        number = record.subscription_id
+        what = f"topic {topic.name}: {position} of {deliver_at_ms} for subscription {number}"
+        base = 0
+        if record.added:
+            base = self._count_of_entry(topic, number, position, deliver_at_ms)
+            self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
+        row = topic.rows.get(position)
+        if row is None:
+            if position not in topic.missing:
+                self._breach(f"{what} is negatively acknowledged and has no row")
+            return
+        if row.deliver_at_ms != deliver_at_ms or number not in topic.owes(row):
+            self._breach(f"{what} is negatively acknowledged, and its row is {row}")
+        if redeliver_at_ms < deliver_at_ms:
+            self._breach(f"{what} comes back at {redeliver_at_ms}, before it is due")
+        before = row.nacked.get(number)
+        self._check_count(topic, row, number, position, count, base, header.epoch, what)
+        times = (0 if before is None else before.times) + (count > (base if before is None else before.count))
+        if not self._was_asked(topic, number, position, times):
+            self._breach(f"{what} is negatively acknowledged {times} times, and nobody asked for so many")
+        row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
+
+    @staticmethod
+    def _count_of_entry(topic: TopicTruth, number: int, position: Position, deliver_at_ms: int) -> int:
+        """From where the first count of a part goes on."""
+        if not is_part(position):
+            return 0
+        for key in (entry_of(position), in_index(entry_of(position), number)):
+            row = topic.rows.get(key)
+            if row is not None and row.deliver_at_ms == deliver_at_ms and number in topic.owes(row):
+                return row.nacked[number].count if number in row.nacked else 0
+        return 0
+
+    def _check_count(
+        self,
+        topic: TopicTruth,
+        row: Row,
+        number: int,
+        position: Position,
+        count: int,
+        base: int,
+        epoch: int,
+        what: str,
+    ) -> None:
+        """One more than before, or, of what is waiting, as before."""
+        before = row.nacked.get(number)
+        if before is None:
+            if count != base + 1:
+                self._breach(f"{what} counts {count} the first time, after {base}")
+            return
+        waits = before.redeliver_at_ms > self._oracle.latest_ms()
+        came_back = row.handed_out.get(number) == (epoch, before.slot)
+        may_be = {before.count} if waits else {before.count + 1} if came_back else {before.count, before.count + 1}
+        if count not in may_be:
+            self._breach(f"{what} counts {count}, after {before}; {waits=}, {came_back=}")
+
+    @staticmethod
+    def _was_asked(topic: TopicTruth, number: int, position: Position, times: int) -> bool:
+        asked = topic.redeliveries.asked[topic.subscriptions[number].name, *named(position)]
+        return topic.redeliveries.have_time_outs(number) or 0 < asked >= times
+
+    # ---- dead letters
+
+    def _died(
+        self,
+        topic: TopicTruth,
+        header: SlotHeader,
+        record: DeadLetterRecord,
+        position: Position,
+        deliver_at_ms: int,
+        count: int,
+        dead_letter_id: int,
+        dead_at_ms: int,
+    ) -> None:
+        number, known = record.subscription_id, topic.redeliveries
+        what = f"topic {topic.name}: dead letter {dead_letter_id} of {position} for subscription {number}"
+        if dead_letter_id <= known.last_ids.get(number, 0):
+            self._breach(f"{what} follows {known.last_ids[number]}")
+        known.last_ids[number] = dead_letter_id
+        row = topic.rows.get(position)
+        if row is not None and number in topic.owes(row):
+            self._check_count(topic, row, number, position, count, 0, header.epoch, what)
+        elif row is not None or (position not in topic.missing and deliver_at_ms and not is_part(position)):
+            self._breach(f"{what} is not owed: {row}")
+        self._check_reason(topic, record, position, count, what)
+        known.died[number, position] = header.slot
+        letter = DeadLetter(
+            dead_letter_id,
+            position,
+            deliver_at_ms,
+            count,
+            dead_at_ms,
+            int(record.reason),
+            record.text,
+            header.slot,
+        )
+        known.dead_letters.setdefault(number, {})[dead_letter_id] = letter
+        self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms)
+
+    def _check_reason(
+        self, topic: TopicTruth, record: DeadLetterRecord, position: Position, count: int, what: str
+    ) -> None:
+        number, known = record.subscription_id, topic.redeliveries
+        key = topic.subscriptions[number].name, *named(position)
+        if record.reason is DeadLetterReason.REJECTED:
+            if key not in known.rejected:
+                self._breach(f"{what} was rejected by nobody")
+            return
+        most = [policy.max_redeliver_count for policy in known.policies.get(number, ())]
+        if not any(each is not None and count > each for each in most):
+            self._breach(f"{what} counts {count}, and no policy says that this is too often: {most}")
+        if not (known.have_time_outs(number) or known.asked[key]):
+            self._breach(f"{what} was negatively acknowledged by nobody")
+
+    def _leaves(
+        self, topic: TopicTruth, slot: int, number: int, dead_letter_id: int, *, replays: bool
+    ) -> DeadLetter | None:
+        known = topic.redeliveries
+        letter = known.dead_letters.get(number, {}).pop(dead_letter_id, None)
+        what = f"topic {topic.name}: dead letter {dead_letter_id} of subscription {number}"
+        if letter is None:
+            self._breach(f"{what} leaves, and is not there")
+            return None
+        known.left[number, dead_letter_id] = slot, letter
+        name = topic.subscriptions[number].name
+        asked = (each for each in known.leaving.values() if (each.subscription, each.replays) == (name, replays))
+        if not any(letter.is_asked_for(each.filter) for each in asked):
+            self._breach(f"{what} is {'replayed' if replays else 'purged'}, and nobody asked for it")
+        return letter
+
+
+def _rows(
+    record: NackRecord | DeadLetterRecord | ReplayRecord, *columns: object
+) -> Iterator[tuple[Position, int, Sequence[int]]]:
+    """(position in its index, deliver_at_ms, what the columns have) of each row."""
+    rows = record.rows
+    lists = [column.tolist() for column in columns]  # type: ignore[attr-defined]
+    positions = zip(rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), strict=True)
+    for place, (ledger_id, entry_id, deliver_at_ms) in enumerate(positions):
+        position = in_index((ledger_id, entry_id), record.index_id)
+        yield position, deliver_at_ms, [column[place] for column in lists]
+
+
+def is_of_redelivery(record: object) -> bool:
+    return isinstance(record, NackRecord | DeadLetterRecord | ReplayRecord | PurgeRecord)
