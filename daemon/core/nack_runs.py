@@ -23,6 +23,8 @@ PART_ROWS = 1 << 14
 SETS_MAX = 64
 
 Mask = npt.NDArray[np.bool_]
+# How often it is guessed until when about as many rows are due as are asked for.
+_GUESSES = 6
 # At no offset.
 _UNKNOWN: tuple[int, Place] = (-1, (0, 0, 0))
 
@@ -192,6 +194,10 @@ class Run:
         """How many rows of the first part are due."""
         return self.parts[0].due_end(now_ms, self.offset) - self.offset
 
+    def last_due_ms(self, places: PagePlaces) -> int:
+        """When the last row of the first part is due."""
+        return self.parts[0].place_at(len(self.parts[0]) - 1, places)[0]
+
     def place_of(self, row: int, places: PagePlaces) -> Place:
         """The place of a row of the first part, the next one being 0."""
         return self.parts[0].place_at(self.offset + row, places)
@@ -243,7 +249,7 @@ def take_first(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces,
     """At most `limit` of the due rows of runs that can be read, each of which has one, in the order (redelivery time,
     ledger, entry). What is left comes after them.
     """
-    due = [run.due_rows(now_ms) for run in runs]
+    due = _due(runs, now_ms, limit, places)
     quotas = _quotas(due, limit)
     first = [run.first(quota) for run, quota in zip(runs, quotas, strict=True)]
     masks = [departed.still_there(columns.keys, run.parts[0].born) for run, columns in zip(runs, first, strict=True)]
@@ -269,8 +275,34 @@ def take_first(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces,
     return Taken(merged.take(order), read_rows)
 
 
+def _due(runs: Sequence[Run], now_ms: int, limit: int, places: PagePlaces) -> list[int]:
+    """How many rows of the first part of each run are due at a time, at most now, until which not many more than the
+    limit are: the same number of rows may be a second of one run, and a minute of another.
+    """
+    late_due = [run.due_rows(now_ms) for run in runs]
+    if len(runs) == 1 or sum(late_due) <= limit:
+        return late_due
+    early_ms = min(run.next_place(places)[0] for run in runs) - 1
+    late_ms = min(now_ms, max(run.last_due_ms(places) for run in runs))
+    for _ in range(_GUESSES):
+        if late_ms - early_ms <= 1:
+            break
+        # As if they came evenly; somewhat less than the limit will do.
+        guess_ms = early_ms + max(1, (late_ms - early_ms) * limit * 3 // (4 * sum(late_due)))
+        due = [run.due_rows(guess_ms) for run in runs]
+        if sum(due) > limit:
+            late_ms, late_due = guess_ms, due
+        elif 2 * sum(due) < limit:
+            early_ms = guess_ms
+        else:
+            return due
+    return late_due
+
+
 def _quotas(due: Sequence[int], limit: int) -> list[int]:
     """How many rows to look at of each run, at least one: what those with few leave goes to the others."""
+    if sum(due) <= limit:
+        return list(due)
     even = max(1, limit // len(due))
     few = [rows for rows in due if rows <= even]
     many = len(due) - len(few)
@@ -289,6 +321,6 @@ def _sure_rows(
     for run, due_rows, quota in zip(runs, due, quotas, strict=True):
         end += quota
         is_all_of_part = run.offset + quota == len(run.parts[0])
-        if quota < due_rows or (is_all_of_part and len(run.parts) > 1):
+        if quota and (quota < due_rows or (is_all_of_part and len(run.parts) > 1)):
             sure = min(sure, int(place[end - 1]) + 1)
     return sure
