@@ -36,7 +36,7 @@ from daemon.core.indexes import Indexes
 from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.index_ids import batch_parts_of, part_entry_id
+from storage_backends.formats.index_ids import batch_parts_of, is_of_batch_parts, part_entry_id
 from storage_backends.formats.journal import (
     DeadLetterReason,
     DeadLetterRecord,
@@ -258,7 +258,10 @@ class Redelivering:
         """The same of positions that have no row: those that come back get one."""
         dead = how.are_dead(counts, terms.max_count)
         if dead.any():
-            yield self._dead_letters(state, index_id, rows.take(dead), counts[dead], how, terms)
+            dying = rows.take(dead)
+            yield self._dead_letters(state, index_id, dying, counts[dead], how, terms)
+            if not is_of_batch_parts(index_id):
+                yield from self._acknowledging.end_parts(state, dying.ledger_id, dying.entry_id)
         if not dead.all():
             stays = rows.take(~dead)
             index = self._indexes.of(index_id)

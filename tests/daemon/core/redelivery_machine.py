@@ -336,6 +336,8 @@ class RedeliveryMachine(RedeliveryInvariants):
     @rule(which=many, delay_ms=delays, now=st.booleans())
     def replay(self, which: list[int], delay_ms: int, now: bool) -> None:
         self.commit()
+        if not any(each.dead for each in self.oracle.subscribers.values()):
+            return
         number, ids = self.some_dead(which)
         deliver_at_ms = self.topic.now_ms + delay_ms
         rows = dead_letters(self.state(number))
@@ -349,6 +351,8 @@ class RedeliveryMachine(RedeliveryInvariants):
     @rule(which=many, now=st.booleans())
     def purge(self, which: list[int], now: bool) -> None:
         self.commit()
+        if not any(each.dead for each in self.oracle.subscribers.values()):
+            return
         number, ids = self.some_dead(which)
         self.oracle.purge(number, ids)
         nacking.stage_purge(self.topic, self.state(number), ids)

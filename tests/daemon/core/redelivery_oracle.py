@@ -250,9 +250,13 @@ class RedeliveryOracle(Oracle):
             receiver.nacking.add(at)
 
     def dies(self, number: int, at: Place) -> None:
-        """What has no row leaves nothing."""
         if at in self.rows:
             self.stage_acknowledgement(number, at)
+            return
+        # It has no row, or one that is missing.
+        self.staged_acknowledgements.append((number, at))
+        if not index_ids.is_of_batch_parts(at[0]):
+            self.end_messages(number, position_of(at))
 
     def dead_letters(self, number: int, ids: Mapping[Place, int], dead: Mapping[Place, DeadLetter]) -> None:
         """What is about to die has these ids."""

@@ -382,6 +382,15 @@ def test_an_acknowledgement_of_the_entry_ends_its_messages(after: Stored) -> Non
     assert state.backlog == 2
 
 
+def test_messages_of_an_entry_that_never_was_added_die_with_it() -> None:
+    topic, state = served()
+    nacking.nack(topic, state, [Claim(P, 0, 0), Claim(P, 0, 1), Claim(Q, 0, 0)], 50)
+    nacking.nack(topic, state, [(P, 0)], reject=True)
+    assert state.backlog == 1
+    at(topic, NOW_MS + 50)
+    assert handed(topic, state) == [(packed(Q, 0), 1)]
+
+
 def test_a_message_counts_from_the_count_of_its_entry() -> None:
     topic, state = with_rows_in_flight(P)
     nacking.nack(topic, state, [(P, NOW_MS)], 0)
