@@ -178,7 +178,7 @@ class Opened(_message.Message):
     epoch: _builtins.int
     """The epoch under which the topic is served. Drop `Messages` and `Done` with an epoch below the highest one seen."""
     held: _builtins.int
-    """How many of the held positions are IN_FLIGHT now; the others are no longer in the backlog."""
+    """How many of the held positions are IN_FLIGHT now; the others are no longer in the backlog, or are NACKED."""
     @_builtins.property
     def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[_inspect_pb2.RebuildNeeded]:
         """Ranges of which rows were lost with a damaged bucket: add them again."""
