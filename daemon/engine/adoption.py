@@ -30,6 +30,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.manifests import TopicCommits
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import topic_manifest
+from storage_backends.formats import index_ids
 from storage_backends.formats.bucket import BucketMetadata, BucketTable
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.object_store import StoreError
@@ -108,9 +109,12 @@ class Adoption:
     def _merged_away(self, manifest: TopicManifest) -> list[SealedBucket]:
         live = {bucket.object.name for bucket in manifest.live}
         # A subscription whose deletion is committed takes its index along when that is known to have landed.
-        owed = {0, *(each.subscription_id for each in manifest.subscriptions)}
-        buckets = self._topic.core.indexes.sealed.values()
-        return [bucket for bucket in buckets if bucket.name not in live and bucket.subscription_id in owed]
+        owed = {index_ids.SHARED, *(each.subscription_id for each in manifest.subscriptions)}
+        return [
+            bucket
+            for bucket in self._topic.core.indexes.sealed.values()
+            if bucket.name not in live and index_ids.subscription_of(bucket.subscription_id) in owed
+        ]
 
     # ---- one bucket
 

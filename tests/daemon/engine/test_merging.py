@@ -8,8 +8,10 @@ import pytest
 
 from daemon.engine.calls import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
+from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.engine.calling import clear
+from tests.daemon.engine.nacking import NACKED, with_rows
 from tests.daemon.engine.test_damage import alter, alter_part
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
@@ -414,3 +416,20 @@ async def test_a_merged_bucket_that_is_damaged_before_the_owner_learns_of_it_is_
     assert (await one.add("t", 1, range(10))).accepted == 10
     await receiver.received(30)
     assert one.topic("t").core.rebuild_needed()[0].rows == 15
+
+
+async def test_batch_parts_are_lost_with_the_damaged_bucket_that_they_were_merged_into(
+    machines: EngineFixture,
+) -> None:
+    one, listener, rows = await with_rows(machines, 2, limit(-1))
+    for row in rows:
+        assert await listener.nack([(*row[:3], part) for part in range(5)], FAR_MS) == NACKED
+        await one.call(one.engine.requests.seal("t"))
+    number = batch_parts_of(1)
+    merged = MergingProcess(machines.store).merge_all(number)
+    alter_part(machines, merged, "footer")
+    core = one.topic("t").core
+    await one.until(lambda: merged.object.name in core.indexes[number].quarantined)
+    assert not core.indexes[number].sealed
+    assert sum(needed.rows for needed in core.rebuild_needed()) == 10
+    assert not len(core.subscriptions[1].nacks)
