@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -17,6 +18,7 @@ from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 
 SET, GET = "Admin/SetDelayLevels", "Admin/GetDelayLevels"
+STATS = "Inspect/GetTopicStats"
 STREAM_ADD = "DelayedDelivery/StreamAddMessages"
 
 
@@ -68,8 +70,10 @@ async def test_rows_are_added_by_level_by_a_call_and_on_a_stream(edge: Edge) -> 
     added = (await stream.receive()).added
     assert (added.accepted, added.late_on_arrival) == (2, 1)
 
-    pending = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic="t"))
-    assert pending.pending == 3
+    async with asyncio.timeout(10):
+        # The row without a delay is passed in a moment.
+        while (await edge.caller.unary(STATS, inspect_pb2.GetTopicStatsRequest(topic="t"))).pending != 3:
+            pass
     add.delay_level[:] = [1, 3]
     with pytest.raises(grpc.aio.AioRpcError, match=r"delay_level\[1\] is 3; the highest level of the table is 2"):
         await edge.caller.unary("DelayedDelivery/AddMessages", add)
