@@ -256,7 +256,7 @@ class NackTracker:
         """
         self._known_first = None
         columns = NackColumns.concat([])
-        for _ in range(PASSES_MAX):
+        for _ in range(PASSES_MAX if limit > 0 else 0):
             runs = self._due_runs(now_ms, limit)
             if not runs:
                 break

@@ -119,7 +119,7 @@ class NackTrackerMachine(RuleBasedStateMachine):
         for key in keys:
             del self.nacked[key]
 
-    @rule(passed_ms=st.sampled_from((0, 1, 49, 99, 400, 6_000)), limit=st.sampled_from((1, 3, 1_000)))
+    @rule(passed_ms=st.sampled_from((0, 1, 49, 99, 400, 6_000)), limit=st.sampled_from((0, 1, 3, 1_000)))
     def take_what_is_due(self, passed_ms: int, limit: int) -> None:
         self.now_ms += passed_ms
         due = sorted(nacked for nacked in self.nacked.values() if nacked.redeliver_at_ms <= self.now_ms)
@@ -130,11 +130,20 @@ class NackTrackerMachine(RuleBasedStateMachine):
         assert order == [nacked[:3] for nacked in due[: len(rows)]]
         for key, nacked in taken.items():
             assert self.nacked.pop(key) == nacked
-        if due and not taken:
+        if due and limit and not taken:
             # What was read had left.
             next_due_ms = self.tracker.next_due_ms()
             assert next_due_ms is not None
             assert next_due_ms <= self.now_ms
+
+    @precondition(lambda self: self.nacked)
+    @rule()
+    def take_a_millisecond_before_the_next(self) -> None:
+        first_ms = min(nacked.redeliver_at_ms for nacked in self.nacked.values())
+        if self.now_ms < first_ms:
+            self.now_ms = first_ms - 1
+            rows, _ = self.tracker.take_due(self.now_ms, 1_000)
+            assert not len(rows)
 
     @rule(asked=st.lists(st.sampled_from(POSITIONS), max_size=20, unique=True), later=positions)
     def look_at_it_as_it_was(self, asked: list[Position], later: list[Position]) -> None:
