@@ -3,7 +3,7 @@
     python -m tests.planted            every planted bug: name, what it breaks, found by, after how many seeds and steps
 
 `rules` breaks R1 to R9 of the storage protocol, `state` the invariants I1 to I5 of its models and every kind of durable
-state, `buckets` what becomes of buckets, and of rows before they are due; the simulation finds them, as it comes or
-directed at what is rare. Other suites plant bugs of their own where they find them sooner; `table` lists those too.
-What a rule needs that does not exist yet waits for its capability.
+state, `buckets` what becomes of buckets, and of rows before they are due, `redeliveries` what comes back or is given
+up; the simulation finds them, as it comes or directed at what is rare. Other suites plant bugs of their own where they
+find them sooner; `table` lists those too. What a rule needs that does not exist yet waits for its capability.
 """

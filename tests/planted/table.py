@@ -20,13 +20,13 @@ from tests.daemon.engine import test_partial_recovery as loading
 from tests.daemon.engine import test_planted_bugs_of_buckets as lives
 from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
 from tests.models import test_protocol_models as models
-from tests.planted import buckets, rules, state
+from tests.planted import buckets, redeliveries, rules, state
 from tests.planted.bug import Bug
 from tests.storage_backends import test_commit_interleavings as commits
 from tests.storage_backends import test_topic_manifest_interleavings as owners
 from tests.storage_backends import test_topic_merge_interleavings as mergers
 
-BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS)
+BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS, *redeliveries.BUGS)
 
 # Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
 BY_OTHERS = {
@@ -36,7 +36,6 @@ BY_OTHERS = {
 
 # What has no mechanism yet.
 WAITS = {
-    "nacks, dead letters": "negative acknowledgement",
     "pending deletes, in-use records": "two-phase deletion",
 }
 

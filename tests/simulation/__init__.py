@@ -24,6 +24,7 @@ there after every crash until somebody asked to remove it; what was answered Don
 was answered to be cancelled; a row that is rescheduled has one time; no position has two rows; nothing is removed but
 by who asked; a merge keeps every row, whoever makes it, and nothing is deleted that may be needed; epochs only grow and
 the journal has no gap; what was negatively acknowledged comes back, not before its time and with its count, counted
-once for each time that somebody asked; a dead letter leaves by a replay or a purge that somebody asked for; counts are right when nothing is under way; when nothing fails any more somebody serves, and
-everything comes. `tests/planted` shows that each of these finds the bugs it is there for.
+once for each time that somebody asked; a dead letter leaves by a replay or a purge that somebody asked for; counts are
+right when nothing is under way; when nothing fails any more somebody serves, and everything comes. `tests/planted`
+shows that each of these finds the bugs it is there for.
 """

@@ -18,8 +18,8 @@ from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.history import History
 from tests.simulation.objects import Objects, positions_of
-from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, owner_of
-from tests.simulation.redelivery_truth import Nacked, Redeliveries, RedeliveryTruth
+from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, named, owner_of
+from tests.simulation.redelivery_truth import Asked, Nacked, Redeliveries, RedeliveryTruth
 
 # That a topic was deleted is in no slot: its owner may apply so many of other topics before it is told.
 UNKNOWN_SLOTS = 100
@@ -30,8 +30,8 @@ class Row:
     """A row that is not gone. `slot`: the slot that brought it, `since`: the one since which its position has had a
     row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
     `was_due_ms`: the earliest time that it had before it was rescheduled. `nacked`: by subscription; `handed_out`: the
-    last epoch under which it was handed out to a subscription, and the slot of its `nacked` then. `level`: the delay
-    level that it was added by.
+    last epoch under which it was handed out to a subscription, and the slot of its `nacked` then, `handed_out_s`: when.
+    `level`: the delay level that it was added by.
     """
 
     deliver_at_ms: int
@@ -42,6 +42,7 @@ class Row:
     was_due_ms: int | None = None
     nacked: dict[int, Nacked] = dataclasses.field(default_factory=dict)
     handed_out: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    handed_out_s: dict[int, float] = dataclasses.field(default_factory=dict)
     level: int = 0
 
     def generation(self, subscription_id: int) -> tuple[int, int]:
@@ -101,6 +102,10 @@ class TopicTruth:
         """Whether a row for everybody is one row."""
         return self.newest is None or self.newest.deleted or self.newest.policy.shared_index is not False
 
+    def asked_as(self, number: int, position: Position) -> Asked:
+        """What a subscription's requests name a position."""
+        return self.subscriptions[number].name, *named(position)
+
     def owes(self, row: Row) -> Iterator[int]:
         """The subscriptions that are owed the row and have not acknowledged it."""
         if row.index:
@@ -137,7 +142,7 @@ class Oracle:
     """Fed by the store in which everything lands."""
 
     def __init__(self, history: History, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
+        self.now_s = now_s
         self.topics: dict[str, TopicTruth] = {}
         self.epochs: dict[int, int] = {}
         """By shard: the highest epoch that a shard manifest gave."""
@@ -355,6 +360,8 @@ class Oracle:
                 f"topic {topic.name}: position {position} of {row.deliver_at_ms} is acknowledged as of {deliver_at_ms}"
             )
         row.acknowledged[subscription_id] = slot
+        if not is_part(position):
+            topic.redeliveries.ended[subscription_id, position[:2]] = slot
         if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
             self._remove(topic, slot, position)
 
@@ -418,7 +425,7 @@ class Oracle:
         topic.rows.pop(position, None)
         topic.missing.pop(position, None)
         topic.removed[position] = slot
-        topic.removed_at_s[position] = self._now_s()
+        topic.removed_at_s[position] = self.now_s()
 
 
 class WatchedStore(MemoryStore):

@@ -19,7 +19,7 @@ from daemon.core.topic import Topic
 from daemon.engine.calls import BacklogPage, DeadLetterFilter
 from tests.simulation.columns import positions_of, rows_of
 from tests.simulation.oracle import Oracle, Row, TopicTruth
-from tests.simulation.positions import Position, in_index, is_part, owner_of
+from tests.simulation.positions import Position, entry_of, in_index, is_part, owner_of
 from tests.simulation.redelivery_promises import as_listed, letters_of
 from tests.simulation.redelivery_truth import Nacked
 from tests.support.engine_fixture import Daemon
@@ -37,6 +37,14 @@ def compare(truth: TopicTruth, core: Topic, oracle: Oracle, passed: Set[Position
         state = core.subscriptions[number]
         _compare_waiting(truth, core, state, oracle.latest_ms(), breach)
         _compare_counts(truth, core, state, breach)
+        ended = truth.redeliveries.ended
+        for position, row in truth.rows.items():
+            if (
+                is_part(position)
+                and owner_of(position) == number
+                and ended.get((number, entry_of(position)), 0) > row.slot
+            ):
+                breach(f"{position} stays, and its entry has left: {row}")
         shown = list(letters_of(state.dead_letters.freeze().rows()))
         there = _letters(truth, number)
         if shown != there:

@@ -12,7 +12,6 @@ may hand out at all: the answer waits for that, and after the answer nobody does
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, 
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row
 from tests.simulation.positions import Position, in_index, is_part, named
-from tests.simulation.redelivery_truth import Asked, DeadLetter, Leaving
+from tests.simulation.redelivery_truth import DeadLetter, Leaving
 
 if TYPE_CHECKING:
     from tests.simulation.promises import Claim, OpenStream, Promises, Sent
@@ -44,12 +43,12 @@ class NackSent:
     """
 
     sent: Sent
+    name: str
     subscription_id: int
     claims: tuple[Claim, ...]
     reject: bool
     delays_ms: tuple[int, ...] | None
     at_least: bool
-    policy: SubscriptionPolicy
     sent_ms: int
     asked: tuple[int | None, ...]
 
@@ -75,7 +74,6 @@ class RedeliveryPromises:
         # By topic, position, slot of its row and subscription: the last slot of a negative acknowledgement that was
         # answered.
         self._answered: dict[tuple[str, Position, int, int], int] = {}
-        self._under_way: collections.Counter[tuple[str, Asked]] = collections.Counter()
         self._default = default
 
     # ---- hand-outs
@@ -84,6 +82,7 @@ class RedeliveryPromises:
         number = stream.subscription_id
         nacked = row.nacked.get(number)
         row.handed_out[number] = stream.epoch, 0 if nacked is None else nacked.slot
+        row.handed_out_s[number] = self._oracle.now_s()
         if nacked is None:
             if count:
                 self._history.breach(f"{what} is handed out with count {count}, and was never negatively acknowledged")
@@ -119,12 +118,20 @@ class RedeliveryPromises:
             known.asked[key] += 1
             if reject:
                 known.rejected.add(key)
-            asked.append(None if self._under_way[topic.name, key] else known.asked[key])
-            self._under_way[topic.name, key] += 1
+            asked.append(None if known.under_way[key] else known.asked[key])
+            known.under_way[key] += 1
         delays = None if delays_ms is None else tuple(delays_ms)
         sent_ms = sent.daemon.now_ms()
         return NackSent(
-            sent, subscription_id, tuple(claims), reject, delays, at_least, stored.policy, sent_ms, tuple(asked)
+            sent,
+            stored.name,
+            subscription_id,
+            tuple(claims),
+            reject,
+            delays,
+            at_least,
+            sent_ms,
+            tuple(asked),
         )
 
     def nack_answered(
@@ -132,13 +139,12 @@ class RedeliveryPromises:
     ) -> None:
         """`stream`: on which it was sent, if it was on one."""
         sent, topic, number = nack.sent, nack.sent.topic, nack.subscription_id
+        for position, _ in nack.claims:
+            topic.redeliveries.under_way[nack.name, *named(position)] -= 1
         self._promises.check_confirmed(sent)
         self._promises.check_former_owners(shard, epoch, f"topic {topic.name}: a negative acknowledgement is answered")
-        stored = topic.subscriptions.get(number)
-        if stored is None:
+        if number not in topic.subscriptions:
             return
-        for position, _ in nack.claims:
-            self._under_way[topic.name, (stored.name, *named(position))] -= 1
         claims = [claim for claim in nack.claims if not self._promises.has_twin(topic.name, claim)]
         left = [claim for claim in claims if not self._has_changed(nack, claim[0])]
         if len(left) > outcome.ignored:
@@ -210,22 +216,22 @@ class RedeliveryPromises:
         topic, number = nack.sent.topic, nack.subscription_id
         stored, known = topic.subscriptions[number], topic.redeliveries
         asked = known.asked[stored.name, *named(nack.claims[place][0])]
-        if nack.asked[place] != asked or known.have_time_outs(number) or stored.policy != nack.policy:
+        if nack.asked[place] != asked or known.timeout_ms(number) is not None:
             return
-        nacked = row.nacked[number]
-        delays = self._delays_by_policy(nack.policy, nacked.count)
+        # A policy may have landed, and its daemon not know it yet.
+        if not any(self._is_as_asked(nack, place, row, policy) for policy in known.policies[number]):
+            self._breach(nack, f"{nack.claims[place]} of {nack} is {row.nacked[number]}")
+
+    def _is_as_asked(self, nack: NackSent, place: int, row: Row, policy: SubscriptionPolicy) -> bool:
+        nacked, daemon = row.nacked[nack.subscription_id], nack.sent.daemon
+        delays = self._delays_by_policy(policy, nacked.count)
         if nack.delays_ms is not None:
             delays = nack.delays_ms[place], NEVER_MS if nack.at_least else nack.delays_ms[place]
-        daemon = nack.sent.daemon
-        bits = (
-            self._default.nack_precision_bits
-            if nack.policy.nack_precision_bits is None
-            else nack.policy.nack_precision_bits
-        )
+        bits = policy.nack_precision_bits
+        bits = self._default.nack_precision_bits if bits is None else bits
         least_ms = max(row.deliver_at_ms, min(nack.sent_ms, daemon.now_ms()) + delays[0])
         most_ms = max(row.deliver_at_ms, daemon.latest_ms() + delays[1]) + (1 << bits) - 1
-        if not least_ms <= nacked.redeliver_at_ms <= most_ms or nacked.redeliver_at_ms % (1 << bits):
-            self._breach(nack, f"{nack.claims[place]} is {nacked}, and should come back at {least_ms} to {most_ms}")
+        return least_ms <= nacked.redeliver_at_ms <= most_ms and nacked.redeliver_at_ms % (1 << bits) == 0
 
     def _delays_by_policy(self, policy: SubscriptionPolicy, count: int) -> tuple[int, int]:
         """The shortest and the longest."""

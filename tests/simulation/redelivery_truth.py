@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 RedeliveryRecord: TypeAlias = NackRecord | DeadLetterRecord | ReplayRecord | PurgeRecord
 
+# Two sums of times may differ by as much.
+ROUNDING_S = 0.002
+
 # What a request names: of which subscription, ledger and entry, batch index.
 Asked = tuple[str, Position, int]
 
@@ -81,24 +84,28 @@ class Leaving:
 class Redeliveries:
     """What is true of one topic's redeliveries.
 
-    `asked`: how many requests named a position so far; `rejected`: those that a request rejected. `dead_letters`: by
-    subscription and id; `left`: the slots in which those that are no more left. `died`: by subscription and position,
-    the slot of the last dead letter. `policies`: every one that a subscription has had. `leaving`: see there.
+    `asked`: how many requests named a position so far, `under_way`: how many without an answer; `rejected`: those that
+    a request rejected. `dead_letters`: by subscription and id; `left`: the slots in which those that are no more left.
+    `died`: by subscription and position, the slot of the last dead letter; `ended`: of an entry that left as a whole.
+    `policies`: every one that a subscription has had. `leaving`: see there.
     """
 
     asked: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
+    under_way: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
     rejected: set[Asked] = dataclasses.field(default_factory=set)
     dead_letters: dict[int, dict[int, DeadLetter]] = dataclasses.field(default_factory=dict)
     left: dict[tuple[int, int], tuple[int, DeadLetter]] = dataclasses.field(default_factory=dict)
     last_ids: dict[int, int] = dataclasses.field(default_factory=dict)
     died: dict[tuple[int, Position], int] = dataclasses.field(default_factory=dict)
+    ended: dict[tuple[int, Position], int] = dataclasses.field(default_factory=dict)
     policies: dict[int, list[SubscriptionPolicy]] = dataclasses.field(default_factory=dict)
     leaving: dict[int, Leaving] = dataclasses.field(default_factory=dict)
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
-    def have_time_outs(self, subscription_id: int) -> bool:
-        """Whether an ack time-out has ever been in force."""
-        return any(policy.ack_timeout_ms is not None for policy in self.policies.get(subscription_id, ()))
+    def timeout_ms(self, subscription_id: int) -> int | None:
+        """The shortest ack time-out that has ever been in force."""
+        policies = self.policies.get(subscription_id, ())
+        return min((each.ack_timeout_ms for each in policies if each.ack_timeout_ms is not None), default=None)
 
     def keep(self, subscriptions: dict[int, SubscriptionPolicy]) -> None:
         """These subscriptions are there, with these policies."""
@@ -164,8 +171,10 @@ class RedeliveryTruth:
         before = row.nacked.get(number)
         self._check_count(topic, row, number, position, count, base, header.epoch, what)
         times = (0 if before is None else before.times) + (count > (base if before is None else before.count))
-        if not self._was_asked(topic, number, position, times):
-            self._breach(f"{what} is negatively acknowledged {times} times, and nobody asked for so many")
+        if topic.redeliveries.asked[topic.asked_as(number, position)] < times:
+            self._check_time_out(topic, number, row, f"{what} ({times} times)")
+        elif count > (base if before is None else before.count):
+            self._check_who(topic, number, position, row, what)
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
 
     @staticmethod
@@ -202,10 +211,19 @@ class RedeliveryTruth:
         if count not in may_be:
             self._breach(f"{what} counts {count}, after {before}; {waits=}, {came_back=}")
 
-    @staticmethod
-    def _was_asked(topic: TopicTruth, number: int, position: Position, times: int) -> bool:
-        asked = topic.redeliveries.asked[topic.subscriptions[number].name, *named(position)]
-        return topic.redeliveries.have_time_outs(number) or 0 < asked >= times
+    def _check_who(self, topic: TopicTruth, number: int, position: Position, row: Row, what: str) -> None:
+        """Whoever has it come back has asked, and is not answered yet; or it is a time-out."""
+        if not topic.redeliveries.under_way[topic.asked_as(number, position)]:
+            self._check_time_out(topic, number, row, what)
+
+    def _check_time_out(self, topic: TopicTruth, number: int, row: Row, what: str) -> None:
+        timeout_ms = topic.redeliveries.timeout_ms(number)
+        handed_out_s = row.handed_out_s.get(number)
+        if timeout_ms is None or handed_out_s is None:
+            self._breach(f"{what} is negatively acknowledged, and nobody asks for it")
+        elif self._oracle.now_s() - handed_out_s < timeout_ms / 1000 - ROUNDING_S:
+            since_s = self._oracle.now_s() - handed_out_s
+            self._breach(f"{what} is timed out after {since_s:.3f} s, and no time-out is below {timeout_ms} ms")
 
     # ---- dead letters
 
@@ -228,6 +246,7 @@ class RedeliveryTruth:
         row = topic.rows.get(position)
         if row is not None and number in topic.owes(row):
             self._check_count(topic, row, number, position, count, 0, header.epoch, what)
+            self._check_who(topic, number, position, row, what)
         elif row is not None or (position not in topic.missing and deliver_at_ms and not is_part(position)):
             self._breach(f"{what} is not owed: {row}")
         self._check_reason(topic, record, position, count, what)
@@ -249,7 +268,7 @@ class RedeliveryTruth:
         self, topic: TopicTruth, record: DeadLetterRecord, position: Position, count: int, what: str
     ) -> None:
         number, known = record.subscription_id, topic.redeliveries
-        key = topic.subscriptions[number].name, *named(position)
+        key = topic.asked_as(number, position)
         if record.reason is DeadLetterReason.REJECTED:
             if key not in known.rejected:
                 self._breach(f"{what} was rejected by nobody")
@@ -257,8 +276,6 @@ class RedeliveryTruth:
         most = [policy.max_redeliver_count for policy in known.policies.get(number, ())]
         if not any(each is not None and count > each for each in most):
             self._breach(f"{what} counts {count}, and no policy says that this is too often: {most}")
-        if not (known.have_time_outs(number) or known.asked[key]):
-            self._breach(f"{what} was negatively acknowledged by nobody")
 
     def _leaves(
         self, topic: TopicTruth, slot: int, number: int, dead_letter_id: int, *, replays: bool

@@ -1,0 +1,221 @@
+"""Redelivery, each rule of it broken: when positions come back, their counts, dead letters, time-outs, delay levels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from pyroaring import BitMap64
+
+from daemon.core import redelivering
+from daemon.core.acknowledging import Acknowledging
+from daemon.core.dead_lettering import DeadLettering
+from daemon.core.in_flight import InFlight
+from daemon.core.nack_tracker import NackTracker
+from daemon.core.positions import KeyedRows
+from daemon.core.redelivery_counts import RedeliveryCounts
+from daemon.core.subscription import SubscriptionState
+from daemon.durability import checkpoint, redeliveries, sealing
+from daemon.engine import acknowledging as engine_acknowledging
+from daemon.engine.redelivering import TopicRedelivery
+from storage_backends.formats import journal, manifest
+from storage_backends.formats.journal import NackRecord, PurgeRecord, ReplayRecord
+from storage_backends.formats.rows import U64
+from tests.planted.buckets import OVERTAKEN
+from tests.planted.bug import Bug
+from tests.planted.state import SELDOM
+from tests.simulation.faults import Trouble
+from tests.simulation.run import Directed
+
+# ---- what is durable
+
+
+def nacks_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
+    _without(patch, NackRecord)
+
+
+def purges_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
+    _without(patch, PurgeRecord)
+
+
+def _without(patch: pytest.MonkeyPatch, kind: type[Any]) -> None:
+    encode_slot = journal.encode_slot
+
+    def without(header: journal.SlotHeader, records: Any) -> bytes:
+        kept = [record for record in records if not isinstance(record, kind)]
+        return encode_slot(dataclasses.replace(header, records=len(kept)), kept)
+
+    patch.setattr(journal, "encode_slot", without)
+
+
+def a_checkpoint_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
+    part_of = checkpoint.part_of
+
+    def forgetting(cut: checkpoint.TopicCut) -> Any:
+        part = part_of(cut)
+        return dataclasses.replace(part, progress=_forgetting(part.progress, nacked=()))
+
+    patch.setattr(checkpoint, "part_of", forgetting)
+
+
+def a_seal_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
+    _sealed(patch, nacked=())
+
+
+def a_seal_forgets_dead_letters(patch: pytest.MonkeyPatch) -> None:
+    _sealed(patch, dead_letters=None)
+
+
+def ids_of_dead_letters_are_given_again(patch: pytest.MonkeyPatch) -> None:
+    to_stored = redeliveries._redeliveries
+
+    def stored(*arguments: Any) -> manifest.Redeliveries | None:
+        made = to_stored(*arguments)
+        return None if made is None else dataclasses.replace(made, last_dead_letter_id=0)
+
+    patch.setattr(redeliveries, "_redeliveries", stored)
+
+
+def _sealed(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
+    progress_of = sealing.progress_of
+    patch.setattr(sealing, "progress_of", lambda *arguments: _forgetting(progress_of(*arguments), **forgotten))
+
+
+def _forgetting(stored: manifest.Progress, **forgotten: Any) -> manifest.Progress:
+    kept = tuple(dataclasses.replace(each, **forgotten) for each in stored.redeliveries)
+    return dataclasses.replace(stored, redeliveries=kept)
+
+
+def counts_are_lost_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RedeliveryCounts, "restore", lambda self, planes: None)
+
+
+def delay_levels_are_lost_with_a_seal_or_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redeliveries, "_levels", lambda pages, levels: ())
+
+
+# ---- when positions come back
+
+
+def redelivery_times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
+    """As PIP-393 has it."""
+
+    def rounded(times_ms: U64, bits: int) -> U64:
+        return times_ms & ~np.uint64((1 << bits) - 1)
+
+    patch.setattr(redelivering, "rounded_up", rounded)
+
+
+def what_waits_is_read_from_the_backlog(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "set_aside", lambda self: BitMap64())
+
+
+def what_waits_comes_back_early(patch: pytest.MonkeyPatch) -> None:
+    take_due = NackTracker.take_due
+
+    def taken(self: NackTracker, now_ms: int, limit: int) -> tuple[KeyedRows, U64]:
+        return take_due(self, now_ms + 1_000, limit)
+
+    patch.setattr(NackTracker, "take_due", taken)
+
+
+def a_time_out_comes_early(patch: pytest.MonkeyPatch) -> None:
+    take_since = InFlight.take_since
+
+    def taken(self: InFlight, before_ms: int, limit: int) -> KeyedRows:
+        return take_since(self, before_ms + 200, limit)
+
+    patch.setattr(InFlight, "take_since", taken)
+
+
+def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    negative_acknowledge = TopicRedelivery.negative_acknowledge
+
+    async def at_once(self: TopicRedelivery, *arguments: Any, **options: Any) -> Any:
+        shard = self._topic.shard
+        opened, shard._acknowledgements_from_s = shard._acknowledgements_from_s, 0.0  # type: ignore[attr-defined]
+        try:
+            return await negative_acknowledge(self, *arguments, **options)
+        finally:
+            shard._acknowledgements_from_s = opened  # type: ignore[attr-defined]
+
+    patch.setattr(TopicRedelivery, "negative_acknowledge", at_once)
+
+
+# ---- how often
+
+
+def a_position_that_is_about_to_wait_is_decided_again(patch: pytest.MonkeyPatch) -> None:
+    async def decidable(self: engine_acknowledging.Acknowledging, state: SubscriptionState, named: Any) -> None:
+        await self._topic.gate.passed()
+        self._topic.check_there(state)
+
+    patch.setattr(engine_acknowledging.Acknowledging, "decidable", decidable)
+
+
+def what_waits_is_counted_again(patch: pytest.MonkeyPatch) -> None:
+    """A request that is repeated counts twice."""
+    stage_found = redelivering.Redelivering.stage_found
+
+    def staged(self: redelivering.Redelivering, state: SubscriptionState, *arguments: Any) -> Any:
+        kept, state.nacks.keys = state.nacks.keys, BitMap64()
+        try:
+            return stage_found(self, state, *arguments)
+        finally:
+            state.nacks.keys = kept
+
+    patch.setattr(redelivering.Redelivering, "stage_found", staged)
+
+
+def messages_of_a_batch_stay_when_their_entry_leaves(patch: pytest.MonkeyPatch) -> None:
+    def nothing(self: Acknowledging, *arguments: Any) -> Iterator[Any]:
+        yield from ()
+
+    patch.setattr(Acknowledging, "end_parts", nothing)
+
+
+# ---- dead letters
+
+
+def a_replay_leaves_its_dead_letter(patch: pytest.MonkeyPatch) -> None:
+    """It is replayed again when the position has left."""
+    _left: Callable[..., None] = DeadLettering._left_dead_letters
+
+    def left(self: DeadLettering, record: ReplayRecord | PurgeRecord) -> None:
+        if isinstance(record, ReplayRecord):
+            self._subscriptions[record.subscription_id].dead_letters_leaving.clear()
+            return
+        _left(self, record)
+
+    patch.setattr(DeadLettering, "_left_dead_letters", left)
+
+
+# The owner is killed again and again, soon after it decided; checkpoints are frequent.
+KILLED = Directed(
+    tuple(Trouble("kill", "put_if_absent", "/journal/", nth, False, 0.3) for nth in (30, 60, 90)),
+    settings=("journal.checkpoint_slots=2", "bucket.min_index_count_per_bucket=12", "bucket.rows_max=36"),
+    chaos_s=20.0,
+)
+
+BUGS = (
+    Bug("nacks", nacks_are_not_journaled),
+    Bug("nacks", a_checkpoint_forgets_what_waits_for_its_redelivery, KILLED),
+    Bug("nacks", a_seal_forgets_what_waits_for_its_redelivery, SELDOM),
+    Bug("nacks", redelivery_times_are_rounded_down),
+    Bug("nacks", what_waits_is_read_from_the_backlog),
+    Bug("nacks", what_waits_comes_back_early),
+    Bug("nacks", a_nack_is_answered_at_once_after_a_takeover, OVERTAKEN),
+    Bug("nacks", messages_of_a_batch_stay_when_their_entry_leaves),
+    Bug("redelivery counts", counts_are_lost_at_a_takeover, KILLED),
+    Bug("redelivery counts", a_position_that_is_about_to_wait_is_decided_again),
+    Bug("redelivery counts", what_waits_is_counted_again),
+    Bug("ack time-outs", a_time_out_comes_early),
+    Bug("dead letters", purges_are_not_journaled),
+    Bug("dead letters", a_seal_forgets_dead_letters, SELDOM),
+    Bug("dead letters", ids_of_dead_letters_are_given_again, KILLED),
+    Bug("dead letters", a_replay_leaves_its_dead_letter),
+    Bug("delay levels", delay_levels_are_lost_with_a_seal_or_checkpoint, KILLED),
+)
