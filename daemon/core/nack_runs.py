@@ -125,6 +125,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def may_have(self, keys: U64) -> bool:
+        """Whether one of the keys may be of these rows."""
+        return len(keys) > 0
+
     def columns(self, start: int = 0) -> NackColumns:
         return self.rows.take(slice(start, None)) if start else self.rows
 

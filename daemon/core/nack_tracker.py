@@ -86,12 +86,12 @@ class FrozenNacks:
         order = np.argsort(keys)
         asked = keys[order]
         for part, start in self.held:
+            if not part.may_have(asked):
+                continue
             columns = part.columns(start)
-            places = np.searchsorted(asked, columns.keys)
-            places[places == len(asked)] = 0
-            hits = np.flatnonzero(asked[places] == columns.keys) if len(asked) else places[:0]
-            if len(hits):
-                found = still_there(columns.take(hits), self.departed, part.born)
+            columns = columns.take(np.isin(columns.keys, asked, kind="sort"))
+            if len(columns):
+                found = still_there(columns, self.departed, part.born)
                 times[order[np.searchsorted(asked, found.keys)]] = found.redeliver_at_ms
         return times
 

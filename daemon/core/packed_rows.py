@@ -124,6 +124,11 @@ class _Layout:
     def bits(self) -> int:
         return self.time_bits + self.time_shift
 
+    @property
+    def low_end(self) -> np.uint64:
+        """No low half is as far from the least."""
+        return np.uint64(1 << self.low_bits)
+
     def first_after(self, time_ms: int) -> int:
         """No integer of a row at or before the time is as large, and each of a later row is; at least 0."""
         if time_ms < self.base_ms:
@@ -270,6 +275,12 @@ class PackedRows:
         else:
             held += sum(plane.nbytes for plane in self.packed)
         return held + self.layout.pages.nbytes
+
+    def may_have(self, keys: U64) -> bool:
+        """Whether one of the keys may be of these rows."""
+        low = keys & LOW_MASK
+        near = (low >= np.uint64(self.layout.low_base)) & (low - np.uint64(self.layout.low_base) < self.layout.low_end)
+        return bool(np.isin(keys[near] >> _SHIFT, self.layout.pages).any())
 
     def place_at(self, index: int, places: PagePlaces) -> Place:
         """(redelivery time, ledger, entry) of a row."""
