@@ -157,7 +157,7 @@ class RedeliveryTruth:
         what = f"topic {topic.name}: {position} of {deliver_at_ms} for subscription {number}"
         base = 0
         if record.added:
-            base = self._count_of_entry(topic, number, position, deliver_at_ms)
+            base = self._count_of_entry(topic, header.slot, number, position, deliver_at_ms, count)
             self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
         row = topic.rows.get(position)
         if row is None:
@@ -171,21 +171,27 @@ class RedeliveryTruth:
         before = row.nacked.get(number)
         self._check_count(topic, row, number, position, count, base, header.epoch, what)
         times = (0 if before is None else before.times) + (count > (base if before is None else before.count))
-        if topic.redeliveries.asked[topic.asked_as(number, position)] < times:
-            self._check_time_out(topic, number, row, f"{what} ({times} times)")
-        elif count > (base if before is None else before.count):
+        asked = topic.redeliveries.asked[topic.asked_as(number, position)]
+        if asked < times and topic.redeliveries.timeout_ms(number) is None:
+            self._breach(f"{what} is negatively acknowledged {times} times, and was asked for {asked} times")
+        if count > (base if before is None else before.count):
             self._check_who(topic, number, position, row, what)
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
 
     @staticmethod
-    def _count_of_entry(topic: TopicTruth, number: int, position: Position, deliver_at_ms: int) -> int:
-        """From where the first count of a part goes on."""
+    def _count_of_entry(
+        topic: TopicTruth, slot: int, number: int, position: Position, deliver_at_ms: int, count: int
+    ) -> int:
+        """From where the first count of a part goes on. What became of its entry in the same slot may come after."""
         if not is_part(position):
             return 0
         for key in (entry_of(position), in_index(entry_of(position), number)):
             row = topic.rows.get(key)
             if row is not None and row.deliver_at_ms == deliver_at_ms and number in topic.owes(row):
-                return row.nacked[number].count if number in row.nacked else 0
+                nacked = row.nacked.get(number)
+                if nacked is None:
+                    return 0
+                return min(nacked.count, count - 1) if nacked.slot == slot else nacked.count
         return 0
 
     def _check_count(
