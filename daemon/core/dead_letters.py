@@ -115,8 +115,11 @@ class DeadLetterFilter:
     def holds_for(self, rows: DeadLetterRows) -> Mask:
         """A mask of the rows."""
         chosen = np.ones(len(rows), np.bool_)
-        if self.ids is not None:
-            chosen &= np.isin(rows.dead_letter_id, self.ids, assume_unique=True)
+        if self.ids is not None and len(rows):
+            # Of many ids few are between the first and the last of the rows.
+            first = self.ids.searchsorted(rows.dead_letter_id[0])
+            end = self.ids.searchsorted(rows.dead_letter_id[-1], side="right")
+            chosen &= np.isin(rows.dead_letter_id, self.ids[first:end], assume_unique=True)
         if self.ledgers is not None:
             chosen &= rows.ledger_id >= np.uint64(self.ledgers[0])
             chosen &= rows.ledger_id <= np.uint64(self.ledgers[1])
@@ -216,7 +219,8 @@ class DeadLetters:
             raise InvariantViolated(f"dead letters {ids[0]} to {ids[-1]} do not ascend from {self.last_id}")
         self.last_id = int(ids[-1])
         self._rows += len(rows)
-        if self._chunks and self._chunks[-1].rows < CHUNK_ROWS:
+        # Chunks that are longer stay as they are: so a row that comes alone is packed a few times, not thousands.
+        while self._chunks and self._chunks[-1].rows < CHUNK_ROWS and self._chunks[-1].rows <= len(rows):
             rows = DeadLetterRows.concat([self._take_out_last(), rows])
         for start in range(0, len(rows), CHUNK_ROWS):
             self._chunks.append(_Chunk.of(rows.take(slice(start, start + CHUNK_ROWS))))
@@ -232,7 +236,7 @@ class DeadLetters:
     def remove(self, ids: U64) -> int:
         """Takes out those of the ids that are there; how many these are."""
         removed = 0
-        asked = np.unique(ids)
+        asked = ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)
         start = 0
         while start < len(asked):
             number = self._chunk_from(int(asked[start]))

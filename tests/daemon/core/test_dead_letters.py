@@ -148,6 +148,24 @@ def test_what_was_frozen_does_not_change(twenty: DeadLetters) -> None:
     assert len(frozen) == 20
 
 
+def test_one_that_comes_alone_costs_little_however_many_came_alone_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is packed as often as the number of a chunk's rows has bits, at most."""
+    packed_rows: list[int] = []
+    pack = dead_letters._Chunk.of
+
+    def counted(rows: DeadLetterRows) -> dead_letters._Chunk:
+        packed_rows.append(len(rows))
+        return pack(rows)
+
+    monkeypatch.setattr(dead_letters._Chunk, "of", counted)
+    there = DeadLetters()
+    for number in range(1, 1_001):
+        there.add(rows([letter(number)]))
+    assert sum(packed_rows) <= 1_000 * dead_letters.CHUNK_ROWS.bit_length()
+    assert len(there._chunks) <= dead_letters.CHUNK_ROWS.bit_length()
+    assert all_pages(there) == [letter(number) for number in range(1, 1_001)]
+
+
 def test_a_dead_letter_takes_few_bytes() -> None:
     """In the order of dying, with a text in common: 64 bytes as plain columns."""
     there = DeadLetters()
