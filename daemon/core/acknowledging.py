@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from daemon.core import batch_parts
+from daemon.core import batch_parts, entitlement
 from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -123,7 +123,7 @@ class Acknowledging:
             if index is self._indexes.shared and other.stored.created_slot < slot
         }
         with index.named_rows(record.rows) as (rows, keys):
-            passed_rows = index.acknowledge(rows, keys, record.subscription_id, entitled)
+            passed_rows = entitlement.acknowledge(index, rows, keys, record.subscription_id, entitled)
             state = self._subscriptions.get(record.subscription_id)
             if state is not None:
                 state.backlog -= passed_rows

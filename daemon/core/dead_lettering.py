@@ -1,4 +1,4 @@
-"""Dead letters of a topic: positions that a subscription gave up, until somebody has them delivered again or purges them.
+"""Dead letters of a topic: positions that a subscription gave up, until they are delivered again or purged.
 
 Owns: the records by which they come and leave, the ids that they get, and applying these records to the lists.
 Does not own: which positions become dead letters (`redelivering`), the lists themselves (`dead_letters`), and that the

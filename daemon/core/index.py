@@ -1,22 +1,19 @@
 """An index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
 
 Owns: the buckets, membership over all of them, what comes and leaves, and the cut for a seal.
-Does not own: what comes due next (`indexes`), who receives rows (`subscription`), requests (`topic`), and what is
-stored (`daemon.durability`).
+Does not own: who is owed its rows (`entitlement`), what comes due next (`indexes`), who receives rows (`subscription`),
+requests (`topic`), and what is stored (`daemon.durability`).
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
     a row waits in its bucket until the head passes it: then it is due, until it is gone
     a damaged bucket is quarantined: its rows are in the index no longer
-
-The shared index is owed to every subscription that is entitled to a row. A subscription's own index is owed to it
-alone: what it acknowledges there is gone, and nothing else is kept of who acknowledged what.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +102,7 @@ class Index:
         return [*self.sealed.values(), *self.sealing, self.mutable]
 
     @property
-    def _tracked(self) -> list[Bucket]:
+    def tracked(self) -> list[Bucket]:
         """The buckets of which it is known what is gone or acknowledged."""
         return [*self.buckets, *self.quarantined.values()]
 
@@ -268,111 +265,6 @@ class Index:
         for damaged in self.quarantined.values():
             damaged.remove(keys - hit)
         return due_rows
-
-    def acknowledged_among(self, keys: BitMap64) -> dict[int, BitMap64]:
-        """Those of the positions that a subscription is owed no longer, by its id."""
-        found: dict[int, BitMap64] = {}
-        for bucket in self.that_may_have(keys):
-            for subscription_id, acknowledged in bucket.acknowledged.items():
-                if acknowledged.intersect(keys):
-                    found.setdefault(subscription_id, BitMap64()).update(acknowledged & keys)
-        return found
-
-    def waive(self, keys: BitMap64, subscription_id: int) -> BitMap64:
-        """A subscription is owed positions no longer; those of them that were in its backlog."""
-        backlog = BitMap64()
-        held = BitMap64()
-        for bucket in self.that_may_have(keys):
-            here = bucket.present & keys
-            held |= here
-            acknowledged = bucket.acknowledged.get(subscription_id, BitMap64())
-            backlog |= (here & bucket.passed) - acknowledged
-            if here:
-                bucket.acknowledged_by(subscription_id).update(here)
-        for damaged in self.quarantined.values():
-            missing = damaged.missing(keys - held)
-            if missing:
-                damaged.acknowledged_by(subscription_id).update(missing)
-        return backlog
-
-    def owed_among(self, keys: BitMap64, subscription_id: int) -> BitMap64:
-        """Those of the positions that are in the backlog of a subscription."""
-        found = BitMap64()
-        for bucket in self.that_may_have(keys):
-            due = bucket.passed & keys
-            found |= due - bucket.acknowledged[subscription_id] if subscription_id in bucket.acknowledged else due
-        return found
-
-    def acknowledge(self, rows: KeyedRows, keys: BitMap64, by: int, entitled: Mapping[int, int]) -> int:
-        """A subscription acknowledged positions; those that nobody is owed any longer are gone.
-
-        `keys`: the set of the positions. `entitled`: subscription id -> since_ms of every subscription; this one is
-        missing if it was deleted since. A row that came due before a subscription was created counts as acknowledged by
-        it. The number of acknowledged rows that the head had passed.
-        """
-        held = BitMap64()
-        passed_rows = 0
-        for bucket in self.that_may_have(keys):
-            if not bucket.present_rows or not bucket.present.intersect(keys):
-                continue
-            hit = bucket.present & keys
-            if self.quarantined:
-                held |= hit
-            if len(entitled) > 1 and by in entitled:
-                hit -= bucket.acknowledged_by(by)
-            passed_rows += hit.intersection_cardinality(bucket.passed)
-            bucket.remove(self._no_longer_owed(bucket, hit, rows, by, entitled))
-        for damaged in self.quarantined.values():
-            missing = damaged.missing(keys - held)
-            if missing:
-                damaged.remove(self._no_longer_owed(damaged, missing, rows, by, entitled))
-        return passed_rows
-
-    def _no_longer_owed(
-        self, bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]
-    ) -> BitMap64:
-        others = [number for number in entitled if number != by]
-        if not others:
-            return hit
-        if by in entitled:
-            bucket.acknowledged_by(by).update(hit)
-        gone = hit
-        for number in others:
-            acknowledged = bucket.acknowledged_by(number)
-            before = rows.rows.deliver_at_ms <= np.uint64(entitled[number])
-            if before.any():
-                acknowledged |= bitmap_of(rows.keys[before]) & hit
-            gone = gone & acknowledged
-        return gone
-
-    def admit(self, subscription_id: int) -> None:
-        """A subscription was created that is not owed what has been passed: that counts as acknowledged by it."""
-        for bucket in self.buckets:
-            if bucket.passed_rows:
-                bucket.acknowledged_by(subscription_id).update(bucket.passed)
-
-    def dismiss(self, subscription_id: int) -> None:
-        """A subscription was deleted; what nobody else was owed is gone already."""
-        for bucket in self._tracked:
-            bucket.acknowledged.pop(subscription_id, None)
-
-    def dismiss_all_but(self, subscriptions: Collection[int]) -> None:
-        """Subscriptions that were deleted since their acknowledgements were stored."""
-        for bucket in self._tracked:
-            bucket.acknowledged = {
-                number: keys for number, keys in bucket.acknowledged.items() if number in subscriptions
-            }
-
-    def owed_to_none_of(self, subscriptions: Sequence[int]) -> BitMap64:
-        """The positions that all of the subscriptions acknowledged; those that are due when there are none."""
-        found = BitMap64()
-        for bucket in self._tracked:
-            sets = [bucket.acknowledged.get(number) for number in subscriptions]
-            if not sets:
-                found |= bucket.passed
-            elif all(sets):
-                found |= BitMap64.intersection(*[keys for keys in sets if keys])
-        return found
 
     # ---- the life of buckets
 

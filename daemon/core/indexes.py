@@ -46,8 +46,8 @@ _Source = tuple[Bucket, bool, SortedRun | None]
 
 
 class Indexes(Mapping[int, Index]):
-    """By number (`formats.index_ids`): a subscription's own ones, made with their first rows; 0 is the shared one, which
-    is always there.
+    """By index id (`formats.index_ids`): a subscription's own ones, made with their first rows; 0 is the shared one,
+    which is always there.
 
     `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
     they are due, until it is applied: they are passed no more.

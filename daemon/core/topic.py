@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core import adding, delay_levels, feeding, limits, trimming
+from daemon.core import adding, delay_levels, entitlement, feeding, limits, trimming
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
@@ -238,7 +238,7 @@ class Topic:
                     self.withdrawals.rescheduled(index, record.rows, elapsed_ms=elapsed_ms)
             case WaiveRecord() if record.subscription_id in self.subscriptions:
                 with self.index.named(record.positions) as keys:
-                    waived = self.index.waive(keys, record.subscription_id)
+                    waived = entitlement.waive(self.index, keys, record.subscription_id)
                     self.subscriptions[record.subscription_id].drop(keys, backlog_rows=len(waived))
 
     def _has_index(self, index_id: int) -> bool:
@@ -250,7 +250,7 @@ class Topic:
                 self.withdrawals.cancelled(index, keys)
                 return
             for state in self._served_by(index):
-                state.drop(keys, backlog_rows=len(index.owed_among(keys, state.subscription_id)))
+                state.drop(keys, backlog_rows=len(entitlement.backlog_among(index, keys, state.subscription_id)))
             index.remove(keys)
 
     def _served_by(self, index: Index) -> list[SubscriptionState]:
@@ -304,7 +304,7 @@ class Topic:
         """
         state = self._new_state(stored)
         if self.subscriptions:
-            self.index.admit(stored.subscription_id)
+            entitlement.admit(self.index, stored.subscription_id)
         else:
             state.backlog = sum(bucket.passed_rows for bucket in self.index.buckets)
         self._coming = state
@@ -321,12 +321,12 @@ class Topic:
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
         """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
         others = [number for number in self.subscriptions if number != subscription_id]
-        return self._gone(self.index.owed_to_none_of(others), GoneReason.NO_SUBSCRIPTION)
+        return self._gone(entitlement.owed_to_none_of(self.index, others), GoneReason.NO_SUBSCRIPTION)
 
     def remove_subscription(self, subscription_id: int) -> None:
         """The subscription is no longer in the topic's manifest; its own index is no more."""
         del self.subscriptions[subscription_id]
-        self.index.dismiss(subscription_id)
+        entitlement.dismiss(self.index, subscription_id)
         self.indexes.remove(subscription_id)
 
     # ---- due

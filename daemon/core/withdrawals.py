@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core import adding
+from daemon.core import adding, entitlement
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
@@ -238,7 +238,7 @@ class Withdrawals:
         A record says so: the bucket of the old row may be dropped before the slot is replayed.
         """
         for leave in decision.leaves:
-            for subscription_id, keys in sorted(leave.index.acknowledged_among(leave.keys).items()):
+            for subscription_id, keys in sorted(entitlement.acknowledged_among(leave.index, leave.keys).items()):
                 positions = leave.index.pages.to_stored(keys)
                 yield WaiveRecord(self._topic_id, self._incarnation, subscription_id, positions)
 

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pyroaring import BitMap64
 
+from daemon.core import entitlement
 from daemon.core.bucket import GoneSet
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
@@ -172,7 +173,7 @@ def restore(
             if tip.applied < sealing.slot:
                 bits = by_bucket.get(sealing.bucket)
                 _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
-    topic.index.dismiss_all_but(topic.subscriptions)
+    entitlement.dismiss_all_but(topic.index, topic.subscriptions)
     redeliveries.restore(topic, objects.progress)
 
 

@@ -73,6 +73,7 @@ def batch(rows: load.Rows) -> tarry.Batch:
         entry_id=rows.entry_id,
         deliver_at_ms=rows.deliver_at_ms,
         key_hash=None,
+        redelivery_count=np.zeros(len(rows), np.uint32),
         received_at_ms=10,
         number=1,
     )

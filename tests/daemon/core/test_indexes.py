@@ -7,13 +7,13 @@ import pytest
 
 from daemon.core.bucket import GoneSet
 from daemon.core.indexes import Indexes
-from storage_backends.formats.index_ids import SHARED
 from daemon.core.mutable_bucket import SealLimits
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentRange
 from storage_backends.formats import manifest
 from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
+from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.rows import Rows
 from tests.daemon.core.journaled_topic import listed
 

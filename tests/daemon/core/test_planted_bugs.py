@@ -11,6 +11,7 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 from pyroaring import BitMap64
 
+from daemon.core import entitlement
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.bucket import Bucket, GoneSet
@@ -243,12 +244,10 @@ def what_comes_back_is_lost_with_its_dispatcher(patch: pytest.MonkeyPatch) -> No
 
 
 def one_acknowledgement_is_enough_for_all(patch: pytest.MonkeyPatch) -> None:
-    def none_else(
-        self: Index, bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]
-    ) -> BitMap64:
+    def none_else(bucket: Bucket, hit: BitMap64, rows: KeyedRows, by: int, entitled: Mapping[int, int]) -> BitMap64:
         return hit
 
-    patch.setattr(Index, "_no_longer_owed", none_else)
+    patch.setattr(entitlement, "_no_longer_owed", none_else)
 
 
 def a_page_is_only_its_ledger(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import containment, feeding, quarantine, trimming
+from daemon.core import containment, entitlement, feeding, quarantine, trimming
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
@@ -82,13 +82,13 @@ def what_nobody_else_is_owed_is_waived_only(patch: pytest.MonkeyPatch) -> None:
 
 
 def only_what_is_due_is_waived(patch: pytest.MonkeyPatch) -> None:
-    waive = Index.waive
+    waive = entitlement.waive
 
-    def waive_due(self: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
-        due = [bucket.passed & keys for bucket in self.buckets]
-        return waive(self, BitMap64.union(BitMap64(), *due), subscription_id)
+    def waive_due(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
+        due = [bucket.passed & keys for bucket in index.buckets]
+        return waive(index, BitMap64.union(BitMap64(), *due), subscription_id)
 
-    patch.setattr(Index, "waive", waive_due)
+    patch.setattr(entitlement, "waive", waive_due)
 
 
 def a_waive_is_forgotten_when_the_topic_is_sealed_or_replayed(patch: pytest.MonkeyPatch) -> None:

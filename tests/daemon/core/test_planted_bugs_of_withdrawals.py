@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import adding, withdrawals
+from daemon.core import adding, entitlement, withdrawals
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
@@ -108,7 +108,7 @@ def a_subscription_takes_rows_out_of_the_shared_index_too(patch: pytest.MonkeyPa
 
 
 def a_claim_that_was_trimmed_is_owed_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Index, "acknowledged_among", lambda self, keys: {})
+    patch.setattr(entitlement, "acknowledged_among", lambda index, keys: {})
 
 
 def a_rescheduled_row_may_lie_before_a_subscription_was_created(patch: pytest.MonkeyPatch) -> None:
