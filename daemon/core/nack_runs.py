@@ -17,11 +17,6 @@ from daemon.core.packed_rows import NackColumns, PackedRows, Place, due_order, p
 from daemon.core.positions import PagePlaces, bitmap_of, contained
 from storage_backends.formats.rows import U64
 
-# Rows that are sorted and packed at once.
-PART_ROWS = 1 << 14
-# So many sets are kept before those between which no rows came are joined.
-SETS_MAX = 64
-
 Mask = npt.NDArray[np.bool_]
 # How often it is guessed until when about as many rows are due as are asked for.
 _GUESSES = 6

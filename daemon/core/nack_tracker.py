@@ -29,8 +29,11 @@ from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of
 from storage_backends.formats.rows import U64
 
 _U64_MAX = (1 << 64) - 1
-# A line packs so many of its rows together first; see `PART_ROWS` for the second time.
+# Rows in any order that are sorted and packed at once.
+PART_ROWS = 1 << 14
+# A line packs so many of its rows together, and then so many of these: without a sort that is twice as fast.
 LINE_ROWS = 1 << 12
+LINE_PART_ROWS = 1 << 15
 # Delays in use at the same time whose rows come in order.
 LINES_MAX = 16
 # Runs that are merged at once.
@@ -43,6 +46,8 @@ STEP_ROWS = 1 << 13
 STEP_ROWS_PER_ROW = 3
 # Fewer entries that do not count are let be.
 DEPARTED_ROWS_MIN = 1 << 12
+# So many sets of what has left are kept before those between which no rows came are joined.
+SETS_MAX = 64
 # How often one call goes on where none of what it read counts.
 PASSES_MAX = 4
 
@@ -134,7 +139,7 @@ class NackTracker:
         self._repack: list[Run] = []
         self._repack_part = 0
         self._step_rows = 0
-        self._sets_max = nack_runs.SETS_MAX
+        self._sets_max = SETS_MAX
         # The first row of which run, at which offset, is known to count.
         self._known_first: tuple[int, int] | None = None
 
@@ -163,13 +168,13 @@ class NackTracker:
         if line is None:
             self.sorted_rows += len(rows)
             self._small.append(self._new_run(batch))
-            self._small = self._settled(self._small, nack_runs.PART_ROWS, self._to_tier)
+            self._small = self._settled(self._small, PART_ROWS, self._to_tier)
         else:
             self.in_order_rows += len(rows)
             line.last_ms = int(redeliver_at_ms[-1])
             line.batches.append(self._new_run(batch))
             line.batches = self._settled(line.batches, LINE_ROWS, line.packed.append)
-            line.packed = self._settled(line.packed, nack_runs.PART_ROWS, self._stays)
+            line.packed = self._settled(line.packed, LINE_PART_ROWS, self._stays)
         self._work(len(rows) + replaced)
 
     def drop(self, keys: BitMap64) -> None:
@@ -322,7 +327,7 @@ class NackTracker:
         """The runs, fewer: together when they are enough, and then they are handed over."""
         runs = [run for run in runs if len(run)]
         if sum(map(len, runs)) >= enough_rows:
-            merged = self._merged(runs)
+            merged = self._merged(runs, enough_rows)
             if merged is not None:
                 take_over(merged)
             return []
@@ -333,10 +338,10 @@ class NackTracker:
         for run in runs:
             by_size.setdefault(len(run).bit_length() // SIZE_BITS, []).append(run)
         group = max(by_size.values(), key=len)
-        merged = self._merged(group)
+        merged = self._merged(group, enough_rows)
         return [run for run in runs if len(run)] + ([] if merged is None else [merged])
 
-    def _merged(self, runs: Sequence[Run]) -> Run | None:
+    def _merged(self, runs: Sequence[Run], part_rows: int) -> Run | None:
         """What still counts of some thousands of rows, in one run; theirs are empty then. None when nothing counts."""
         if len(runs) == 1 and runs[0].is_packed:
             return runs[0]
@@ -354,13 +359,13 @@ class NackTracker:
             return None
         self._entries += len(columns)
         merged = Run()
-        merged.append(self._packed(columns))
+        merged.append(self._packed(columns, part_rows))
         self._register(merged)
         return merged
 
-    def _packed(self, columns: NackColumns) -> list[PackedRows]:
+    def _packed(self, columns: NackColumns, part_rows: int) -> list[PackedRows]:
         born = self._departed.birth()
-        parts = max(1, round(len(columns) / nack_runs.PART_ROWS))
+        parts = max(1, round(len(columns) / part_rows))
         if parts == 1:
             return pack(columns, self._places, born)
         order = np.array_split(due_order(columns, self._places), parts)
@@ -405,7 +410,7 @@ class NackTracker:
             self._step_rows += self._entries
         if len(self._departed) > self._sets_max:
             self._departed.forget(part.born for run in self._runs.values() for part, _ in run.held())
-            self._sets_max = max(nack_runs.SETS_MAX, 2 * len(self._departed))
+            self._sets_max = max(SETS_MAX, 2 * len(self._departed))
 
     def _repack_step(self) -> None:
         """What does not count is left out of one part."""
@@ -420,7 +425,7 @@ class NackTracker:
             self._repack_part = 0
             if not len(run):
                 self._runs.pop(run.number, None)
-            elif run.is_alone and len(run) < nack_runs.PART_ROWS // FAN_OUT:
+            elif run.is_alone and len(run) < PART_ROWS // FAN_OUT:
                 run.is_alone = False
                 self._small.append(run)
 

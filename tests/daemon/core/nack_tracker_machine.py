@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pyroaring import BitMap64
 
-from daemon.core import nack_runs, nack_tracker, packed_rows
+from daemon.core import nack_tracker, packed_rows
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable
 from storage_backends.formats.rows import U64, Rows
@@ -46,9 +46,10 @@ class Nacked(NamedTuple):
 def small() -> Iterator[None]:
     """Inside, a few rows are many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nack_runs, "PART_ROWS", 12)
-        patch.setattr(nack_runs, "SETS_MAX", 2)
+        patch.setattr(nack_tracker, "PART_ROWS", 12)
+        patch.setattr(nack_tracker, "SETS_MAX", 2)
         patch.setattr(nack_tracker, "LINE_ROWS", 5)
+        patch.setattr(nack_tracker, "LINE_PART_ROWS", 14)
         patch.setattr(nack_tracker, "LINES_MAX", 2)
         patch.setattr(nack_tracker, "FAN_OUT", 3)
         patch.setattr(nack_tracker, "SMALL_RUNS_MAX", 3)

@@ -266,7 +266,7 @@ def test_one_position_that_is_nacked_ten_thousand_times_takes_no_more_memory(tra
         most = max(most, tracked.entries)
     assert len(tracked.tracker) == 2
     assert most <= 2 * nack_tracker.SMALL_RUNS_MAX
-    assert len(tracked.tracker._departed) <= nack_runs.SETS_MAX + 1
+    assert len(tracked.tracker._departed) <= nack_tracker.SETS_MAX + 1
     assert len(tracked.tracker._due) <= 4 * nack_tracker.SMALL_RUNS_MAX
     assert tracked.due(NOW_MS + HOUR_MS + 10_000) == [(NOW_MS + 9_999 + HOUR_MS, 1, 1)]
 
@@ -351,6 +351,25 @@ def test_packed_rows_are_found_and_read_from_any_row_on(bitmap: bool, data: st.D
             assert part.due_end(now_ms, 0) == sum(time_ms <= now_ms for time_ms in there)
 
 
+def test_what_is_taken_while_runs_are_merged_is_complete_and_in_order(tracked: Tracked) -> None:
+    """Also when all that was merged already has been taken."""
+    times = np.random.default_rng(393).permutation(36).astype(np.uint64)
+    taken, emptied = [], 0
+    with nack_tracker_machine.small():
+        for first in range(0, 36, 12):
+            tracked.nack(np.arange(first, first + 12), times[first : first + 12])
+        for more in range(60):
+            merged_rows = sum(len(merge.run) for merge in tracked.tracker._merges)
+            emptied += merged_rows > 0
+            taken += [place for _ in range(merged_rows) for place in tracked.due(999, limit=1)]
+            # Some more is merged.
+            tracked.nack([100 + more], 1_000)
+        taken += tracked.all_due(999)
+    assert emptied > 2
+    assert [time_ms for time_ms, _, _ in taken] == list(range(36))
+    assert len(tracked.all_due(1_000)) == 60
+
+
 # ---- the machine, and what it finds
 
 
@@ -398,8 +417,8 @@ def what_is_joined_touches_rows_that_come_later(patch: pytest.MonkeyPatch) -> No
 
 
 def rows_are_due_a_millisecond_early(patch: pytest.MonkeyPatch) -> None:
-    due_end = PackedRows.due_end
-    patch.setattr(PackedRows, "due_end", lambda self, now_ms, start: due_end(self, now_ms + 1, start))
+    take_due = NackTracker.take_due
+    patch.setattr(NackTracker, "take_due", lambda self, now_ms, limit: take_due(self, now_ms + 1, limit))
 
 
 def runs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -476,7 +495,6 @@ BUGS: list[Plant] = [
     pages_are_in_the_order_they_came_in,
     a_line_takes_rows_that_are_due_before_its_last,
     a_merge_forgets_what_is_left_of_its_last_source,
-    a_run_that_was_emptied_is_not_looked_at_again,
     a_part_that_is_packed_anew_keeps_its_birth,
     a_time_that_is_not_a_multiple_is_cut,
 ]
@@ -488,3 +506,9 @@ def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> 
     # Which example is the smallest is not asked.
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         machine(runs=1_000, steps=50, phases=(hypothesis.Phase.generate,))
+
+
+def test_a_planted_bug_of_merging_is_found(tracked: Tracked, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_run_that_was_emptied_is_not_looked_at_again(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_is_taken_while_runs_are_merged_is_complete_and_in_order(tracked)
