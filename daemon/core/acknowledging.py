@@ -2,8 +2,8 @@
 
 Owns: which positions of a request are acknowledged, the records that say so, and applying them; that the messages of a
 batch leave with their entry.
-Does not own: what dispatchers hold (`in_flight`), finding rows that are in no hand (`claims`), and what is gone
-(`index`).
+Does not own: what dispatchers hold (`in_flight`), finding rows that are in no hand (`claims`), and which rows are gone
+then (`entitlement`).
 """
 
 from __future__ import annotations

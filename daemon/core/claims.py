@@ -1,7 +1,7 @@
 """Positions that a dispatcher claims to have been handed out, and finding them in the backlog of a subscription.
 
 Owns: claims, and in which of the subscription's indexes they are: the shared one is asked first, then its own.
-Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`topic`).
+Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`acknowledging`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Positions that are delivered no more: the dead letters of one subscription.
 
 Owns: their columns in memory, by ascending id; finding them page by page; taking them out.
-Does not own: what makes one and what becomes of it (`redelivering`), and stored forms (`storage_backends.formats`).
+Does not own: what makes one (`redelivering`), what becomes of it (`dead_lettering`), and stored forms
+(`storage_backends.formats`).
 
 They are kept in chunks of packed columns, those that left are marked; a chunk of which more than half has left is
 packed anew. So a page and a removal look at few rows at once, however many there are.

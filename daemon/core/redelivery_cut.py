@@ -1,7 +1,7 @@
 """What was negatively acknowledged of a topic, its dead letters and its levels, as of one moment.
 
 Owns: the frozen values, and taking them.
-Does not own: the stored form (`daemon.durability.progress`), and putting them back (`redelivering`, `level_rows`).
+Does not own: the stored form (`daemon.durability.redeliveries`), and putting them back (`redelivering`, `level_rows`).
 """
 
 from __future__ import annotations
