@@ -214,13 +214,12 @@ class Redelivering:
 
     def extend(self, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int) -> int:
         """Positions that a dispatcher holds with that time are IN_FLIGHT since now; how many it does not hold so."""
-        rows = len(positions)
         for index in self._indexes.serving(state.subscription_id):
             moved = state.in_flight.move(
                 positions.keys_in(index), positions.deliver_at_ms, (dispatcher,), dispatcher, elapsed_ms=elapsed_ms
             )
-            rows -= int(np.count_nonzero(moved))
-        return rows
+            positions = positions.take(~moved)
+        return len(positions)
 
     # ---- one decision
 

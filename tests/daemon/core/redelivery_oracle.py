@@ -134,6 +134,10 @@ class RedeliveryOracle(Oracle):
     def was_handed_out(self, at: Place) -> bool:
         return any(at in receiver.counts for receiver in self.subscribers.values())
 
+    def is_staged(self, positions: Iterable[Position], *, to_leave: bool = False) -> bool:
+        dying = {position_of(dead.place) for _, _, dead in self.staged_dead}
+        return super().is_staged(positions, to_leave=to_leave) or bool(dying & {*positions})
+
     # ---- messages of batches leave with their entry
 
     def stage_acknowledgement(self, number: int, place: Place) -> None:

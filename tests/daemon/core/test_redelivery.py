@@ -316,6 +316,14 @@ def test_what_is_extended_is_there_since_then() -> None:
     assert nacking.stage_overdue(topic, state, 70, on, 9).nacks.keys() == {(0, *P)}
 
 
+def test_a_position_that_is_held_as_two_rows_is_extended_as_one() -> None:
+    topic, state = served()
+    topic.add([P], NOW_MS)
+    topic.add([P], NOW_MS, state.subscription_id)
+    assert handed(topic, state) == [(P, 0), (P, 0)]
+    assert topic.core.redelivery.extend(state, claims_of([(P, NOW_MS), (Q, NOW_MS)]), LISTENER, elapsed_ms=70) == 1
+
+
 # ---- positions that were never added
 
 
