@@ -11,6 +11,8 @@ A position that a staged negative acknowledgement names is in no hand until that
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from daemon.core import limits
@@ -89,23 +91,30 @@ class Acknowledging:
         topic.check_there(state)
         if not topic.core.redelivery.is_staged(state, named):
             return
+        async with self._in_time("a slot that names the positions was not durable"):
+            while topic.core.redelivery.is_staged(state, named):
+                await topic.shard.commits.settled()
+                await topic.gate.passed()
+                topic.check_there(state)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, what: str) -> AsyncIterator[None]:
+        """Raises Unavailable when it takes too long."""
         try:
             async with asyncio.timeout(STALL_ANSWER_S):
-                while topic.core.redelivery.is_staged(state, named):
-                    await topic.shard.commits.settled()
-                    await topic.gate.passed()
-                    topic.check_there(state)
+                yield
         except TimeoutError:
-            raise Unavailable(
-                f"topic {topic.core.name}: a slot that names the positions was not durable for {STALL_ANSWER_S:.0f} s; "
-                "try again"
-            ) from None
+            raise Unavailable(f"topic {self._topic.core.name}: {what} for {STALL_ANSWER_S:.0f} s; try again") from None
 
     async def find(self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions) -> KeyedRows:
         """Claimed rows that are due and not IN_FLIGHT: READY, NACKED, or held over from an earlier stream.
 
-        When this returns, a request that names the positions may be decided, as after `decidable`.
+        When this returns, a request that names the positions may be decided, as after `decidable`. Raises Unavailable
+        when what is due cannot be read.
         """
+        # What a former owner handed out may not have been passed here.
+        async with self._in_time("what is due could not be read"):
+            await self._topic.settle_due()
         if not len(self._topic.core.in_backlog(state, claims)):
             return KeyedRows.empty()
         seen: SeenRows = {}

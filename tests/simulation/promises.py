@@ -391,6 +391,9 @@ class Promises:
     def _check_left(self, asked: Withdrawal, position: Position) -> None:
         """It was said to be cancelled or rescheduled."""
         sent = asked.sent
+        if sent.indexes == ():
+            # The subscription was created since.
+            return
         keys = sent.keys(position)
         if not any(self._left_since(sent, key) for key in keys):
             self._breach(sent, f"{position} was answered to have left, and has not")
