@@ -116,8 +116,10 @@ class DeadLettering:
 
     def buried(self, record: DeadLetterRecord) -> None:
         """Positions are dead letters."""
-        state = self._subscriptions[record.subscription_id]
+        state, index = self._subscriptions[record.subscription_id], self._indexes.of(record.index_id)
         rows = record.rows
+        # Those that have no row.
+        index.staged.applied(bitmap_of(index.pages.find(rows.ledger_id, rows.entry_id)))
         entry_id, batch_index = rows.entry_id, np.full(len(rows), NO_BATCH_INDEX, np.uint32)
         if is_of_batch_parts(record.index_id):
             entry_id, batch_index = of_part(entry_id)

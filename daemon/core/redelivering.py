@@ -36,7 +36,7 @@ from daemon.core.indexes import Indexes
 from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.index_ids import batch_parts_of, is_of_batch_parts, part_entry_id
+from storage_backends.formats.index_ids import batch_parts_of, part_entry_id
 from storage_backends.formats.journal import (
     DeadLetterReason,
     DeadLetterRecord,
@@ -255,18 +255,19 @@ class Redelivering:
         terms: Terms,
     ) -> Iterator[Record]:
         """The same of positions that have no row: those that come back get one."""
+        index = self._indexes.of(index_id)
+        # Also of those that die: a row that came in the slot of that might leave with it.
+        keys = bitmap_of(index.pages.intern(rows.ledger_id, rows.entry_id))
+        index.staged.add(keys)
+        state.nacking |= keys
         dead = how.are_dead(counts, terms.max_count)
         if dead.any():
             dying = rows.take(dead)
             yield self._dead_letters(state, index_id, dying, counts[dead], how, terms)
-            if not is_of_batch_parts(index_id):
+            if not index.of_batch_parts:
                 yield from self._acknowledging.end_parts(state, dying.ledger_id, dying.entry_id)
         if not dead.all():
             stays = rows.take(~dead)
-            index = self._indexes.of(index_id)
-            keys = bitmap_of(index.pages.intern(stays.ledger_id, stays.entry_id))
-            index.staged.add(keys)
-            state.nacking |= keys
             yield self._nack(state, index, stays, counts[~dead], how.take(~dead), terms, added=True)
 
     def _nack(

@@ -258,6 +258,7 @@ class RedeliveryOracle(Oracle):
             self.stage_acknowledgement(number, at)
             return
         # It has no row, or one that is missing.
+        self.subscribers[number].nacking.add(at)
         self.staged_acknowledgements.append((number, at))
         if not index_ids.is_of_batch_parts(at[0]):
             self.end_messages(number, position_of(at))
@@ -292,7 +293,8 @@ class RedeliveryOracle(Oracle):
             dead = self.subscribers[number].dead[dead_letter_id]
             index = number if not index_ids.is_of_batch_parts(dead.place[0]) else dead.place[0]
             place = (index, *dead.place[1:])
-            if place in self.rows or place in self.staged_adds:
+            dying = {at for _, at in self.staged_acknowledgements}
+            if place in self.rows or place in self.staged_adds or place in dying:
                 skipped += 1
                 continue
             replayed[dead_letter_id] = place

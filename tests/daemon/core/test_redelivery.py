@@ -11,7 +11,7 @@ from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import BATCH_BITS
 from tests.daemon.core import nacking, withdrawing
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, Until, claims_of, listed
+from tests.daemon.core.journaled_topic import JournaledTopic, Position, Until, batch_of, claims_of, listed
 from tests.daemon.core.oracle import Claim
 from tests.daemon.core.redelivery_invariants import dead_letters, listed_dead_letters
 from tests.daemon.core.redelivery_oracle import REJECTED, TOO_OFTEN
@@ -461,6 +461,19 @@ def test_ids_of_dead_letters_are_never_given_again(after: Stored) -> None:
         assert handed(topic, state) == [(R, 0)]
         nacking.nack(topic, state, [(R, NOW_MS)], reject=True, text="worst")
     assert [*dead(state)] == [1, 3]
+
+
+def test_a_row_that_was_accepted_does_not_leave_with_a_dead_letter_of_its_slot() -> None:
+    topic, state = served()
+    owner, on = state.subscription_id, nacking.terms(NOW_MS)
+    topic.stage_add(batch_of([Q], deliver_at_ms=[NOW_MS + 50]), owner)
+    nacking.stage_nack(topic, state, [Claim(P, 0)], on, reject=True)
+    added = topic.stage_add(batch_of([P], deliver_at_ms=[NOW_MS + 50]), owner)
+    topic.commit()
+    assert topic.core.indexes.present_rows == 1 + added.accepted
+    assert len(state.dead_letters) == 1
+    assert topic.add([P], NOW_MS + 60, owner).accepted == 1 - added.accepted
+    assert not topic.core.redelivery.is_staged(state, claims_of([Claim(P, 0)]))
 
 
 def test_a_dead_letter_of_a_subscription_that_was_deleted_since_left_the_index() -> None:
