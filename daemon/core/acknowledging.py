@@ -68,13 +68,9 @@ class Acknowledging:
             return ()
         state.withdraw(bitmap_of(found.keys))
         records: list[AcknowledgeRecord] = []
-        owners = self._indexes.places.owners(found.keys)
-        for index in self._indexes.serving(state.subscription_id):
-            here = owners == np.uint64(index.subscription_id)
-            if here.any():
-                part = found if here.all() else found.take(here)
-                rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
-                records += self._leave(state, index, rows, part.keys)
+        for index, part in self._indexes.parts_of(found, state.subscription_id):
+            rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
+            records += self._leave(state, index, rows, part.keys)
         return tuple(records)
 
     def _leave(self, state: SubscriptionState, index: Index, rows: Rows, keys: U64) -> Iterator[AcknowledgeRecord]:

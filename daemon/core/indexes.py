@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import quarantine
@@ -94,6 +95,14 @@ class Indexes(Mapping[int, Index]):
         parts = self._by_id.get(batch_parts_of(subscription_id))
         entries = self.of_entries(subscription_id)
         return entries if parts is None else [*entries, parts]
+
+    def parts_of(self, rows: KeyedRows, subscription_id: int) -> Iterator[tuple[Index, KeyedRows]]:
+        """Rows that a subscription is owed, apart by the index that they are of."""
+        owners = self.places.owners(rows.keys)
+        for index in self.serving(subscription_id):
+            here = owners == np.uint64(index.subscription_id)
+            if here.any():
+                yield index, rows if here.all() else rows.take(here)
 
     def remove(self, subscription_id: int) -> None:
         """The subscription is no more, and nobody else is owed anything of its own indexes."""

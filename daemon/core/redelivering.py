@@ -204,12 +204,8 @@ class Redelivering:
         """
         rows = state.in_flight.take_since(before_ms, limit)
         records: list[Record] = []
-        owners = self._indexes.places.owners(rows.keys)
-        for index in self._indexes.serving(state.subscription_id):
-            here = owners == np.uint64(index.subscription_id)
-            if here.any():
-                part = rows if here.all() else rows.take(here)
-                records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
+        for index, part in self._indexes.parts_of(rows, state.subscription_id):
+            records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
         return tuple(records)
 
     def extend(self, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -38,8 +38,32 @@ class DeadLetterReason(enum.IntEnum):
     REJECTED = 2
 
 
+class _OfRows:
+    __slots__ = ()
+    rows: Rows
+
+    @property
+    def row_count(self) -> int:
+        """How many rows the record names."""
+        return len(self.rows)
+
+
+class _OfPositions:
+    __slots__ = ()
+    positions: tuple[PositionBitmap, ...]
+
+    def __post_init__(self) -> None:
+        if not position_bitmap.in_order(self.positions):
+            raise ValueError("the bitmaps of positions do not ascend by ledger and page")
+
+    @property
+    def row_count(self) -> int:
+        """How many positions the record names. As much work as its bitmaps are large."""
+        return position_bitmap.count_of(self.positions)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AddRecord:
+class AddRecord(_OfRows):
     """Rows that were accepted into the index `subscription_id` (`index_ids`), by `delay_level`; 0 = by none."""
 
     topic_id: str
@@ -48,14 +72,9 @@ class AddRecord:
     rows: Rows
     delay_level: int = 0
 
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class RescheduleRecord:
+class RescheduleRecord(_OfRows):
     """Rows that take the place of those of their positions in the index `subscription_id`. None of them was due."""
 
     topic_id: str
@@ -63,14 +82,9 @@ class RescheduleRecord:
     subscription_id: int
     rows: Rows
 
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class AcknowledgeRecord:
+class AcknowledgeRecord(_OfRows):
     """Rows of an index that a subscription acknowledged; they carry no key hash."""
 
     topic_id: str
@@ -82,14 +96,9 @@ class AcknowledgeRecord:
     def __post_init__(self) -> None:
         _check_index(self)
 
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class GoneRecord:
+class GoneRecord(_OfPositions):
     """Positions that left the index `subscription_id`, due or not."""
 
     topic_id: str
@@ -98,17 +107,9 @@ class GoneRecord:
     reason: GoneReason
     positions: tuple[PositionBitmap, ...]
 
-    def __post_init__(self) -> None:
-        _check_order(self.positions)
-
-    @property
-    def row_count(self) -> int:
-        """How many positions the record names. As much work as its bitmaps are large."""
-        return position_bitmap.count_of(self.positions)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class WaiveRecord:
+class WaiveRecord(_OfPositions):
     """Positions that a subscription is owed no longer, due or not: they were trimmed for it.
 
     What nobody else is owed is named by a `GoneRecord` in the same slot.
@@ -119,17 +120,9 @@ class WaiveRecord:
     subscription_id: int
     positions: tuple[PositionBitmap, ...]
 
-    def __post_init__(self) -> None:
-        _check_order(self.positions)
-
-    @property
-    def row_count(self) -> int:
-        """How many positions the record names. As much work as its bitmaps are large."""
-        return position_bitmap.count_of(self.positions)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class NackRecord:
+class NackRecord(_OfRows):
     """Rows of an index that a subscription negatively acknowledged.
 
     `redeliver_at_ms`: u64[n], when they come back; `redelivery_count`: u32[n], how often that happened to each, this
@@ -149,14 +142,9 @@ class NackRecord:
         _check_index(self)
         _check_columns(self)
 
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class DeadLetterRecord:
+class DeadLetterRecord(_OfRows):
     """Positions that became dead letters of a subscription, and leave its backlog as if it had acknowledged them; they
     need not have rows in the index.
 
@@ -179,14 +167,9 @@ class DeadLetterRecord:
         _check_index(self)
         _check_columns(self)
 
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class ReplayRecord:
+class ReplayRecord(_OfRows):
     """Dead letters that are delivered again: `rows` of an index of the subscription, not the shared one.
 
     `dead_letter_id`: u64[n], which dead letter each was.
@@ -204,11 +187,6 @@ class ReplayRecord:
         _check_columns(self)
         if self.index_id == index_ids.SHARED:
             raise ValueError("dead letters are not replayed into the shared index")
-
-    @property
-    def row_count(self) -> int:
-        """How many rows the record names."""
-        return len(self.rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -247,11 +225,6 @@ COLUMNS: Final[Mapping[type[Any], tuple[str, ...]]] = MappingProxyType(
         PurgeRecord: ("dead_letter_id",),
     }
 )
-
-
-def _check_order(positions: Sequence[PositionBitmap]) -> None:
-    if not position_bitmap.in_order(positions):
-        raise ValueError("the bitmaps of positions do not ascend by ledger and page")
 
 
 def _check_index(record: AcknowledgeRecord | NackRecord | DeadLetterRecord | ReplayRecord) -> None:
