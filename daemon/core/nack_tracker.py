@@ -179,7 +179,8 @@ class NackTracker:
 
     def drop(self, keys: BitMap64) -> None:
         """The positions of the set wait no more; those that do not are let be."""
-        self._work(self._leave(keys))
+        # Of a million that leave at once the work is for later calls.
+        self._work(min(self._leave(keys), STEP_ROWS))
 
     def _leave(self, keys: BitMap64) -> int:
         if not self.keys.intersect(keys):

@@ -287,6 +287,28 @@ def test_entries_that_do_not_count_are_packed_away_when_they_are_more_than_half(
     assert len(tracked.all_due(NOW_MS + HOUR_MS)) == rows // 3 + 1
 
 
+def test_a_great_many_that_leave_at_once_are_packed_away_later(
+    tracked: Tracked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, steps = 200_000, list[None]()
+    keys = tracked.nack(np.arange(rows), NOW_MS + HOUR_MS + np.arange(rows, dtype=np.uint64) * 7919 % HOUR_MS)
+    step = NackTracker._repack_step
+
+    def counted(tracker: NackTracker) -> None:
+        steps.append(None)
+        step(tracker)
+
+    monkeypatch.setattr(NackTracker, "_repack_step", counted)
+    keys.remove_range(0, 1_000)
+    tracked.tracker.drop(keys)
+    assert len(steps) <= 3
+    assert tracked.entries > rows // 2
+    for _ in range(rows // nack_tracker.STEP_ROWS):
+        tracked.due(NOW_MS)
+    assert tracked.entries <= 2 * 1_000 + nack_tracker.DEPARTED_ROWS_MIN
+    assert len(tracked.all_due(NOW_MS + 2 * HOUR_MS)) == 1_000
+
+
 def test_rows_in_due_order_cost_no_sort_and_others_are_counted(tracked: Tracked) -> None:
     tracked.nack([1, 2], u64(100, 200))
     tracked.nack([3], 200)
