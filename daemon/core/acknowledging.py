@@ -75,7 +75,7 @@ class Acknowledging:
 
     def _leave(self, state: SubscriptionState, index: Index, rows: Rows, keys: U64) -> Iterator[AcknowledgeRecord]:
         state.acknowledging |= bitmap_of(keys)
-        yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.subscription_id)
+        yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
         if not index.of_batch_parts:
             yield from self.end_parts(state, rows.ledger_id, rows.entry_id)
 

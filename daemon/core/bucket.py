@@ -43,17 +43,16 @@ class GoneSet:
 class Bucket:
     """The sets of one bucket. `gone` is None in the mutable bucket: there gone means removed.
 
-    `name`: the object name, empty for the mutable bucket. `subscription_id`: whose own index its rows are in, 0 for the
-    shared one. `pages`: the ordinals of the pages that it has or had
-    positions of. `levels`: hears of what is passed and what is gone; None while the bucket is in no index. Counts are
-    kept, never taken from a bitmap.
+    `name`: the object name, empty for the mutable bucket. `index_id`: the index that its rows are in. `pages`: the
+    ordinals of the pages that it has or had positions of. `levels`: hears of what is passed and what is gone; None
+    while the bucket is in no index. Counts are kept, never taken from a bitmap.
     """
 
     pages: Set[int] = frozenset()
 
-    def __init__(self, name: str, present: BitMap64, gone: GoneSet | None, subscription_id: int) -> None:
+    def __init__(self, name: str, present: BitMap64, gone: GoneSet | None, index_id: int) -> None:
         self.name = name
-        self.subscription_id = subscription_id
+        self.index_id = index_id
         self.present = present
         self.passed = BitMap64()
         self.gone = gone

@@ -116,7 +116,7 @@ def find_in_backlog(
             continue
         found, lacking = index.find_loaded(here.keys_in(index), here.deliver_at_ms, seen)
         missing += lacking
-        owed = state.owes(found) if len(found) and not index.subscription_id else None
+        owed = state.owes(found) if len(found) and not index.index_id else None
         found = found if owed is None else found.take(owed)
         if len(indexes) > 1:
             # A claim is for one row, though each index has one of that position and time.

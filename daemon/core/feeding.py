@@ -31,7 +31,7 @@ def feed(
     `coming`: a subscription that is being created: what is passed now is counted for it. `reader` makes one that stands
     at the head.
     """
-    shared = [each for each in passed if not each.bucket.subscription_id]
+    shared = [each for each in passed if not each.bucket.index_id]
     everything: KeyedRows | None = None
     owed_by: list[list[KeyedRows]] = []
     owed_whole = not states
@@ -41,7 +41,7 @@ def feed(
         owed_whole = owed_whole or complete
         came = shared
         if len(shared) < len(passed):
-            own = [each for each in passed if subscription_of(each.bucket.subscription_id) == state.subscription_id]
+            own = [each for each in passed if subscription_of(each.bucket.index_id) == state.subscription_id]
             came = [*shared, *own]
             owed = [*owed, *(each.rows for each in own)]
             complete = complete and not own
@@ -118,7 +118,7 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
         ready = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, left_out)
-            mask = state.owes(owed) if len(owed) and not bucket.subscription_id else None
+            mask = state.owes(owed) if len(owed) and not bucket.index_id else None
             ready.append(owed if mask is None else owed.take(mask))
         rows = KeyedRows.concat(ready)
         if len(rows):

@@ -31,7 +31,7 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.staged import StagedKeys
 from daemon.errors import InvariantViolated
-from storage_backends.formats.index_ids import is_of_batch_parts
+from storage_backends.formats.index_ids import SHARED, is_of_batch_parts
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.rows import U64, Rows
@@ -59,14 +59,14 @@ SeenRows = dict[tuple[str, int], KeyedRows]
 
 
 class Index:
-    """`subscription_id`: whose own index it is, 0 for the shared one.
+    """`index_id`: which index of the topic it is (`formats.index_ids`).
 
     `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
     were being acknowledged when these were quarantined.
     """
 
-    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int, subscription_id: int = 0) -> None:
-        self.subscription_id = subscription_id
+    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int, index_id: int = SHARED) -> None:
+        self.index_id = index_id
         self.pages = pages
         self.cache = cache
         self.staged = StagedKeys(pages)
@@ -81,7 +81,7 @@ class Index:
         self._left_out: set[str] = set()
 
     def _new_mutable(self, now_ms: int) -> MutableBucket:
-        bucket = MutableBucket(self.pages, horizon_ms=now_ms, subscription_id=self.subscription_id)
+        bucket = MutableBucket(self.pages, horizon_ms=now_ms, index_id=self.index_id)
         bucket.levels = self.levels
         return bucket
 
@@ -90,7 +90,7 @@ class Index:
     @property
     def of_batch_parts(self) -> bool:
         """Whether its positions are messages of entries (`formats.index_ids`)."""
-        return is_of_batch_parts(self.subscription_id)
+        return is_of_batch_parts(self.index_id)
 
     @property
     def memory_buckets(self) -> list[MutableBucket]:

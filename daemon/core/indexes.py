@@ -63,8 +63,8 @@ class Indexes(Mapping[int, Index]):
         self._by_id: dict[int, Index] = {}
         self.shared = self.of(SHARED)
 
-    def __getitem__(self, subscription_id: int) -> Index:
-        return self._by_id[subscription_id]
+    def __getitem__(self, index_id: int) -> Index:
+        return self._by_id[index_id]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_id)
@@ -72,13 +72,13 @@ class Indexes(Mapping[int, Index]):
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def of(self, subscription_id: int) -> Index:
-        """The subscription's own index, which is made if there is none."""
-        index = self._by_id.get(subscription_id)
+    def of(self, index_id: int) -> Index:
+        """The index of that number, which is made if there is none."""
+        index = self._by_id.get(index_id)
         if index is None:
-            pages = PageTable(self.places, owner=subscription_id)
-            index = Index(pages, self.cache, now_ms=self._horizon_ms, subscription_id=subscription_id)
-            self._by_id[subscription_id] = index
+            pages = PageTable(self.places, owner=index_id)
+            index = Index(pages, self.cache, now_ms=self._horizon_ms, index_id=index_id)
+            self._by_id[index_id] = index
         return index
 
     def of_entries(self, subscription_id: int | None = None) -> list[Index]:
@@ -100,7 +100,7 @@ class Indexes(Mapping[int, Index]):
         """Rows that a subscription is owed, apart by the index that they are of."""
         owners = self.places.owners(rows.keys)
         for index in self.serving(subscription_id):
-            here = owners == np.uint64(index.subscription_id)
+            here = owners == np.uint64(index.index_id)
             if here.any():
                 yield index, rows if here.all() else rows.take(here)
 

@@ -26,6 +26,7 @@ from daemon.core.key_order import KeyOrder
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.runs import SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated
+from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.rows import U32, U64, Rows
 
 # How far ahead of the clock rows are sorted, and how early the next stretch is.
@@ -85,9 +86,9 @@ class MutableBucket(Bucket):
     """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
 
     def __init__(
-        self, pages: PageTable, *, horizon_ms: int, subscription_id: int = 0, fifo_runs_max: int = RUNS_MAX
+        self, pages: PageTable, *, horizon_ms: int, index_id: int = SHARED, fifo_runs_max: int = RUNS_MAX
     ) -> None:
-        super().__init__("", BitMap64(), None, subscription_id)
+        super().__init__("", BitMap64(), None, index_id)
         self._pages = pages
         self.pages: set[int] = set()
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)

@@ -233,7 +233,7 @@ class Redelivering:
         if dead.any():
             dying = rows.take(dead)
             state.acknowledging |= bitmap_of(dying.keys)
-            yield self._dead_letters(state, index.subscription_id, dying.rows, counts[dead], how, terms)
+            yield self._dead_letters(state, index.index_id, dying.rows, counts[dead], how, terms)
             if not index.of_batch_parts:
                 yield from self._acknowledging.end_parts(state, dying.rows.ledger_id, dying.rows.entry_id)
         if not dead.all():
@@ -284,7 +284,7 @@ class Redelivering:
             self._topic_id,
             self._incarnation,
             state.subscription_id,
-            index.subscription_id,
+            index.index_id,
             rows,
             rounded_up(wanted_ms, terms.precision_bits),
             counts,

@@ -66,7 +66,7 @@ class Asked:
     def first_ms_of(self, bucket: Bucket) -> int:
         """No earlier row of the bucket is asked for: of the shared index a subscription is owed what is later than its
         creation."""
-        if self.subscription_id is None or bucket.subscription_id:
+        if self.subscription_id is None or bucket.index_id:
             return self.first_ms
         return max(self.first_ms, self.since_ms + 1)
 
@@ -145,7 +145,7 @@ def part_of(bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -
     first_ms = asked.first_ms_of(bucket)
     if isinstance(bucket, MutableBucket):
         columns = bucket.columns_of(_wanted(bucket, asked, leaving), {})
-        return MemoryPart(bucket.subscription_id, first_ms, columns)
+        return MemoryPart(bucket.index_id, first_ms, columns)
     if not isinstance(bucket, SealedBucket):
         raise InvariantViolated(f"bucket {bucket.name} is neither sealed nor in memory")
     if not asked.may_be_in(bucket):
@@ -160,7 +160,7 @@ def part_of(bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -
         start = bucket.head.place
         if len(bucket.late):
             late = bucket.late.rows.take(slice(bucket.late.offset, bucket.late.stop))
-    return SealedPart(bucket.subscription_id, bucket.name, bucket.table, pages, first_ms, wanted, start, late)
+    return SealedPart(bucket.index_id, bucket.name, bucket.table, pages, first_ms, wanted, start, late)
 
 
 def _is_whole(bucket: SealedBucket, subscription_id: int | None, leaving: BitMap64) -> bool:

@@ -149,7 +149,7 @@ class Topic:
             admit=admit,
         )
         records = tuple(
-            AddRecord(self.topic_id, self.incarnation, index.subscription_id, rows, level)
+            AddRecord(self.topic_id, self.incarnation, index.index_id, rows, level)
             for index, of_levels in zip(indexes, accepted, strict=True)
             for level, rows in of_levels
         )
@@ -257,7 +257,7 @@ class Topic:
         """The subscriptions that are owed rows of an index."""
         if index is self.index:
             return list(self.subscriptions.values())
-        return [self.subscriptions[subscription_of(index.subscription_id)]]
+        return [self.subscriptions[subscription_of(index.index_id)]]
 
     # ---- what is there
 

@@ -111,7 +111,7 @@ def departure(
         waived,
         subscription_id or 0,
         rows,
-        index_id=index.subscription_id,
+        index_id=index.index_id,
     )
 
 

@@ -155,7 +155,7 @@ class Withdrawals:
             GoneRecord(
                 self._topic_id,
                 self._incarnation,
-                leave.index.subscription_id,
+                leave.index.index_id,
                 GoneReason.CANCELLED,
                 leave.index.pages.to_stored(leave.keys),
             )
@@ -182,7 +182,7 @@ class Withdrawals:
         raised_index = np.empty(0, np.uint32)
         raised_rows, raised = adding.raised(rows, floor_ms)
         for leave in decision.leaves:
-            number = leave.index.subscription_id
+            number = leave.index.index_id
             if number == SHARED and raised is not None:
                 raised_index = _rows(leave.chosen & raised)
             new = raised_rows if number == SHARED else rows

@@ -49,5 +49,5 @@ def part_of(cut: TopicCut) -> checkpoint.TopicPart:
 
 def _sealing_part(cut: SealCut) -> checkpoint.SealingPart:
     return checkpoint.SealingPart(
-        bucket=cut.key, slot=cut.slot, rows=cut.rows.kept().rows, subscription_id=cut.subscription_id
+        bucket=cut.key, slot=cut.slot, rows=cut.rows.kept().rows, subscription_id=cut.index_id
     )

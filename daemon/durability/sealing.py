@@ -21,13 +21,13 @@ from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
 from daemon.durability.crash_points import crash_point
 from storage_backends import object_store
-from storage_backends.formats import bucket, manifest
+from storage_backends.formats import bucket, index_ids, manifest
 from storage_backends.formats.segment import SegmentLimits
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealCut:
-    """The mutable bucket of the index `subscription_id` (`index_ids`) as of `slot`.
+    """The mutable bucket of the index `index_id` (`index_ids`) as of `slot`.
 
     `key`: the object that the bucket will be; `base`: the manifest number that it was started from.
     """
@@ -37,7 +37,7 @@ class SealCut:
     base: int
     slot: int
     rows: MutableRows
-    subscription_id: int = 0
+    index_id: int = index_ids.SHARED
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -58,12 +58,12 @@ def write_bucket(
         return None
     rows = kept.take(kept.rows.due_order())
     encoded = bucket.encode_bucket(
-        rows.rows, topic=cut.topic, subscription_id=cut.subscription_id, limits=limits, compatible=compatible
+        rows.rows, topic=cut.topic, subscription_id=cut.index_id, limits=limits, compatible=compatible
     )
     crash_point("seal.before_bucket_put")
     store.put(cut.key, encoded.body)
     crash_point("seal.after_bucket_put")
-    live = encoded.live_bucket(cut.key, base=cut.base, subscription_id=cut.subscription_id)
+    live = encoded.live_bucket(cut.key, base=cut.base, subscription_id=cut.index_id)
     return WrittenBucket(live, encoded.table, rows)
 
 

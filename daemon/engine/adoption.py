@@ -113,7 +113,7 @@ class Adoption:
         return [
             bucket
             for bucket in self._topic.core.indexes.sealed.values()
-            if bucket.name not in live and index_ids.subscription_of(bucket.subscription_id) in owed
+            if bucket.name not in live and index_ids.subscription_of(bucket.index_id) in owed
         ]
 
     # ---- one bucket
@@ -216,7 +216,7 @@ class Adoption:
         """A merged bucket is quarantined: what is left of its sources, the only ones still here that left the manifest,
         is lost with it.
         """
-        sources = [each for each in self._merged_away(manifest) if each.subscription_id == live.subscription_id]
+        sources = [each for each in self._merged_away(manifest) if each.index_id == live.subscription_id]
         self._topic.core.lose_merged(live, sources)
         self._topic.changed()
 

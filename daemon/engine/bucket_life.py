@@ -170,7 +170,7 @@ class BucketLife:
                     base=base,
                     slot=slot,
                     rows=taken[number].mutable,
-                    subscription_id=number,
+                    index_id=number,
                 ),
                 memory,
             )
@@ -386,7 +386,7 @@ class BucketLife:
         self._seals.popleft()
         near_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
         for (cut, memory), bucket in zip(seal.buckets, written, strict=True):
-            index = self._topic.indexes.get(cut.subscription_id)
+            index = self._topic.indexes.get(cut.index_id)
             if index is None:
                 # The subscription was deleted since the cut: the manifest does not name the bucket either.
                 continue
@@ -400,7 +400,7 @@ class BucketLife:
                     gone=memory.gone_since_cut(),
                     pages=index.pages,
                 )
-            self._topic.finish_seal(cut.subscription_id, memory, sealed, rows, near_ms=near_ms)
+            self._topic.finish_seal(cut.index_id, memory, sealed, rows, near_ms=near_ms)
         self._changed()
 
     async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:

@@ -183,7 +183,7 @@ class BucketMerging:
         mergeable = {bucket.name: bucket for bucket in index.readable if bucket.name not in self._unmergeable}
         found = []
         for live in self._commits.manifest.live:
-            if live.subscription_id != index.subscription_id or live.quarantined:
+            if live.subscription_id != index.index_id or live.quarantined:
                 continue
             bucket = mergeable.get(live.object.name)
             next_due_ms = None if bucket is None or not bucket.waiting_rows else bucket.head.next_due_ms()

@@ -367,7 +367,7 @@ class _Backlog:
 
 def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
     """See `scan.part_of`. Of a bucket that was merged the sets are of no use: raises _LeftError."""
-    index = topic.core.indexes.get(bucket.subscription_id)
+    index = topic.core.indexes.get(bucket.index_id)
     if index is None:
         # It left with its subscription.
         return None

@@ -158,7 +158,7 @@ def _due_and_not_passed(daemon: Daemon, truth: TopicTruth, core: Topic) -> Posit
 def _positions(core: Topic, bucket: Bucket, *, passed: bool = False) -> list[Position]:
     ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.passed if passed else bucket.present))
     positions = zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
-    return [in_index(position, bucket.subscription_id) for position in positions]
+    return [in_index(position, bucket.index_id) for position in positions]
 
 
 def _buckets(core: Topic) -> list[Bucket]:

@@ -108,7 +108,7 @@ def _compare_counts(truth: TopicTruth, core: Topic, state: SubscriptionState, br
 def _positions(core: Topic, bucket: Bucket) -> list[Position]:
     ledger_id, entry_id = core.index.pages.positions(keys_of(bucket.present))
     positions = zip(ledger_id.tolist(), entry_id.tolist(), strict=True)
-    return [in_index(position, bucket.subscription_id) for position in positions]
+    return [in_index(position, bucket.index_id) for position in positions]
 
 
 def settled_ms(daemon: Daemon, state: SubscriptionState) -> int:

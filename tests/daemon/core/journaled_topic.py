@@ -362,7 +362,7 @@ class JournaledTopic:
                 base=0,
                 slot=self.slot,
                 rows=taken[number].mutable,
-                subscription_id=number,
+                index_id=number,
             )
             for number, bucket in memory
         )
@@ -401,7 +401,7 @@ class JournaledTopic:
         """The buckets that `write_seal` committed are served."""
         seal = self.seals.popleft()
         for cut, memory, each in zip(seal.cuts, seal.memory, written, strict=True):
-            index = self.core.indexes.get(cut.subscription_id)
+            index = self.core.indexes.get(cut.index_id)
             if index is None:
                 continue
             sealed = None
@@ -415,7 +415,7 @@ class JournaledTopic:
                 )
             rows = KeyedRows.empty() if each is None else each.rows
             near = self.now_ms if near_ms is None else near_ms
-            self.core.finish_seal(cut.subscription_id, memory, sealed, rows, near_ms=near)
+            self.core.finish_seal(cut.index_id, memory, sealed, rows, near_ms=near)
 
     def seal(self, *, near_ms: int | None = None) -> None:
         """Cuts, commits and serves the buckets that take new rows."""

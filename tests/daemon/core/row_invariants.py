@@ -83,16 +83,16 @@ class RowInvariants(RuleBasedStateMachine):
             assert bucket.passed <= bucket.present
             assert len(bucket.present) == bucket.present_rows
             assert len(bucket.passed) == bucket.passed_rows
-            assert bucket.subscription_id == index.subscription_id
+            assert bucket.index_id == index.index_id
             assert all(keys <= bucket.present for keys in bucket.acknowledged.values())
             present += self.places_in(bucket.present)
             for number, keys in bucket.acknowledged.items():
-                assert not keys or not index.subscription_id, "what is acknowledged in an own index is gone"
+                assert not keys or not index.index_id, "what is acknowledged in an own index is gone"
                 since_ms = self.oracle.subscribers[number].since_ms
                 for at in self.places_in(keys):
                     row = self.oracle.rows[at]
                     assert number in row.acknowledged or row.deliver_at_ms <= since_ms
-        assert {at[0] for at in present} <= {index.subscription_id}
+        assert {at[0] for at in present} <= {index.index_id}
         return present
 
     def backlogs_are_what_is_due_owed_and_not_acknowledged(self) -> None:

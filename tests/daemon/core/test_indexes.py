@@ -92,7 +92,7 @@ def test_what_is_due_is_passed_in_one_order_over_all_indexes_and_each_row_once()
     assert indexes.next_due_ms() == NOW_MS + 1
     passed = []
     while came := indexes.pass_due(NOW_MS + 3, 1):
-        passed += [(each.bucket.subscription_id, row) for each in came for row in listed(each.rows)]
+        passed += [(each.bucket.index_id, row) for each in came for row in listed(each.rows)]
     assert sorted(passed) == [
         (SHARED, (NOW_MS + 1, 7, 1)),
         (4, (NOW_MS + 2, 7, 1)),

@@ -37,8 +37,8 @@ def own_rows_are_owed_by_their_time_too(patch: pytest.MonkeyPatch) -> None:
         since_ms = {state.subscription_id: state.stored.since_ms for state in states}
         kept = []
         for each in passed:
-            if each.bucket.subscription_id:
-                later = each.rows.rows.deliver_at_ms > np.uint64(since_ms[each.bucket.subscription_id])
+            if each.bucket.index_id:
+                later = each.rows.rows.deliver_at_ms > np.uint64(since_ms[each.bucket.index_id])
                 each = dataclasses.replace(each, rows=each.rows.take(later))
             kept.append(each)
         return feed(kept, states, coming, reader)

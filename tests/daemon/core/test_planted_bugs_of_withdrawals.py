@@ -181,7 +181,7 @@ def withdrawals_of_an_own_index_are_applied_to_the_shared_one(patch: pytest.Monk
     patch.setattr(
         Withdrawals,
         "cancelled",
-        lambda self, index, keys: cancelled(self, self._indexes[SHARED] if index.subscription_id else index, keys),
+        lambda self, index, keys: cancelled(self, self._indexes[SHARED] if index.index_id else index, keys),
     )
 
 

@@ -87,7 +87,7 @@ class TopicMachine(WithdrawingMachine):
         sealed = self.topic.core.indexes.sealed
         if really:
             name = sorted(sealed)[pick % len(sealed)]
-            index, held = sealed[name].subscription_id, self.places_in(sealed[name].present)
+            index, held = sealed[name].index_id, self.places_in(sealed[name].present)
             self.topic.quarantine(name)
             self.oracle.quarantine(name, index, held)
 

@@ -85,7 +85,7 @@ class ViewedTopic(JournaledTopic):
                 continue
             key = f"viewed/{next(self._bucket_numbers):03}"
             cut = sealing.SealCut(
-                topic="topic", key=key, base=0, slot=self.slot, rows=index.mutable.snapshot(), subscription_id=number
+                topic="topic", key=key, base=0, slot=self.slot, rows=index.mutable.snapshot(), index_id=number
             )
             self.begun.append(Begun(index, index.begin_seal(key, now_ms=self.now_ms), cut))
 
@@ -104,7 +104,7 @@ class ViewedTopic(JournaledTopic):
                 pages=index.pages,
             )
         rows = KeyedRows.empty() if written is None else written.rows
-        self.core.finish_seal(index.subscription_id, memory, sealed, rows, near_ms=self.now_ms)
+        self.core.finish_seal(index.index_id, memory, sealed, rows, near_ms=self.now_ms)
 
     def seal_all(self) -> None:
         self.begin()
@@ -207,7 +207,7 @@ class ViewedTopic(JournaledTopic):
             assert isinstance(bucket, MutableBucket)
             rows = [bucket.snapshot().kept()]
         return [
-            (key, Place(deliver_at_ms, ledger_id, entry_id, index.subscription_id))
+            (key, Place(deliver_at_ms, ledger_id, entry_id, index.index_id))
             for each in rows
             for key, deliver_at_ms, ledger_id, entry_id in zip(
                 each.keys.tolist(),

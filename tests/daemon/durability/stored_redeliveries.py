@@ -199,9 +199,7 @@ class Stored:
         """The manifest has all that was decided; the topic in memory serves its rows from where they were."""
         slot = len(self.slots)
         cuts = tuple(
-            sealing.SealCut(
-                topic="t", key=f"b{slot}-{number}", base=1, slot=slot, rows=cut.mutable, subscription_id=number
-            )
+            sealing.SealCut(topic="t", key=f"b{slot}-{number}", base=1, slot=slot, rows=cut.mutable, index_id=number)
             for number, cut in self.topic.indexes.cut()
         )
         written = [sealing.write_bucket(self.store.store, cut, limits=LIMITS, compatible=False) for cut in cuts]

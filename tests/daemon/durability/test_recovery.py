@@ -293,7 +293,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     begun = topic.indexes.begin_seal(lambda index: f"k{index}", now_ms=0)
     assert [number for number, _ in begun] == [0, 2, 1]
     cuts = tuple(
-        sealing.SealCut(topic="t", key=memory.name, base=1, slot=11, rows=memory.snapshot(), subscription_id=index)
+        sealing.SealCut(topic="t", key=memory.name, base=1, slot=11, rows=memory.snapshot(), index_id=index)
         for index, memory in begun
     )
     topic.apply(journal.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
