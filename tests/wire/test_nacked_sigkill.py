@@ -1,0 +1,95 @@
+"""SIGKILL while a hundred thousand positions wait for their redelivery, and while more are asked for and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from examples import processes
+from storage_backends.formats.index_ids import NO_BATCH_INDEX
+from tests.support.processes import Daemons
+from tests.wire import traffic
+from tests.wire.nack_traffic import ROWS, Expected, Key, NackTraffic
+
+# By topic, how exact redelivery times are.
+TOPICS = {"exact": 0, "a quarter of a second": 8, "two seconds": 11}
+# Of each topic, in thousands: rows that were added, the part of them that is negatively acknowledged twice; messages
+# that Tarry never had, as a whole and as parts of batches.
+ADDED, TWICE, ORDINARY, PARTS = 12, 3, 12, 12
+DELAY_MAX_MS = 18_000
+# Small, so that the journal is written to checkpoints, and its slots are deleted, all the time.
+SETTINGS: dict[str, object] = {
+    "daemon.shards": 2,
+    "bucket.min_index_count_per_bucket": 5_000,
+    "bucket.rows_max": 10_000,
+    "journal.checkpoint_slots": 8,
+    "delivery.lookahead_ms": 2_000,
+}
+
+
+def expected_of(rng: random.Random) -> dict[Key, Expected]:
+    due_ms = traffic.now_ms()
+
+    def delay_ms() -> int:
+        return rng.randint(0, 3_000) if rng.random() < 0.1 else rng.randint(5_000, DELAY_MAX_MS)
+
+    expected: dict[Key, Expected] = {}
+    for number in range(ADDED * ROWS):
+        delays_ms = (rng.randint(0, 500), delay_ms()) if number < TWICE * ROWS else (delay_ms(),)
+        expected[1, number, NO_BATCH_INDEX] = Expected(due_ms, delays_ms)
+    for number in range(ORDINARY * ROWS):
+        expected[rng.choice((2, 1 << 63)), number, NO_BATCH_INDEX] = Expected(0, (delay_ms(),))
+    for number in range(PARTS * ROWS):
+        expected[3, number // 5, number % 5] = Expected(0, (delay_ms(),))
+    return expected
+
+
+@pytest.mark.timeout(120)
+def test_what_was_nacked_comes_back_at_its_time_and_with_its_count_though_the_daemon_is_killed_meanwhile(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    rng = random.Random(393)
+    daemon = daemons.make("tarryd", SETTINGS | processes.local_store(tmp_path / "root"))
+    daemon.start_serving()
+    asyncio.run(through_a_kill(daemon, rng, tmp_path / "root"))
+
+
+async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, root: Path) -> None:
+    clients = [NackTraffic(daemon.address, topic, bits, expected_of(rng)) for topic, bits in TOPICS.items()]
+    positions = sum(len(client.expected) for client in clients)
+    assert positions >= 100_000
+    running = asyncio.gather(*(client.run() for client in clients))
+
+    async with asyncio.timeout(60):
+        # Some are not answered yet, and some come back already.
+        while sum(client.answered for client in clients) < 0.95 * positions:
+            assert not running.done(), [client.breaches[:3] for client in clients]
+            await asyncio.sleep(0.05)
+    waiting = sum(client.waiting for client in clients)
+    came_back = sum(client.came_back for client in clients)
+    slots, last_slots = slots_of(root)
+    daemon.kill()
+    await asyncio.to_thread(daemon.start_serving)
+    async with asyncio.timeout(60):
+        await running
+
+    assert [breach for client in clients for breach in client.breaches[:5]] == []
+    assert slots < sum(last_slots), "no slot was deleted: the test shows nothing"
+    assert waiting >= positions // 2, "hardly anything waited: the test shows nothing"
+    assert came_back > 0, "no kill met a hand-out: the test shows nothing"
+    assert sum(client.unanswered for client in clients) > 0, "no kill met a request: the test shows nothing"
+    for topic in TOPICS:
+        left = traffic.stats(daemon.address, topic)
+        assert [(each.nacked, each.backlog, each.in_flight) for each in left.subscriptions] == [(0, 0, 0)]
+
+
+def slots_of(root: Path) -> tuple[int, list[int]]:
+    """(how many there are, the highest of each shard)."""
+    shards = [
+        [int(path.name) for path in journal.rglob("*") if path.is_file() and path.name.isdigit()]
+        for journal in (root / "shards").glob("*/journal")
+    ]
+    return sum(map(len, shards)), [max(each, default=0) for each in shards]
