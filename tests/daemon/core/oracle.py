@@ -282,7 +282,9 @@ class Oracle:
         """What a claim is for in an index; `in_flight`: only if it is."""
         subscriber = self.subscribers[number]
         for place in places_named(number, claim):
-            row = self.backlog(number).get(place) if place[0] == index else None
+            if place[0] != index:
+                continue
+            row = self.rows[place] if place in subscriber.in_flight else self.backlog(number).get(place)
             there = (
                 row is not None and row.deliver_at_ms == claim.deliver_at_ms and place not in subscriber.acknowledging
             )

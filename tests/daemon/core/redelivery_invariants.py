@@ -125,6 +125,10 @@ class RedeliveryInvariants(MergingMachine):
                 self.counts_are_those_of_the_backlog(self.state(number), receiver)
                 self.dead_letters_are_kept(self.state(number), receiver)
 
+    def due_unseen(self, number: int) -> set[Place]:
+        receiver = self.oracle.subscribers[number]
+        return receiver.acknowledging | receiver.given_ms.keys()
+
     def in_no_hand(self, number: int) -> set[Place]:
         receiver = self.oracle.subscribers[number]
         return {at for at in receiver.nacked.keys() | receiver.nacking if at in self.oracle.backlog(number)}

@@ -116,9 +116,11 @@ class RedeliveryOracle(Oracle):
     # ---- what may be handed out
 
     def ready(self, number: int) -> dict[Place, Row]:
+        """Also what comes back before the head, after a recovery, has passed it."""
         receiver = self.subscribers[number]
-        unready = receiver.nacked.keys() | receiver.nacking
-        return {at: row for at, row in super().ready(number).items() if at not in unready}
+        unready = receiver.nacked.keys() | receiver.nacking | receiver.in_flight.keys() | receiver.acknowledging
+        rows = super().ready(number) | {at: self.rows[at] for at in receiver.given_ms}
+        return {at: row for at, row in rows.items() if at not in unready}
 
     def fired(self, number: int, places: Iterable[Place], now_ms: int) -> None:
         """Their time has come, and they wait no longer."""
@@ -238,9 +240,7 @@ class RedeliveryOracle(Oracle):
     ) -> None:
         receiver = self.subscribers[number]
         receiver.in_flight.pop(at, None)
-        counts = at not in receiver.nacked
-        too_often = counts and rules.max_count is not None and count > rules.max_count
-        if reject or too_often:
+        if reject or (rules.max_count is not None and count > rules.max_count):
             reason = REJECTED if reject else TOO_OFTEN
             dead = DeadLetter(at, row.deliver_at_ms, row.key_hash, count, rules.now_ms, reason, text if reject else "")
             outcome.dead[at] = dead

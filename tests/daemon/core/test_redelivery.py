@@ -9,12 +9,10 @@ import pytest
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.core.trimming import LedgerRanges
-from storage_backends.formats.index_ids import BATCH_BITS
+from storage_backends.formats.index_ids import BATCH_BITS, batch_parts_of
 from tests.daemon.core import nacking, withdrawing
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, Until, batch_of, claims_of, listed
+from tests.daemon.core.journaled_topic import JournaledTopic, Position, claims_of, listed
 from tests.daemon.core.oracle import Claim
-from tests.daemon.core.redelivery_invariants import dead_letters, listed_dead_letters
-from tests.daemon.core.redelivery_oracle import REJECTED, TOO_OFTEN
 
 P, Q, R = (7, 1), (7, 2), (7, 3)
 NOW_MS = 1_000_000
@@ -219,10 +217,25 @@ def test_what_comes_due_while_there_is_no_room_waits_for_it() -> None:
     topic.add([P, Q, R], NOW_MS)
     assert handed(topic, state) == [(P, 0), (Q, 0), (R, 0)]
     nacking.nack(topic, state, [(P, NOW_MS), (Q, NOW_MS), (R, NOW_MS)], 50)
+    topic.add([(8, 1)], NOW_MS)
+    topic.pass_all()
+    topic.catch_up(state)
+    assert state.is_full
     at(topic, NOW_MS + 60)
     topic.pass_all()
-    assert state.backlog == 3
-    assert handed(topic, state) == [(P, 1), (Q, 1), (R, 1)]
+    assert len(state.nacks) == 3
+    assert handed(topic, state) == [((8, 1), 0), (P, 1), (Q, 1), (R, 1)]
+
+
+def test_the_head_leaves_out_what_waits_when_it_passes_it_after_a_recovery() -> None:
+    topic, state = with_rows_in_flight(P)
+    nacking.nack(topic, state, [(P, NOW_MS)], 50)
+    state = a_crash(topic)
+    topic.catch_up(state)
+    assert state.is_fed
+    assert handed(topic, state) == []
+    at(topic, NOW_MS + 50)
+    assert handed(topic, state) == [(P, 1)]
 
 
 def test_what_comes_back_is_handed_out_in_the_order_of_its_times_and_before_what_is_ready() -> None:
@@ -289,6 +302,19 @@ def test_what_is_staged_when_the_daemon_dies_did_not_happen() -> None:
     assert handed(topic, state) == [(Q, 1)]
 
 
+def test_what_waits_does_not_come_back_at_its_old_time_while_a_new_one_is_staged() -> None:
+    topic, state = with_rows_in_flight(P)
+    nacking.nack(topic, state, [(P, NOW_MS)], 50)
+    nacking.stage_nack(topic, state, [Claim(P, NOW_MS)], nacking.terms(topic.now_ms, delay_ms=500))
+    at(topic, NOW_MS + 60)
+    assert handed(topic, state) == []
+    topic.commit()
+    at(topic, NOW_MS + 499)
+    assert handed(topic, state) == []
+    at(topic, NOW_MS + 500)
+    assert handed(topic, state) == [(P, 1)]
+
+
 # ---- time-outs
 
 
@@ -304,6 +330,23 @@ def test_what_is_in_flight_too_long_is_nacked_and_counts() -> None:
     assert handed(topic, state) == []
     at(topic, NOW_MS + 50)
     assert handed(topic, state) == [(P, 1)]
+
+
+def test_a_message_that_times_out_when_its_entry_dies_leaves_with_it() -> None:
+    topic, state = with_rows_in_flight(P)
+    nacking.nack(topic, state, [Claim(P, NOW_MS, 1)])
+    for count in (1, 2, 3):
+        nacking.nack(topic, state, [(P, NOW_MS)])
+        assert (P, count) in handed(topic, state)
+    on = nacking.terms(topic.now_ms, delay_ms=50, max_count=3)
+    decided = nacking.stage_overdue(topic, state, 0, on, 9)
+    assert [*decided.nacks] == [(batch_parts_of(1), *packed(P, 1))]
+    assert [*decided.dead] == [(0, *P)]
+    topic.commit()
+    at(topic, NOW_MS + 50)
+    assert handed(topic, state) == []
+    assert not len(state.nacks)
+    assert not state.backlog
 
 
 def test_what_is_extended_is_there_since_then() -> None:
@@ -418,115 +461,3 @@ def test_a_trim_takes_the_messages_of_the_entries(after: Stored) -> None:
     at(topic, NOW_MS + 50)
     assert handed(topic, state)[:1] == [(packed(R, 3), 1)]
     assert state.backlog == 2
-
-
-# ---- dead letters
-
-
-def dead(state: SubscriptionState) -> dict[int, tuple[Position, int, int, str]]:
-    """(position, count, reason, text) by id."""
-    rows = listed_dead_letters(dead_letters(state))
-    return {number: ((each[0], each[1]), each[5], each[7], each[8]) for number, each in rows.items()}  # type: ignore[misc]
-
-
-@in_any_case
-def test_a_position_that_is_nacked_too_often_is_a_dead_letter(after: Stored) -> None:
-    topic, state = with_rows_in_flight(P)
-    for count in (1, 2):
-        nacking.nack(topic, state, [(P, NOW_MS)], 0, max_count=2)
-        assert handed(topic, state) == [(P, count)]
-    assert nacking.nack(topic, state, [(P, NOW_MS)], 0, max_count=2).dead
-    state = after(topic)
-    assert not state.backlog
-    assert dead(state) == {1: (P, 3, TOO_OFTEN, "")}
-    assert handed(topic, state) == []
-
-
-def test_with_a_count_of_none_the_first_nack_makes_a_dead_letter() -> None:
-    topic, state = with_rows_in_flight(P)
-    nacking.nack(topic, state, [(P, NOW_MS)], 0, max_count=0)
-    assert dead(state) == {1: (P, 1, TOO_OFTEN, "")}
-
-
-@in_any_case
-def test_ids_of_dead_letters_are_never_given_again(after: Stored) -> None:
-    topic, state = with_rows_in_flight(P, Q, R)
-    nacking.nack(topic, state, [(P, NOW_MS)], reject=True, text="bad")
-    nacking.nack(topic, state, [(Q, NOW_MS)], reject=True, text="worse")
-    nacking.stage_purge(topic, state, [2])
-    topic.commit()
-    state = after(topic)
-    nacking.nack(topic, state, [(R, NOW_MS)], reject=True, text="worst") if len(state.in_flight) else None
-    if not len(state.in_flight) and 3 not in dead(state):
-        assert handed(topic, state) == [(R, 0)]
-        nacking.nack(topic, state, [(R, NOW_MS)], reject=True, text="worst")
-    assert [*dead(state)] == [1, 3]
-
-
-def test_a_row_that_was_accepted_does_not_leave_with_a_dead_letter_of_its_slot() -> None:
-    topic, state = served()
-    owner, on = state.subscription_id, nacking.terms(NOW_MS)
-    topic.stage_add(batch_of([Q], deliver_at_ms=[NOW_MS + 50]), owner)
-    nacking.stage_nack(topic, state, [Claim(P, 0)], on, reject=True)
-    added = topic.stage_add(batch_of([P], deliver_at_ms=[NOW_MS + 50]), owner)
-    topic.commit()
-    assert topic.core.indexes.present_rows == 1 + added.accepted
-    assert len(state.dead_letters) == 1
-    assert topic.add([P], NOW_MS + 60, owner).accepted == 1 - added.accepted
-    assert not topic.core.redelivery.is_staged(state, claims_of([Claim(P, 0)]))
-
-
-def test_a_dead_letter_of_a_subscription_that_was_deleted_since_left_the_index() -> None:
-    topic, state = with_rows_in_flight(P)
-    nacking.nack(topic, state, [(P, NOW_MS)], reject=True)
-    topic.delete_subscription(state.subscription_id, topic.gone_with(state.subscription_id), until=Until.COMMITTED)
-    topic.crash_and_recover()
-    assert not topic.core.indexes.present_rows
-
-
-def test_dead_letters_of_one_slot_have_ascending_ids_whatever_they_died_of() -> None:
-    topic, state = with_rows_in_flight(P, Q, R)
-    on = nacking.terms(topic.now_ms, max_count=0)
-    nacking.stage_nack(topic, state, [Claim(P, NOW_MS)], on)
-    nacking.stage_nack(topic, state, [Claim(Q, NOW_MS)], on, reject=True, text="bad")
-    nacking.stage_nack(topic, state, [Claim(R, NOW_MS)], on)
-    topic.commit()
-    assert [(number, reason) for number, (_, _, reason, _) in dead(state).items()] == [
-        (1, TOO_OFTEN),
-        (2, REJECTED),
-        (3, TOO_OFTEN),
-    ]
-    state = a_crash(topic)
-    assert [*dead(state)] == [1, 2, 3]
-
-
-@in_any_case
-def test_a_replayed_dead_letter_is_delivered_again_and_begins_anew(after: Stored) -> None:
-    topic, state = with_rows_in_flight(P)
-    nacking.nack(topic, state, [(P, NOW_MS)], reject=True)
-    assert nacking.stage_replay(topic, state, dead_letters(state), NOW_MS + 50) == ({1: (1, *P)}, 0)
-    topic.commit()
-    state = after(topic)
-    assert not len(state.dead_letters)
-    at(topic, NOW_MS + 49)
-    assert handed(topic, state) == []
-    at(topic, NOW_MS + 50)
-    assert handed(topic, state) == [(P, 0)]
-
-
-def test_a_dead_letter_whose_position_has_a_row_stays() -> None:
-    topic, state = with_rows_in_flight(P)
-    nacking.nack(topic, state, [(P, NOW_MS)], reject=True)
-    topic.add([P], NOW_MS + 500, state.subscription_id)
-    assert nacking.stage_replay(topic, state, dead_letters(state), NOW_MS) == ({}, 1)
-    assert [*dead(state)] == [1]
-
-
-def test_dead_letters_stay_when_everything_is_cleared() -> None:
-    topic, state = with_rows_in_flight(P, Q)
-    nacking.nack(topic, state, [(P, NOW_MS)], reject=True)
-    nacking.nack(topic, state, [(Q, NOW_MS)], 500)
-    topic.trim_at_once(None, state.subscription_id)
-    assert [*dead(state)] == [1]
-    assert not len(state.nacks)
-    assert not state.backlog

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.daemon.core.redelivery_machine import RedeliveryMachine
-from tests.daemon.core.test_topic_states import run
+from tests.daemon.core.test_topic_states import RUNS, run
 
 
 @pytest.mark.timeout(0)
@@ -16,4 +16,4 @@ def test_nothing_is_early_lost_in_two_hands_or_miscounted_whatever_happens(budge
     class Machine(RedeliveryMachine):
         budgets_rows = (budget_rows,)
 
-    run(Machine)
+    run(Machine, runs=RUNS // 2)

@@ -17,9 +17,9 @@ STEPS = 60
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 
 
-def run(machine: type[TopicMachine]) -> None:
+def run(machine: type[TopicMachine], *, runs: int = RUNS) -> None:
     settings = hypothesis.settings(
-        max_examples=RUNS,
+        max_examples=runs,
         stateful_step_count=STEPS,
         phases=PHASES,
         suppress_health_check=list(hypothesis.HealthCheck),

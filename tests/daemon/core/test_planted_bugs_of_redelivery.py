@@ -1,0 +1,465 @@
+"""The tests of redelivery can fail: each of these bugs, planted, is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from pyroaring import BitMap64
+
+from daemon.core import redelivering, redelivery_cut
+from daemon.core import topic as topic_module
+from daemon.core.acknowledging import Acknowledging
+from daemon.core.claims import HeldPositions
+from daemon.core.dead_lettering import DeadLettering
+from daemon.core.dead_letters import DeadLetterRows, DeadLetters
+from daemon.core.in_flight import InFlight, Mask
+from daemon.core.index import Index
+from daemon.core.nack_tracker import NackTracker
+from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of
+from daemon.core.redelivering import NackBatch, Redelivering, Terms
+from daemon.core.redelivery_counts import RedeliveryCounts
+from daemon.core.redelivery_cut import SubscriptionCut
+from daemon.core.subscription import SubscriptionState
+from daemon.core.topic import Topic
+from daemon.core.trimming import LedgerRanges
+from daemon.core.withdrawals import Withdrawals
+from storage_backends.formats.journal import DeadLetterRecord, NackRecord, Record, ReplayRecord
+from storage_backends.formats.rows import U32, U64, Rows
+from tests.daemon.core import test_dead_lettering, test_redelivery
+from tests.daemon.core.redelivery_machine import RedeliveryMachine
+from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
+
+RUNS = 200
+
+# ---- when
+
+
+def times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
+    """As in PIP-393."""
+    patch.setattr(redelivering, "rounded_up", lambda times_ms, bits: times_ms >> np.uint64(bits) << np.uint64(bits))
+
+
+def what_waits_comes_back_a_tick_early(patch: pytest.MonkeyPatch) -> None:
+    take_due = NackTracker.take_due
+    patch.setattr(NackTracker, "take_due", lambda self, now_ms, limit: take_due(self, now_ms + 5, limit))
+
+
+def a_new_time_does_not_replace_the_old_one(patch: pytest.MonkeyPatch) -> None:
+    add = NackTracker.add
+
+    def added(self: NackTracker, rows: KeyedRows, redeliver_at_ms: U64) -> None:
+        fresh = np.array([key not in self.keys for key in rows.keys.tolist()], np.bool_)
+        add(self, rows.take(fresh), redeliver_at_ms[fresh])
+
+    patch.setattr(NackTracker, "add", added)
+
+
+def a_redelivery_may_be_before_the_row_is_due(patch: pytest.MonkeyPatch) -> None:
+    nack = Redelivering._nack
+
+    def at_any_time(self: Redelivering, state: SubscriptionState, index: Index, rows: Rows, *rest: Any, **named: Any):  # type: ignore[no-untyped-def]
+        early = dataclasses.replace(rows, deliver_at_ms=np.zeros_like(rows.deliver_at_ms))
+        return dataclasses.replace(nack(self, state, index, early, *rest, **named), rows=rows)
+
+    patch.setattr(Redelivering, "_nack", at_any_time)
+
+
+def what_is_in_flight_since_just_now_times_out(patch: pytest.MonkeyPatch) -> None:
+    take_since = InFlight.take_since
+    patch.setattr(InFlight, "take_since", lambda self, before_ms, limit: take_since(self, before_ms + 1, limit))
+
+
+def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch) -> None:
+    extend = Redelivering.extend
+
+    def extended(
+        self: Redelivering, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int
+    ) -> int:
+        return extend(self, state, positions, dispatcher, elapsed_ms=0)
+
+    patch.setattr(Redelivering, "extend", extended)
+
+
+def a_dead_letter_is_replayed_at_once(patch: pytest.MonkeyPatch) -> None:
+    stage = DeadLettering.stage_replay
+    patch.setattr(DeadLettering, "stage_replay", lambda self, state, rows, deliver_at_ms: stage(self, state, rows, 1))
+
+
+# ---- in whose hand
+
+
+def what_waits_is_derived_by_readers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "set_aside", lambda self: self.nacking)
+
+
+def what_waits_is_fed_by_the_head_after_a_recovery(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "feed", lambda self, rows: self._append(self.counted(rows)))
+
+
+def an_idle_subscription_loses_what_comes_due(patch: pytest.MonkeyPatch) -> None:
+    set_aside = SubscriptionState.set_aside
+    patch.setattr(SubscriptionState, "set_aside", lambda self: BitMap64.union(set_aside(self), *self.counts.planes()))
+
+
+def what_comes_due_while_there_is_no_room_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    redeliver = SubscriptionState.redeliver
+
+    def redelivered(self: SubscriptionState, now_ms: int, limit: int) -> U64:
+        return self.nacks.take_due(now_ms, limit)[1] if self.is_full else redeliver(self, now_ms, limit)
+
+    patch.setattr(SubscriptionState, "redeliver", redelivered)
+
+
+def a_request_does_not_wait_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Redelivering, "is_staged", lambda self, state, positions: False)
+
+
+def what_is_staged_comes_back(patch: pytest.MonkeyPatch) -> None:
+    """Its old time comes while the new one is not durable."""
+
+    def redelivered(self: SubscriptionState, now_ms: int, limit: int) -> U64:
+        nacking, self.nacking = self.nacking, BitMap64()
+        times_ms = redeliver(self, now_ms, limit)
+        self.nacking = nacking
+        return times_ms
+
+    redeliver = SubscriptionState.redeliver
+    patch.setattr(SubscriptionState, "redeliver", redelivered)
+
+
+def what_is_ready_stays_so_when_it_is_nacked(patch: pytest.MonkeyPatch) -> None:
+    found = Redelivering.stage_found
+
+    def left_in_hand(self: Redelivering, state: SubscriptionState, *rest: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SubscriptionState, "withdraw", lambda self, keys: None)
+            return found(self, state, *rest)
+
+    patch.setattr(Redelivering, "stage_found", left_in_hand)
+
+
+def what_comes_back_is_handed_out_in_no_order(patch: pytest.MonkeyPatch) -> None:
+    take_due = NackTracker.take_due
+
+    def reversed_(self: NackTracker, now_ms: int, limit: int) -> tuple[KeyedRows, U64]:
+        rows, times_ms = take_due(self, now_ms, limit)
+        return rows.take(slice(None, None, -1)), times_ms[::-1]
+
+    patch.setattr(NackTracker, "take_due", reversed_)
+
+
+def what_comes_back_is_handed_out_after_what_is_ready(patch: pytest.MonkeyPatch) -> None:
+    redeliver = SubscriptionState.redeliver
+
+    def behind(self: SubscriptionState, now_ms: int, limit: int) -> U64:
+        times_ms = redeliver(self, now_ms, limit)
+        self._ready += self._redelivered
+        self._redelivered.clear()
+        return times_ms
+
+    patch.setattr(SubscriptionState, "redeliver", behind)
+
+
+# ---- what leaves
+
+
+def _forgetting(patch: pytest.MonkeyPatch, kept: str) -> None:
+    forget = SubscriptionState.forget
+
+    def all_but_one(self: SubscriptionState, keys: BitMap64) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(NackTracker if kept == "nacks" else RedeliveryCounts, "drop", lambda self, keys: None)
+            forget(self, keys)
+
+    patch.setattr(SubscriptionState, "forget", all_but_one)
+
+
+def an_acknowledgement_leaves_what_waits(patch: pytest.MonkeyPatch) -> None:
+    _forgetting(patch, "nacks")
+
+
+def the_count_of_what_left_stays(patch: pytest.MonkeyPatch) -> None:
+    _forgetting(patch, "counts")
+
+
+def messages_do_not_leave_with_their_entry(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Acknowledging, "end_parts", lambda self, state, ledger_id, entry_id: iter(()))
+
+
+def a_trim_leaves_messages_of_batches(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LedgerRanges, "of_batch_parts", lambda self: self)
+
+
+def what_was_handed_out_is_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Withdrawals, "_redelivered_among", lambda self, waiting: BitMap64())
+
+
+def a_purge_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeadLetters, "remove", lambda self, ids: 0)
+
+
+# ---- messages of batches
+
+
+def a_message_takes_its_entry_along(patch: pytest.MonkeyPatch) -> None:
+    decide = Redelivering._decide_new_parts
+
+    def both(
+        self: Redelivering, state: SubscriptionState, left: NackBatch, entries: KeyedRows, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        state.withdraw(bitmap_of(entries.keys))
+        return decide(self, state, left, entries, terms)
+
+    patch.setattr(Redelivering, "_decide_new_parts", both)
+
+
+def messages_of_an_entry_are_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redelivering, "part_entry_id", lambda entry_id, batch_index: entry_id << np.uint64(16))
+
+
+def a_message_that_is_nacked_waits_for_the_head(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Index, "add_due", lambda self, rows, slot, *, elapsed_ms: self.add(rows, slot, elapsed_ms=elapsed_ms))
+
+
+def a_position_that_is_owed_is_added_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redelivering, "are_owed", lambda indexes, state, entries: np.zeros(len(entries), np.bool_))
+
+
+# ---- counts
+
+
+def one_that_waits_counts_again(patch: pytest.MonkeyPatch) -> None:
+    found = Redelivering.stage_found
+
+    def counted(self: Redelivering, state: SubscriptionState, *rest: Any) -> Any:
+        nacks, state.nacks = state.nacks, NackTracker(PagePlaces())
+        result = found(self, state, *rest)
+        state.nacks = nacks
+        return result
+
+    patch.setattr(Redelivering, "stage_found", counted)
+
+
+def a_closed_stream_counts(patch: pytest.MonkeyPatch) -> None:
+    return_held = SubscriptionState.return_held
+
+    def counted(self: SubscriptionState, dispatcher: int) -> int:
+        keys = self.in_flight.keys()
+        rows = return_held(self, dispatcher)
+        left = np.array(list(keys - self.in_flight.keys()), np.uint64)
+        counts = self.counts.of(left)
+        self.counts.set(left, (np.zeros(len(left), np.uint32) if counts is None else counts) + np.uint32(1))
+        return rows
+
+    patch.setattr(SubscriptionState, "return_held", counted)
+
+
+def _cut(patch: pytest.MonkeyPatch, change: Callable[[SubscriptionCut, SubscriptionState], SubscriptionCut]) -> None:
+    cut_of = redelivery_cut.cut_of
+
+    def changed(state: SubscriptionState) -> SubscriptionCut | None:
+        cut = cut_of(state)
+        return None if cut is None else change(cut, state)
+
+    patch.setattr(topic_module, "cut_of", changed)
+
+
+def counts_are_lost_with_a_seal(patch: pytest.MonkeyPatch) -> None:
+    _cut(patch, lambda cut, state: dataclasses.replace(cut, planes=()))
+
+
+def only_the_lowest_bit_of_a_count_is_kept(patch: pytest.MonkeyPatch) -> None:
+    _cut(patch, lambda cut, state: dataclasses.replace(cut, planes=cut.planes[:1]))
+
+
+def what_waits_is_lost_with_a_seal(patch: pytest.MonkeyPatch) -> None:
+    _cut(patch, lambda cut, state: dataclasses.replace(cut, nacked=NackTracker(PagePlaces()).freeze()))
+
+
+# ---- dead letters
+
+
+def dead_letters_are_lost_with_a_seal(patch: pytest.MonkeyPatch) -> None:
+    _cut(patch, lambda cut, state: dataclasses.replace(cut, dead_letters=DeadLetters().freeze()))
+
+
+def ids_begin_anew_after_a_crash(patch: pytest.MonkeyPatch) -> None:
+    """Where the last one was purged."""
+    _cut(patch, lambda cut, state: dataclasses.replace(cut, last_dead_letter_id=_last(cut.dead_letters.rows())))
+
+
+def _last(rows: DeadLetterRows) -> int:
+    return int(rows.dead_letter_id[-1]) if len(rows) else 0
+
+
+def a_position_dies_one_time_too_early(patch: pytest.MonkeyPatch) -> None:
+    how = redelivering._How
+    are_dead = how.are_dead
+
+    def early(self: Any, counts: U32, max_count: int | None) -> Mask:
+        return are_dead(self, counts, None if max_count is None else max(0, max_count - 1))
+
+    patch.setattr(how, "are_dead", early)
+
+
+def a_replay_keeps_the_count(patch: pytest.MonkeyPatch) -> None:
+    replayed = DeadLettering.replayed
+
+    def kept(self: DeadLettering, record: ReplayRecord, slot: int, *, elapsed_ms: int) -> None:
+        replayed(self, record, slot, elapsed_ms=elapsed_ms)
+        keys = self._indexes.of(record.index_id).pages.keyed(record.rows).keys
+        self._subscriptions[record.subscription_id].counts.set(keys, np.ones(len(keys), np.uint32))
+
+    patch.setattr(DeadLettering, "replayed", kept)
+
+
+def a_dead_letter_is_replayed_over_a_row(patch: pytest.MonkeyPatch) -> None:
+    stage = DeadLettering._replay
+
+    def over(self: DeadLettering, *rest: Any) -> ReplayRecord | None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Index, "fresh_among", lambda self, keys, asked: None)
+            return stage(self, *rest)
+
+    patch.setattr(DeadLettering, "_replay", over)
+
+
+def dead_letters_of_a_deleted_subscription_are_not_replayed(patch: pytest.MonkeyPatch) -> None:
+    apply = Topic.apply
+
+    def applied(self: Topic, record: Record, slot: int, *, elapsed_ms: int) -> None:
+        if not isinstance(record, DeadLetterRecord) or record.subscription_id in self.subscriptions:
+            apply(self, record, slot, elapsed_ms=elapsed_ms)
+
+    patch.setattr(Topic, "apply", applied)
+
+
+def a_nack_is_applied_to_what_has_left(patch: pytest.MonkeyPatch) -> None:
+    nacked = Redelivering.nacked
+
+    def anyway(self: Redelivering, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Index, "owed_present_among", lambda self, keys, number: keys)
+            nacked(self, record, slot, elapsed_ms=elapsed_ms)
+
+    patch.setattr(Redelivering, "nacked", anyway)
+
+
+BY_ANY_ORDER: tuple[Plant, ...] = (
+    times_are_rounded_down,
+    what_waits_comes_back_a_tick_early,
+    a_dead_letter_is_replayed_at_once,
+    what_waits_is_derived_by_readers,
+    an_idle_subscription_loses_what_comes_due,
+    a_request_does_not_wait_for_what_is_staged,
+    what_comes_back_is_handed_out_in_no_order,
+    what_comes_back_is_handed_out_after_what_is_ready,
+    an_acknowledgement_leaves_what_waits,
+    the_count_of_what_left_stays,
+    messages_do_not_leave_with_their_entry,
+    a_purge_is_not_kept,
+    a_message_takes_its_entry_along,
+    messages_of_an_entry_are_one,
+    a_message_that_is_nacked_waits_for_the_head,
+    a_position_that_is_owed_is_added_again,
+    a_closed_stream_counts,
+    counts_are_lost_with_a_seal,
+    dead_letters_are_lost_with_a_seal,
+    a_position_dies_one_time_too_early,
+    a_replay_keeps_the_count,
+)
+
+# What takes a rare order of events.
+BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        what_is_in_flight_since_just_now_times_out,
+        test_redelivery.test_what_is_in_flight_too_long_is_nacked_and_counts,
+    ),
+    (
+        what_is_extended_is_there_since_it_was_handed_out,
+        test_redelivery.test_what_is_extended_is_there_since_then,
+    ),
+    (
+        a_nack_is_applied_to_what_has_left,
+        test_redelivery.test_a_message_that_times_out_when_its_entry_dies_leaves_with_it,
+    ),
+    (
+        a_trim_leaves_messages_of_batches,
+        lambda: test_redelivery.test_a_trim_takes_the_messages_of_the_entries(test_redelivery.nothing),
+    ),
+    (
+        what_waits_is_fed_by_the_head_after_a_recovery,
+        test_redelivery.test_the_head_leaves_out_what_waits_when_it_passes_it_after_a_recovery,
+    ),
+    (
+        what_is_staged_comes_back,
+        test_redelivery.test_what_waits_does_not_come_back_at_its_old_time_while_a_new_one_is_staged,
+    ),
+    (
+        what_waits_is_lost_with_a_seal,
+        lambda: test_redelivery.test_a_nacked_position_comes_back_at_its_time_with_its_count(
+            test_redelivery.a_seal_and_a_crash
+        ),
+    ),
+    (
+        only_the_lowest_bit_of_a_count_is_kept,
+        lambda: test_redelivery.test_a_nacked_position_comes_back_at_its_time_with_its_count(
+            test_redelivery.a_seal_whose_progress_is_an_object_and_a_crash
+        ),
+    ),
+    (
+        one_that_waits_counts_again,
+        lambda: test_redelivery.test_one_that_waits_gets_the_new_time_and_does_not_count_again(10),
+    ),
+    (
+        a_new_time_does_not_replace_the_old_one,
+        lambda: test_redelivery.test_one_that_waits_gets_the_new_time_and_does_not_count_again(900),
+    ),
+    (
+        what_comes_due_while_there_is_no_room_is_dropped,
+        test_redelivery.test_what_comes_due_while_there_is_no_room_waits_for_it,
+    ),
+    (what_is_ready_stays_so_when_it_is_nacked, test_redelivery.test_one_that_is_ready_counts),
+    (
+        a_dead_letter_is_replayed_over_a_row,
+        test_dead_lettering.test_a_dead_letter_whose_position_has_a_row_stays,
+    ),
+    (
+        a_redelivery_may_be_before_the_row_is_due,
+        test_redelivery.test_a_redelivery_is_not_before_the_row_is_due,
+    ),
+    (
+        what_was_handed_out_is_withdrawn,
+        test_redelivery.test_what_waits_for_its_redelivery_cannot_be_withdrawn_by_setting_the_clock_back,
+    ),
+    (
+        ids_begin_anew_after_a_crash,
+        lambda: test_dead_lettering.test_ids_of_dead_letters_are_never_given_again(
+            test_redelivery.a_checkpoint_and_a_crash
+        ),
+    ),
+    (
+        dead_letters_of_a_deleted_subscription_are_not_replayed,
+        test_dead_lettering.test_a_dead_letter_of_a_subscription_that_was_deleted_since_left_the_index,
+    ),
+)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found_by_the_state_machine(RedeliveryMachine, runs=RUNS)
+
+
+@pytest.mark.parametrize(("plant", "story"), BY_A_STORY, ids=lambda each: each.__name__)
+def test_a_planted_bug_is_found_by_a_story(
+    plant: Plant, story: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        story()
