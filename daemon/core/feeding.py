@@ -19,6 +19,9 @@ from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
 
+# Rows that are looked at in one turn, whatever is left of them.
+LOOKED_AT_MAX = 10_000
+
 
 def feed(
     passed: Sequence[Passed],
@@ -102,11 +105,13 @@ def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[Ke
 def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int) -> list[SegmentRange]:
     """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
 
-    `indexes`: those that it is owed rows of. When there is nothing left to derive the subscription is fed again.
+    `indexes`: those that it is owed rows of. When there is nothing left to derive the subscription is fed again. Of a
+    bounded number of rows, none of which may be READY: then there is more to derive as long as there is a reader.
     """
     sealed = [bucket for index in indexes for bucket in index.readable]
     memory = [bucket for index in indexes for bucket in index.memory_buckets]
-    while state.reader is not None and not state.is_full:
+    looked_at_rows = 0
+    while state.reader is not None and not state.is_full and looked_at_rows < LOOKED_AT_MAX:
         needed = state.reader.needs(sealed, cache)
         if needed:
             return needed
@@ -114,7 +119,9 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
         if not taken:
             state.reader = None
             return []
-        left_out = state.in_hand() | state.set_aside()
+        looked_at_rows += sum(len(rows) for _, rows in taken)
+        named = BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) for _, rows in taken])
+        left_out = state.unready_among(named)
         ready = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, left_out)

@@ -144,7 +144,7 @@ class SubscriptionState:
         if counts is not None:
             # After a recovery: the tracker is faster than the head.
             known = bitmap_of(rows.keys[counts > 0])
-            elsewhere = (self.set_aside() | self.in_hand()) & known
+            elsewhere = self.unready_among(known)
             rows = dataclasses.replace(rows, redelivery_count=counts)
             if elsewhere:
                 rows = rows.take(~contained(rows.keys, elsewhere))
@@ -280,6 +280,11 @@ class SubscriptionState:
     def held_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)
+
+    def unready_among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are in hand already, or may not be READY: as `in_hand` and `set_aside`."""
+        ready = [bitmap_of(rows.keys) & keys for rows in self._ready_parts()]
+        return BitMap64.union(self.held_among(keys), self.nacks.keys & keys, self.nacking & keys, *ready)
 
     def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
         """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""

@@ -460,11 +460,14 @@ class ServedTopic:
         ):
             return
         needed = self.core.catch_up(state, CATCH_UP_PORTIONS * self.pace.rows)
-        if needed:
-            task = self._behind[number] = asyncio.ensure_future(self.load(needed))
-            task.add_done_callback(lambda task: self._read_on_after(state, task))
-        else:
+        if not needed:
             self.notify(state)
+            if state.reader is None or state.ready_rows:
+                return
+        # Of all that was looked at nothing may be handed out: others have their turn.
+        goes_on = self.load(needed) if needed else self.pace.give_way()
+        task = self._behind[number] = asyncio.ensure_future(goes_on)
+        task.add_done_callback(lambda task: self._read_on_after(state, task))
 
     def _read_on_after(self, state: SubscriptionState, task: asyncio.Task[None]) -> None:
         self._behind.pop(state.subscription_id, None)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from daemon.core import feeding
 from daemon.core.adding import AddBatch
 from daemon.core.claims import HeldPositions
 from daemon.core.limits import RequestLimits
@@ -341,6 +342,24 @@ def test_where_nobody_listens_what_is_due_again_is_found_with_its_count_by_who_c
     assert one.topic.catch_up(one.state, 100) == []
     found = one.listed(one.state.hand_out(LISTENER, 100))
     assert sorted(found, key=str) == sorted([(1, None, NOW_MS, 1), (6, None, 0, 1), (6, 2, 0, 1)], key=str)
+
+
+def test_who_comes_is_given_what_lies_behind_many_that_wait_in_turns_of_bounded_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeding, "LOOKED_AT_MAX", 10)
+    one = One()
+    one.add(range(80))
+    one.nack(*[row[:3] for row in one.handed_out(limit=70)], delay_ms=1_000)
+    one.state.close(LISTENER)
+    one.topic.open(one.state, LISTENER)
+    turns = 0
+    while not one.state.ready_rows:
+        assert one.topic.catch_up(one.state, 5) == []
+        assert one.state.reader is not None, "there is more to derive"
+        turns += 1
+    assert turns == 70 // 10 + 1
+    assert [row[0] for row in one.handed_out()] == list(range(70, 75))
 
 
 def test_a_full_ready_leaves_redeliveries_where_they_are_until_there_is_room() -> None:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from daemon.core import feeding
 from daemon.engine.calls import NackOutcome, SubscriptionPolicy
 from daemon.errors import NotFound
 from tests.daemon.engine.calling import clear, create, delete_topic, get, stats, trim, up_to
@@ -371,3 +372,15 @@ async def test_what_found_no_room_comes_to_who_opens_next(machines: EngineFixtur
     back = await second.next(3_000, timeout_s=5)
     assert counts(back) == [1] * 3_000
     assert len({row.entry for row in back}) == 3_000
+
+
+async def test_who_comes_gets_what_lies_behind_many_that_wait(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeding, "LOOKED_AT_MAX", 500)
+    one, listener, rows = await with_rows(machines, 4_000)
+    for first in range(0, 3_500, 500):
+        assert await listener.nack(rows[first : first + 500], MINUTE_MS) == NACKED
+    listener.stream.close()
+    again = await dispatcher(one, policy=None)
+    assert entries(await again.next(500)) == list(range(3_500, 4_000))
