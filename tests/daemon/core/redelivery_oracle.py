@@ -137,7 +137,8 @@ class RedeliveryOracle(Oracle):
         return any(at in receiver.counts for receiver in self.subscribers.values())
 
     def is_staged(self, positions: Iterable[Position], *, to_leave: bool = False) -> bool:
-        dying = {position_of(dead.place) for _, _, dead in self.staged_dead}
+        """Also what dies without a row, as if one were to come."""
+        dying = {position_of(dead.place) for _, _, dead in self.staged_dead if not to_leave}
         return super().is_staged(positions, to_leave=to_leave) or bool(dying & {*positions})
 
     # ---- messages of batches leave with their entry
