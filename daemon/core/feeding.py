@@ -121,7 +121,7 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
             return []
         looked_at_rows += sum(len(rows) for _, rows in taken)
         named = BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) for _, rows in taken])
-        left_out = state.unready_among(named)
+        left_out = state.in_hand_among(named) | state.set_aside_among(named)
         ready = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, left_out)

@@ -144,7 +144,7 @@ class SubscriptionState:
         if counts is not None:
             # After a recovery: the tracker is faster than the head.
             known = bitmap_of(rows.keys[counts > 0])
-            elsewhere = self.unready_among(known)
+            elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
             rows = dataclasses.replace(rows, redelivery_count=counts)
             if elsewhere:
                 rows = rows.take(~contained(rows.keys, elsewhere))
@@ -233,9 +233,9 @@ class SubscriptionState:
             self._unread_ms = earliest(others_ms, int(times_ms[0]))
         return times_ms
 
-    def set_aside(self) -> BitMap64:
-        """Positions of the backlog that are NACKED, or named by a negative acknowledgement that is staged."""
-        return self.nacks.keys | self.nacking
+    def set_aside_among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are NACKED, or named by a negative acknowledgement that is staged."""
+        return (self.nacks.keys & keys) | (self.nacking & keys)
 
     # ---- what nobody holds
 
@@ -281,10 +281,9 @@ class SubscriptionState:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)
 
-    def unready_among(self, keys: BitMap64) -> BitMap64:
-        """Those of the positions that are in hand already, or may not be READY: as `in_hand` and `set_aside`."""
-        ready = [bitmap_of(rows.keys) & keys for rows in self._ready_parts()]
-        return BitMap64.union(self.held_among(keys), self.nacks.keys & keys, self.nacking & keys, *ready)
+    def in_hand_among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are READY, IN_FLIGHT or being acknowledged: not as much work as `in_hand`."""
+        return BitMap64.union(self.held_among(keys), *[bitmap_of(rows.keys) & keys for rows in self._ready_parts()])
 
     def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
         """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""

@@ -174,7 +174,7 @@ class Topic:
         """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; how many. Those that are NACKED
         are not.
         """
-        nacked = contained(found.keys, state.set_aside())
+        nacked = contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
         if nacked.any():
             found = found.take(~nacked)
         if len(found):

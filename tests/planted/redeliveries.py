@@ -110,7 +110,7 @@ def redelivery_times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_waits_is_read_from_the_backlog(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "set_aside", lambda self: BitMap64())
+    patch.setattr(SubscriptionState, "set_aside_among", lambda self, keys: BitMap64())
 
 
 def what_waits_comes_back_early(patch: pytest.MonkeyPatch) -> None:

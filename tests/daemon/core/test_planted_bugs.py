@@ -133,12 +133,13 @@ def rows_of_a_seal_in_a_checkpoint_are_left_out(patch: pytest.MonkeyPatch) -> No
 
 
 def catching_up_ignores_what_is_in_hand(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "in_hand", lambda self: BitMap64())
+    patch.setattr(SubscriptionState, "in_hand_among", lambda self, keys: BitMap64())
 
 
 def catching_up_ignores_what_is_being_acknowledged(patch: pytest.MonkeyPatch) -> None:
     in_hand = SubscriptionState.in_hand
     patch.setattr(SubscriptionState, "in_hand", lambda self: in_hand(self) - self.acknowledging)
+    patch.setattr(SubscriptionState, "in_hand_among", lambda self, keys: self.in_hand() & keys)
 
 
 def gone_positions_are_gone_from_later_buckets(patch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def a_dead_letter_is_replayed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_waits_is_derived_by_readers(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "set_aside", lambda self: self.nacking)
+    patch.setattr(SubscriptionState, "set_aside_among", lambda self, keys: self.nacking & keys)
 
 
 def what_waits_is_fed_by_the_head_after_a_recovery(patch: pytest.MonkeyPatch) -> None:
@@ -101,8 +101,12 @@ def what_waits_is_fed_by_the_head_after_a_recovery(patch: pytest.MonkeyPatch) ->
 
 
 def an_idle_subscription_loses_what_comes_due(patch: pytest.MonkeyPatch) -> None:
-    set_aside = SubscriptionState.set_aside
-    patch.setattr(SubscriptionState, "set_aside", lambda self: BitMap64.union(set_aside(self), *self.counts.planes()))
+    among = SubscriptionState.set_aside_among
+
+    def with_counted(self: SubscriptionState, keys: BitMap64) -> BitMap64:
+        return among(self, keys) | self.counts.among(keys)
+
+    patch.setattr(SubscriptionState, "set_aside_among", with_counted)
 
 
 def what_comes_due_while_there_is_no_room_is_dropped(patch: pytest.MonkeyPatch) -> None:
