@@ -84,9 +84,18 @@ class How:
 
 
 class Nacking:
-    """The redeliveries of a run's clients."""
+    """The redeliveries of a run's clients. `share`: see `SHARES`; None: as the seed says."""
 
-    def __init__(self, clients: Clients, oracle: Oracle, promises: Promises, history: History, seed: int) -> None:
+    def __init__(
+        self,
+        clients: Clients,
+        oracle: Oracle,
+        promises: Promises,
+        history: History,
+        seed: int,
+        share: float | None,
+    ) -> None:
+        self._share = share
         self._clients = clients
         self._oracle = oracle
         self._promises = promises
@@ -95,6 +104,8 @@ class Nacking:
 
     def share(self, topic: str) -> float:
         """See `SHARES`."""
+        if self._share is not None:
+            return self._share
         return random.Random(f"nacks of {topic} {self._seed}").choice(SHARES)
 
     def clients(self, topic: str) -> Mapping[str, Any]:

@@ -65,7 +65,8 @@ class Result:
 class Directed:
     """What a run has whatever its seed says, to look for something in particular.
 
-    `daemons`: how many; `mergers`: processes beside them that merge, for each topic. `settings`: of the daemons.
+    `daemons`: how many; `mergers`: processes beside them that merge, for each topic; `nacks`: the share of what is done
+    with what was handed out that is a negative acknowledgement. `settings`: of the daemons.
     `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
     """
 
@@ -76,6 +77,7 @@ class Directed:
     daemons: int | None = None
     chaos_s: float | None = None
     mergers: int | None = None
+    nacks: float | None = None
 
 
 AS_IT_COMES = Directed()
@@ -149,7 +151,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
         weights=directed.weights,
     )
     chaos_s = directed.chaos_s or draw.uniform(*CHAOS_S)
-    course = _Course(seed, draw, chaos_s, machines, cluster, oracle, history, directed.mergers)
+    course = _Course(seed, draw, chaos_s, machines, cluster, oracle, history, directed)
     with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history, everything):
         await _until(course.run(), broken)
         machines.faults.end()
@@ -177,9 +179,9 @@ class _Course:
         cluster: Cluster,
         oracle: Oracle,
         history: History,
-        mergers: int | None,
+        directed: Directed,
     ) -> None:
-        self._mergers = mergers
+        self._directed = directed
         self._seed = seed
         self._draw = draw
         self._chaos_s = chaos_s
@@ -191,7 +193,16 @@ class _Course:
 
     async def run(self) -> None:
         topics = ("t", "u")[: self._draw.choice((1, 2))]
-        clients = Clients(self._seed, self._cluster, self._oracle, self._promises, self._history, topics, self._mergers)
+        clients = Clients(
+            self._seed,
+            self._cluster,
+            self._oracle,
+            self._promises,
+            self._history,
+            topics,
+            mergers=self._directed.mergers,
+            nacks=self._directed.nacks,
+        )
         self._cluster.start_all()
         clients.start()
         await asyncio.sleep(self._chaos_s)

@@ -52,7 +52,9 @@ MERGERS = (0, 0, 1, 2)
 
 
 class Clients:
-    """Every client of a run. `end` lets each finish what it does. `mergers`: of each topic; None: as the seed says."""
+    """Every client of a run. `end` lets each finish what it does. `mergers`: of each topic, `nacks`: the share of
+    negative acknowledgements; None: as the seed says.
+    """
 
     def __init__(
         self,
@@ -62,7 +64,9 @@ class Clients:
         promises: Promises,
         history: History,
         topics: Sequence[str],
+        *,
         mergers: int | None,
+        nacks: float | None,
     ) -> None:
         self._mergers = mergers
         self._seed = seed
@@ -75,7 +79,7 @@ class Clients:
         self._numbers = itertools.count()
         self._calls = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
-        self._nacking = Nacking(self, oracle, promises, history, seed)
+        self._nacking = Nacking(self, oracle, promises, history, seed, nacks)
         self._leasing = Leasing(self, self._nacking, oracle, promises, history)
 
     def start(self) -> None:
