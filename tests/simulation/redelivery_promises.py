@@ -167,10 +167,12 @@ class RedeliveryPromises:
     def _breach(self, nack: NackSent, text: str) -> None:
         self._history.breach(f"topic {nack.sent.topic.name}: {text}")
 
-    @staticmethod
-    def _holds(nack: NackSent, stream: OpenStream, claim: Claim) -> bool:
+    def _holds(self, nack: NackSent, stream: OpenStream, claim: Claim) -> bool:
         """Whether the stream was handed out the row, and nothing has become of it since."""
         position, deliver_at_ms = claim
+        if position[:2] in self._oracle.objects.unreadable:
+            # It cannot be found in the backlog.
+            return False
         row = nack.sent.topic.rows.get(position)
         if row is None or row.deliver_at_ms != deliver_at_ms or stream.subscription_id not in nack.sent.topic.owes(row):
             return False
