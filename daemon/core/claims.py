@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from pyroaring import BitMap64
 
+from daemon.core import entitlement
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index, SeenRows
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
@@ -149,6 +150,6 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
     for index in indexes:
         keys = entries.keys_in(index)
         asked = bitmap_of(keys[keys != UNKNOWN_KEY])
-        there = index.owed_present_among(asked, state.subscription_id) | (index.staged.keys & asked)
+        there = entitlement.owed_among(index, asked, state.subscription_id) | (index.staged.keys & asked)
         owed |= contained(keys, there)
     return owed

@@ -20,6 +20,17 @@ from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, bitmap_of
 
 
+def owed_among(index: Index, asked: BitMap64, subscription_id: int) -> BitMap64:
+    """Those of the positions that have a row, waiting or due, that a subscription has not acknowledged."""
+    found = BitMap64()
+    for bucket in index.that_may_have(asked):
+        here = bucket.present & asked
+        if here and subscription_id in bucket.acknowledged:
+            here -= bucket.acknowledged[subscription_id]
+        found |= here
+    return found
+
+
 def backlog_among(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
     """Those of the positions that are in the backlog of a subscription."""
     found = BitMap64()

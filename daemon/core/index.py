@@ -221,16 +221,6 @@ class Index:
         quarantine.added_again(self.quarantined.values(), added, slot)
         self.staged.applied(added)
 
-    def owed_present_among(self, asked: BitMap64, subscription_id: int) -> BitMap64:
-        """Those of the positions that have a row, waiting or due, that a subscription has not acknowledged."""
-        found = BitMap64()
-        for bucket in self.that_may_have(asked):
-            here = bucket.present & asked
-            if here and subscription_id in bucket.acknowledged:
-                here -= bucket.acknowledged[subscription_id]
-            found |= here
-        return found
-
     @contextlib.contextmanager
     def named(self, positions: Iterable[PositionBitmap]) -> Iterator[BitMap64]:
         """The keys of positions that leave: of pages that no bucket holds only where a damaged bucket may have them."""

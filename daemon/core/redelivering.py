@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core import batch_parts
+from daemon.core import batch_parts, entitlement
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.dead_lettering import DeadLettering
@@ -367,7 +367,7 @@ class Redelivering:
         named = bitmap_of(rows.keys)
         state.nacking -= named
         times_ms, counts = record.redeliver_at_ms, record.redelivery_count
-        there = index.owed_present_among(named, state.subscription_id)
+        there = entitlement.owed_among(index, named, state.subscription_id)
         if len(there) < len(rows):
             stays = contained(rows.keys, there)
             rows, times_ms, counts = rows.take(stays), times_ms[stays], counts[stays]
@@ -391,7 +391,10 @@ class Redelivering:
         named = BitMap64.union(bitmap_of(nacked.keys), *planes)
         owed = BitMap64.union(
             BitMap64(),
-            *[index.owed_present_among(named, subscription_id) for index in self._indexes.serving(subscription_id)],
+            *[
+                entitlement.owed_among(index, named, subscription_id)
+                for index in self._indexes.serving(subscription_id)
+            ],
         )
         stays = contained(nacked.keys, owed)
         if stays.any():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import redelivering, redelivery_cut
+from daemon.core import entitlement, redelivering, redelivery_cut
 from daemon.core import topic as topic_module
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.claims import HeldPositions
@@ -347,7 +347,7 @@ def a_nack_is_applied_to_what_has_left(patch: pytest.MonkeyPatch) -> None:
 
     def anyway(self: Redelivering, record: NackRecord, slot: int, *, elapsed_ms: int) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Index, "owed_present_among", lambda self, keys, number: keys)
+            inner.setattr(entitlement, "owed_among", lambda index, keys, number: keys)
             nacked(self, record, slot, elapsed_ms=elapsed_ms)
 
     patch.setattr(Redelivering, "nacked", anyway)
