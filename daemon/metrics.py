@@ -68,6 +68,12 @@ class Metrics:
         """`per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
         self.registry = CollectorRegistry()
         self._labels = _TopicLabels(per_topic, per_topic_max)
+        self._declare_lateness()
+        self._declare_rows()
+        self._declare_storage()
+        self._declare_running()
+
+    def _declare_lateness(self) -> None:
         self._lateness = ArrayHistogram(
             "tarry_lateness_seconds",
             "Handed out minus due, repeats included, of rows that were not negatively acknowledged.",
@@ -78,8 +84,13 @@ class Metrics:
             "tarry_redelivery_lateness_seconds", "READY again minus redelivery time.", LATENESS_BOUNDS_S
         )
         self.registry.register(self._redelivery_lateness)
-        counter, histogram, gauge = self._counter, self._histogram, self._gauge
+        self._level_lateness = ArrayHistogram(
+            "tarry_level_lateness_seconds", "Handed out first minus due.", LATENESS_BOUNDS_S, "topic", "level"
+        )
+        self.registry.register(self._level_lateness)
 
+    def _declare_rows(self) -> None:
+        counter = self._counter
         self._add_rows = _Children(counter("tarry_add_rows", "Rows of adds by result.", "topic", "result"))
         self._late = counter("tarry_add_late_on_arrival_rows", "Rows that were due already when they came.", "topic")
         self._acknowledged = _Children(
@@ -91,10 +102,6 @@ class Metrics:
         self._ack_timed_out = counter("tarry_ack_timeout_rows", "Rows that were IN_FLIGHT for too long.", "topic")
         self._in_due_order = _Children(counter("tarry_add_in_due_order_rows", "Rows that needed no sort.", "topic"))
         self._sorted = _Children(counter("tarry_add_sorted_rows", "Rows that did.", "topic"))
-        self._level_lateness = ArrayHistogram(
-            "tarry_level_lateness_seconds", "Handed out first minus due.", LATENESS_BOUNDS_S, "topic", "level"
-        )
-        self.registry.register(self._level_lateness)
         self._handed_out = _Children(counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic"))
 
         self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
@@ -114,6 +121,8 @@ class Metrics:
 
         self._refused = counter("tarry_quota_refused_requests", "Requests that a quota refused.", "topic", "quota")
 
+    def _declare_storage(self) -> None:
+        counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
         self._slot_seconds = histogram("tarry_journal_slot_seconds", "Time until a slot is durable.", SLOT_BOUNDS_S)
         self._commits = counter("tarry_commits", "Manifest commits.", "operation", "outcome")
@@ -131,6 +140,17 @@ class Metrics:
         self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
         self._merge_bytes = counter("tarry_merge_bytes", "What merges have read and written.", "direction")
 
+        self._collected_objects = counter("tarry_collected_objects", "Objects that were deleted, by kind.", "kind")
+        self._collected_bytes = counter("tarry_collected_bytes", "Their bytes.", "kind")
+        self._collection_failures = counter("tarry_collection_failures", "Deletions of objects that failed.")
+        self._given_up = counter("tarry_collection_given_up_objects", "Objects that could not be deleted.")
+        self._orphans_refused = gauge("tarry_orphans_refused_bytes", "Orphans kept by the guard, in bytes.", "shard")
+        self._tombstones = gauge("tarry_tombstones", "Objects that left a manifest and are still kept.")
+        self._tombstone_bytes = gauge("tarry_tombstone_bytes", "Their bytes.")
+        self._collection_age = gauge("tarry_collection_age_seconds", "Time since every shard had a pass that worked.")
+
+    def _declare_running(self) -> None:
+        counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
         self._loop_pause = histogram(
@@ -142,15 +162,6 @@ class Metrics:
             "tarry_recovery_seconds", "Time from serving to the last topic loaded.", RECOVERY_BOUNDS_S
         )
         self._rows_replayed = counter("tarry_recovery_rows_replayed", "Rows of journal records that were replayed.")
-
-        self._collected_objects = counter("tarry_collected_objects", "Objects that were deleted, by kind.", "kind")
-        self._collected_bytes = counter("tarry_collected_bytes", "Their bytes.", "kind")
-        self._collection_failures = counter("tarry_collection_failures", "Deletions of objects that failed.")
-        self._given_up = counter("tarry_collection_given_up_objects", "Objects that could not be deleted.")
-        self._orphans_refused = gauge("tarry_orphans_refused_bytes", "Orphans kept by the guard, in bytes.", "shard")
-        self._tombstones = gauge("tarry_tombstones", "Objects that left a manifest and are still kept.")
-        self._tombstone_bytes = gauge("tarry_tombstone_bytes", "Their bytes.")
-        self._collection_age = gauge("tarry_collection_age_seconds", "Time since every shard had a pass that worked.")
 
         self._topics = gauge("tarry_topics", "Topics by state: loaded, loading, damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
