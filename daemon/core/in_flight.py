@@ -211,12 +211,14 @@ class InFlight:
         first = next(iter(self._batches.values()), None)
         return earliest(None if first is None else first.since_ms, *[run.oldest_ms for run in self._runs if run.living])
 
-    def take_since(self, before_ms: int, limit: int) -> KeyedRows:
+    def take_since(self, before_ms: int, limit: int, *, staying: BitMap64) -> KeyedRows:
         """Removes and returns positions that are in the table since before a time or just then, about `limit` of them
-        at most.
+        at most. `staying`: positions that are left where they are.
         """
         taken: list[KeyedRows] = []
         rows = 0
+        if staying:
+            self._sort_all_in()
         while rows < limit and self._batches:
             first_key, batch = next(iter(self._batches.items()))
             if batch.since_ms > before_ms:
@@ -229,7 +231,10 @@ class InFlight:
         for run in self._runs:
             if rows >= limit or run.oldest_ms > before_ms:
                 continue
-            chosen = np.flatnonzero(run.alive & (run.since_ms <= np.uint64(before_ms)))[: limit - rows]
+            overdue = run.alive & (run.since_ms <= np.uint64(before_ms))
+            if staying:
+                overdue &= ~contained(run.rows.keys, staying)
+            chosen = np.flatnonzero(overdue)[: limit - rows]
             taken.append(run.rows.take(chosen))
             rows += len(chosen)
             self._leave(run, chosen)

@@ -34,9 +34,9 @@ from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.nack_tracker import rounded_up
-from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.index_ids import batch_parts_of, part_entry_id
+from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.journal import (
     DeadLetterReason,
     DeadLetterRecord,
@@ -201,12 +201,24 @@ class Redelivering:
     ) -> tuple[Record, ...]:
         """Positions that are IN_FLIGHT since before a time, by a clock that never steps, about `limit` of them at most,
         are negatively acknowledged by policy: the records to journal in one slot.
+
+        An entry of which a message is staged to get a row stays until that is there: it would not die with the entry.
         """
-        rows = state.in_flight.take_since(before_ms, limit)
+        staying = self._entries_of_staged_parts(state)
+        rows = state.in_flight.take_since(before_ms, limit, staying=staying)
         records: list[Record] = []
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
             records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
         return tuple(records)
+
+    def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
+        index = self._indexes.get(batch_parts_of(state.subscription_id))
+        if index is None or not index.staged.keys:
+            return BitMap64()
+        ledger_id, part_id = index.pages.positions(keys_of(index.staged.keys))
+        entry_id, _ = of_part(part_id)
+        entries = self._indexes.of_entries(state.subscription_id)
+        return bitmap_of(np.concatenate([each.pages.find(ledger_id, entry_id) for each in entries]))
 
     def extend(self, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int) -> int:
         """Positions that a dispatcher holds with that time are IN_FLIGHT since now; how many it does not hold so."""

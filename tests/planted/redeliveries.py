@@ -125,8 +125,8 @@ def what_waits_comes_back_early(patch: pytest.MonkeyPatch) -> None:
 def a_time_out_comes_early(patch: pytest.MonkeyPatch) -> None:
     take_since = InFlight.take_since
 
-    def taken(self: InFlight, before_ms: int, limit: int) -> KeyedRows:
-        return take_since(self, before_ms + 200, limit)
+    def taken(self: InFlight, before_ms: int, limit: int, *, staying: BitMap64) -> KeyedRows:
+        return take_since(self, before_ms + 200, limit, staying=staying)
 
     patch.setattr(InFlight, "take_since", taken)
 

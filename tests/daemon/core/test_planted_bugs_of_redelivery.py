@@ -70,7 +70,11 @@ def a_redelivery_may_be_before_the_row_is_due(patch: pytest.MonkeyPatch) -> None
 
 def what_is_in_flight_since_just_now_times_out(patch: pytest.MonkeyPatch) -> None:
     take_since = InFlight.take_since
-    patch.setattr(InFlight, "take_since", lambda self, before_ms, limit: take_since(self, before_ms + 1, limit))
+    patch.setattr(
+        InFlight,
+        "take_since",
+        lambda self, before_ms, limit, *, staying: take_since(self, before_ms + 1, limit, staying=staying),
+    )
 
 
 def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch) -> None:

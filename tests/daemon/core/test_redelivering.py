@@ -319,6 +319,20 @@ def test_what_is_in_flight_too_long_is_nacked_by_policy() -> None:
     assert one.handed_out(NOW_MS + 100) == [(1, None, NOW_MS, 1)]
 
 
+def test_an_entry_that_times_out_leaves_no_message_behind_that_is_about_to_get_a_row() -> None:
+    one = One(max_count=0)
+    one.add([1, 2])
+    one.handed_out()
+    one.max_count = None
+    staged, _ = one.staged([(1, 5, NOW_MS)], delay_ms=1)
+    one.max_count = 0
+    overdue = one.topic.redelivery.stage_overdue(one.state, 900, one.terms(), limit=10)
+    one.apply([*staged, *overdue])
+    assert (len(one.state.in_flight), len(one.state.nacks), len(one.state.dead_letters)) == (1, 1, 1)
+    one.apply(one.topic.redelivery.stage_overdue(one.state, 900, one.terms(), limit=10))
+    assert (one.state.backlog, len(one.state.nacks), len(one.state.dead_letters)) == (0, 0, 2)
+
+
 def test_a_closed_stream_makes_ready_and_keeps_the_count() -> None:
     one = One()
     one.add([1])
