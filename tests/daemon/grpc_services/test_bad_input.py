@@ -54,20 +54,17 @@ from tests.daemon.grpc_services.bad_requests import (
 from tests.daemon.grpc_services.bad_views import BAD_VIEWS, VIEWS_COVERED
 from tests.daemon.grpc_services.bad_withdrawals import BAD_WITHDRAWALS, WITHDRAWALS_COVERED
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
 ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED | DEAD_LETTERS_COVERED | REDELIVERY_COVERED
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
     """The table holds for the real engine, and for the one that stands in for it elsewhere."""
-    if request.param == "real engine":
-        async with real_engine.serving(settings) as real:
-            yield real
-    else:
-        yield FakeEngine(settings)
+    async with either_engine.serving(request.param, settings) as engine:
+        yield engine
 
 
 @pytest.fixture

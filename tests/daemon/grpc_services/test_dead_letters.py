@@ -13,7 +13,7 @@ from daemon import config
 from daemon.engine.engine import Engine
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
 PAIR: dict[str, Any] = {"topic": "t", "subscription": "s"}
@@ -22,14 +22,11 @@ TOO_OFTEN = inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN
 WHOLE = (1 << 32) - 1
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
     """What is said of the wire holds for the real engine, and for the one that stands in for it elsewhere."""
-    if request.param == "real engine":
-        async with real_engine.serving(settings) as real:
-            yield real
-    else:
-        yield FakeEngine(settings)
+    async with either_engine.serving(request.param, settings) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from daemon.engine.engine import Engine
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
 SET, GET = "Admin/SetDelayLevels", "Admin/GetDelayLevels"
@@ -22,13 +22,10 @@ STATS = "Inspect/GetTopicStats"
 STREAM_ADD = "DelayedDelivery/StreamAddMessages"
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    if request.param == "real engine":
-        async with real_engine.serving(settings) as real:
-            yield real
-    else:
-        yield FakeEngine(settings)
+    async with either_engine.serving(request.param, settings) as engine:
+        yield engine
 
 
 async def get(edge: Edge, topic: str = "t") -> pb.GetDelayLevelsResponse:

@@ -13,21 +13,18 @@ from daemon import config
 from daemon.engine.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
 FAR_MS = 1_900_000_000_000
 TOPIC = "t"
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
     """What is said of the wire holds for the real engine, and for the one that stands in for it elsewhere."""
-    if request.param == "real engine":
-        async with real_engine.serving(settings) as real:
-            yield real
-    else:
-        yield FakeEngine(settings)
+    async with either_engine.serving(request.param, settings) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from daemon.engine.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_topic import EPOCH
 
@@ -27,12 +27,9 @@ HOUR_MS = 3_600_000
 Row = tuple[int, int, int]
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    if request.param == "engine in memory":
-        yield FakeEngine(settings)
-        return
-    async with real_engine.serving(settings) as engine:
+    async with either_engine.serving(request.param, settings) as engine:
         yield engine
 
 

@@ -13,7 +13,7 @@ from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.support import real_engine
+from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
@@ -26,12 +26,9 @@ Row = tuple[int, int, int]
 """deliver_at_ms, ledger, entry"""
 
 
-@pytest.fixture(params=["engine in memory", "real engine"])
+@pytest.fixture(params=either_engine.ENGINES)
 async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    if request.param == "engine in memory":
-        yield FakeEngine(settings)
-        return
-    async with real_engine.serving(settings) as engine:
+    async with either_engine.serving(request.param, settings) as engine:
         yield engine
 
 
