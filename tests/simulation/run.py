@@ -21,7 +21,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from daemon.durability import crash_points
-from daemon.engine.calls import DeadLetterFilter
+from daemon.engine.calls import DeadLetterFilter, HandedOut
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.commit import CommitOutcomeUnknown, Refused
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
@@ -44,6 +44,7 @@ from tests.support.virtual_loop import VirtualLoop
 CHAOS_S = (15.0, 45.0)
 SERVING_AFTER_S = 200.0
 DRAIN_S = 200.0
+LOOK_S = 5.0
 
 # What a daemon may log as an error when stores and neighbours fail; anything else is a bug.
 EXPECTED = (NotOwner, OutcomeUnknown, Unavailable, StoreError, Refused, CommitOutcomeUnknown, TimeoutError, str)
@@ -302,14 +303,19 @@ class _Course:
         view = OpenStream(daemon, topic, stream._topic.shard.number, number, stream.epoch)
         stream.grant(1_000_000)
         deadline_s = daemon.elapsed_s() + DRAIN_S
+        receiving: asyncio.Task[HandedOut] | None = None
         while owed := [each for each, row in truth.rows.items() if number in truth.owes(row) and each not in view.held]:
-            try:
-                async with asyncio.timeout(max(0.1, deadline_s - daemon.elapsed_s())):
-                    handed_out = await daemon.call(stream.next_messages())
-            except TimeoutError:
+            receiving = receiving or daemon.call(stream.next_messages())
+            await asyncio.wait([receiving], timeout=LOOK_S)
+            if receiving.done():
+                self._promises.handed_out(view, handed_of(receiving.result(), number))
+                receiving = None
+            elif daemon.elapsed_s() > deadline_s:
                 self._history.breach(f"topic {topic}: {owed} did not come to {stored.name} in {DRAIN_S:.0f} s")
                 return
-            self._promises.handed_out(view, handed_of(handed_out, number))
+        if receiving is not None:
+            # A bucket was found to be damaged while some of its rows were waited for.
+            receiving.cancel()
         if view.held:
             # A bucket may be found to be damaged after some of its rows were handed out.
             view.held = {position: time for position, time in view.held.items() if position not in truth.missing}
