@@ -41,6 +41,7 @@ class Expected:
 
     `not_before_ms`: by count, as far as counts go that it may have; `count`: the least one.
     `is_asked`: a request is under way; `came_meanwhile`: the count with which it came since that was begun.
+    `acknowledged_at`: which stream was open when that was answered: what comes on it may have been on its way.
     """
 
     deliver_at_ms: int
@@ -49,7 +50,7 @@ class Expected:
     count: int = 0
     is_asked: bool = False
     came_meanwhile: int = 0
-    acknowledged: bool = False
+    acknowledged_at: int | None = None
 
 
 class NackTraffic:
@@ -69,12 +70,13 @@ class NackTraffic:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done = asyncio.Event()
         self._left = len(expected)
+        self._streams = 0
 
     @property
     def waiting(self) -> int:
         """Positions that were answered to be negatively acknowledged as often as they are to be, and did not come."""
         return sum(
-            each.count >= len(each.delays_ms) and not each.is_asked and not each.acknowledged
+            each.count >= len(each.delays_ms) and not each.is_asked and each.acknowledged_at is None
             for each in self.expected.values()
         )
 
@@ -166,7 +168,7 @@ class NackTraffic:
         if answer.ignored and tries == 1:
             self.breaches.append(f"{self._topic}: {answer.ignored} acknowledgements were ignored")
         for key in keys:
-            self.expected[key].acknowledged = True
+            self.expected[key].acknowledged_at = self._streams
         self._left -= len(keys)
         if not self._left:
             self._done.set()
@@ -201,6 +203,7 @@ class NackTraffic:
 
     async def _receive(self) -> None:
         while True:
+            self._streams += 1
             stream = self._dispatch.Subscribe(wait_for_ready=True)
             try:
                 opening = dispatch_pb2.Open(
@@ -255,12 +258,14 @@ class NackTraffic:
             self.breaches.append(f"{what}, and is {each}")
             return None
         self.came_back += count > 0
-        if each.acknowledged:
+        if each.acknowledged_at is not None and each.acknowledged_at < self._streams:
             self.breaches.append(f"{what}, after it was acknowledged")
         if count < each.count or (count and count not in each.not_before_ms):
             self.breaches.append(f"{what}, and is {each}")
         elif at_ms < max(deliver_at_ms, each.not_before_ms.get(count, 0)):
             self.breaches.append(f"{what}, early: {each}")
+        if self.breaches:
+            self._done.set()
         return each
 
 
