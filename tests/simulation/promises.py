@@ -230,6 +230,10 @@ class Promises:
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
         if self.has_twin(stream.topic, (position, deliver_at_ms)):
+            # It may be either.
+            for key in (position[:2], place.in_index(position, stream.subscription_id)):
+                if key in topic.rows:
+                    topic.rows[key].handed_out_s[stream.subscription_id] = self._oracle.now_s()
             return
         missing = topic.missing.get(position)
         if row is None and missing is not None and missing.deliver_at_ms == deliver_at_ms:
