@@ -59,8 +59,8 @@ class NackTraffic:
     def __init__(self, address: str, topic: str, precision_bits: int, expected: dict[Key, Expected]) -> None:
         self.breaches: list[str] = []
         self.expected = expected
-        self.unanswered = 0
-        """Requests that had no answer."""
+        self.under_way = 0
+        """Requests that are not answered yet."""
         self.came_back = 0
         self._topic = topic
         self._bits = precision_bits
@@ -187,13 +187,15 @@ class NackTraffic:
         async with self._calls:
             for tries in itertools.count(1):
                 sending()
+                self.under_way += 1
                 try:
                     return await call(request, timeout=TIMEOUT_S, wait_for_ready=True), tries
                 except grpc.aio.AioRpcError as error:
-                    self.unanswered += 1
                     if error.code() not in MAY_BE_TOLD:
                         raise
                     await asyncio.sleep(PAUSE_S)
+                finally:
+                    self.under_way -= 1
         raise AssertionError
 
     def _rounded_up(self, time_ms: int) -> int:

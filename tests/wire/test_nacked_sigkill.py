@@ -64,10 +64,10 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
     running = asyncio.gather(*(client.run() for client in clients))
 
     async with asyncio.timeout(60):
-        # Some are not answered yet, and some come back already.
-        while sum(client.answered for client in clients) < 0.95 * positions:
+        # Most wait, some come back already, and requests are under way.
+        while sum(each.answered for each in clients) < 0.9 * positions or not any(each.under_way for each in clients):
             assert not running.done(), [client.breaches[:3] for client in clients]
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
     waiting = sum(client.waiting for client in clients)
     came_back = sum(client.came_back for client in clients)
     slots, last_slots = slots_of(root)
@@ -80,7 +80,6 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
     assert slots < sum(last_slots), "no slot was deleted: the test shows nothing"
     assert waiting >= positions // 2, "hardly anything waited: the test shows nothing"
     assert came_back > 0, "no kill met a hand-out: the test shows nothing"
-    assert sum(client.unanswered for client in clients) > 0, "no kill met a request: the test shows nothing"
     for topic in TOPICS:
         left = traffic.stats(daemon.address, topic)
         assert [(each.nacked, each.backlog, each.in_flight) for each in left.subscriptions] == [(0, 0, 0)]
