@@ -21,8 +21,8 @@ from benchmarks import load, report, tarry_load, workbench
 NAME = "nack"
 SUBSCRIPTION = "dispatcher"
 HANDED_OUT, ORDINARY = "handed out", "ordinary"
-# Until the rows are due again: what the negative acknowledgements may take.
-LEAD_MS = 10_000
+# Until the rows are due again, in a full run and in a quick one: what the negative acknowledgements may take.
+LEAD_MS, QUICK_LEAD_MS = 10_000, 4_000
 Columns = tuple[load.U64, load.U64, load.U64]
 GOAL = report.Goal(least=3e5)
 
@@ -69,7 +69,8 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, count: int, name
             else:
                 parts = [(part.ledger_id, part.entry_id, part.deliver_at_ms) for part in rows.batches(bench.batch_rows)]
             before = daemon.usage()
-            due_ms = load.now_ms() + LEAD_MS
+            lead_ms = bench.size(LEAD_MS, QUICK_LEAD_MS)
+            due_ms = load.now_ms() + lead_ms
             began_s = time.perf_counter()
             answers = [subscription.nack(part, delay_ms=due_ms - load.now_ms()) for part in parts]
             subscription.flush(tarry_load.PATIENCE_S)
@@ -77,7 +78,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, count: int, name
             resident_bytes = daemon.usage().resident_bytes - before.resident_bytes
             rounds.check_count(f"{name}, ignored", sum(answer.result().ignored for answer in answers), 0)
             if load.now_ms() >= due_ms:
-                raise TimeoutError(f"{count:,} rows were not nacked within {LEAD_MS / 1000:g} s")
+                raise TimeoutError(f"{count:,} rows were not nacked within {lead_ms / 1000:g} s")
             drain = tarry_load.Drain(count)
             drain.run(subscription)
         rounds.check(name, drain.problem(rows) or _early(drain, due_ms))

@@ -219,7 +219,7 @@ BUGS = (
     Bug("redelivery counts", a_position_that_is_about_to_wait_is_decided_again, SLOW),
     Bug("redelivery counts", what_waits_is_counted_again, OFTEN),
     Bug("ack time-outs", a_time_out_comes_early),
-    Bug("dead letters", purges_are_not_journaled),
+    Bug("dead letters", purges_are_not_journaled, KILLED),
     Bug("dead letters", a_seal_forgets_dead_letters, SELDOM),
     Bug("dead letters", ids_of_dead_letters_are_given_again, KILLED),
     Bug("dead letters", a_replay_leaves_its_dead_letter, OFTEN),
