@@ -131,11 +131,14 @@ class Redelivering:
     # ---- negative acknowledgements
 
     def is_staged(self, state: SubscriptionState, positions: HeldPositions) -> bool:
-        """Whether a negative acknowledgement that is staged names one of the positions, or a part of one."""
+        """Whether a negative acknowledgement that is staged names one of the positions, a part of one, or the entry
+        that one is a part of: its count goes on from there.
+        """
         if not state.nacking:
             return False
+        named = _with_entries(positions)
         for index in self._indexes.serving(state.subscription_id):
-            if state.nacking.intersect(bitmap_of(positions.keys_in(index))):
+            if state.nacking.intersect(bitmap_of(named.keys_in(index))):
                 return True
             if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
                 return True
@@ -160,10 +163,7 @@ class Redelivering:
 
     def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
         """The positions to look for in the backlog: of a message of a batch its entry, too."""
-        parts = left.positions.are_parts()
-        if not parts.any():
-            return left.positions
-        return HeldPositions.concat(left.positions, left.positions.take(parts).entries())
+        return _with_entries(left.positions)
 
     def stage_found(
         self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
@@ -421,6 +421,12 @@ def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
     """The keys that parts of those of the positions may have that are entries as a whole."""
     whole = entries if entries.batch_index is None else entries.take(~entries.are_parts())
     return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
+
+
+def _with_entries(positions: HeldPositions) -> HeldPositions:
+    """The positions, and the entries of those that are messages of a batch."""
+    parts = positions.are_parts()
+    return HeldPositions.concat(positions, positions.take(parts).entries()) if parts.any() else positions
 
 
 def _part_rows(parts: HeldPositions, key_hash: U32 | None) -> Rows:

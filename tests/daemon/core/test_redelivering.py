@@ -231,6 +231,18 @@ def test_what_is_staged_is_in_no_hand_and_seen_as_staged() -> None:
     assert [row[0] for row in one.handed_out(NOW_MS + 100)] == [1, 9]
 
 
+def test_a_message_waits_for_what_is_staged_of_its_entry_whose_count_it_continues() -> None:
+    one = One()
+    one.add([1])
+    one.handed_out()
+    records, _ = one.staged([(1, None, NOW_MS)], delay_ms=5)
+    assert one.topic.redelivery.is_staged(one.state, one.claims([(1, 3, NOW_MS)]))
+    one.apply(records)
+    assert not one.topic.redelivery.is_staged(one.state, one.claims([(1, 3, NOW_MS)]))
+    one.nack((1, 3, NOW_MS), delay_ms=2)
+    assert one.handed_out(NOW_MS + 2) == [(1, 3, NOW_MS, 2)]
+
+
 def test_messages_of_a_batch_come_back_each_at_its_time_beside_their_entry() -> None:
     one = One()
     one.add([1])
