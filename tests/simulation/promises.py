@@ -219,8 +219,9 @@ class Promises:
         if len(found) == len(keys):
             self._twins.add((stream.topic, position, deliver_at_ms))
             found.sort(key=lambda key: key in stream.held)
-        known = [key for key in keys if key in topic.removed_at_s]
-        return (*found, *known, position)[0]
+        # It is that of its rows which left last that a former owner may still know.
+        known = sorted((key for key in keys if key in topic.removed_at_s), key=topic.removed_at_s.__getitem__)
+        return (*found, *reversed(known), position)[0]
 
     def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int, count: int) -> None:
         what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
