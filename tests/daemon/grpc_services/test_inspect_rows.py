@@ -169,4 +169,4 @@ async def test_a_histogram_counts_within_its_range(populated: Edge) -> None:
     everything = await histogram(populated)
     assert sum(everything.rows) == 12
     assert everything.until_ms > FAR_MS + 40
-    assert everything.from_ms == everything.as_of_ms
+    assert 0 <= everything.as_of_ms - everything.from_ms < 10_000
