@@ -104,8 +104,8 @@ async def test_of_a_nacked_message_of_a_batch_the_entry_stays_held(
         await subscription.nack((7, [0, 0], 1000), batch_index=[3, 4])
         assert subscription.held == 2
         await subscription.ack(received)
-        assert subscription.held == 0
         parts = await receive(subscription)
+        assert subscription.held == 2
         assert parts.batch_index is not None
         assert parts.batch_index.tolist() == [3, 4]
         await subscription.ack(parts.take([0]))
