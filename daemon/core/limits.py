@@ -52,6 +52,12 @@ def check_rows(field: str, rows: int, rows_max: int) -> None:
         raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
 
 
+def check_ledgers(ledgers: tuple[int, int] | None) -> None:
+    """Raises InvalidArgument for a range of ledgers, the first and the last, that ends before it begins."""
+    if ledgers is not None and ledgers[1] < ledgers[0]:
+        raise InvalidArgument(f"last_ledger_id is {ledgers[1]}, before first_ledger_id, which is {ledgers[0]}")
+
+
 def check_copies(field: str, rows: int, copies: int, rows_max: int) -> None:
     """Raises InvalidArgument when rows, each of which is stored so many times, are too many; one row passes always."""
     most = max(1, rows_max // max(1, copies))

@@ -37,12 +37,7 @@ from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
-from storage_backends.formats.journal import (
-    DeadLetterReason,
-    DeadLetterRecord,
-    NackRecord,
-    Record,
-)
+from storage_backends.formats.journal import DeadLetterReason, NackRecord, Record
 from storage_backends.formats.rows import U32, U64, Rows
 
 
@@ -110,7 +105,7 @@ class Terms:
 
 
 class Redelivering:
-    """The negative acknowledgements and dead letters of one topic."""
+    """The negative acknowledgements of one topic."""
 
     def __init__(
         self,
@@ -245,9 +240,7 @@ class Redelivering:
         if dead.any():
             dying = rows.take(dead)
             state.acknowledging |= bitmap_of(dying.keys)
-            yield self._dead_letters(state, index.index_id, dying.rows, counts[dead], how, terms)
-            if not index.of_batch_parts:
-                yield from self._acknowledging.end_parts(state, dying.rows.ledger_id, dying.rows.entry_id)
+            yield from self._die(state, index, dying.rows, counts[dead], how, terms)
         if not dead.all():
             stays = rows.take(~dead)
             state.nacking |= bitmap_of(stays.keys)
@@ -270,10 +263,7 @@ class Redelivering:
         state.nacking |= keys
         dead = how.are_dead(counts, terms.max_count)
         if dead.any():
-            dying = rows.take(dead)
-            yield self._dead_letters(state, index_id, dying, counts[dead], how, terms)
-            if not index.of_batch_parts:
-                yield from self._acknowledging.end_parts(state, dying.ledger_id, dying.entry_id)
+            yield from self._die(state, index, rows.take(dead), counts[dead], how, terms)
         if not dead.all():
             stays = rows.take(~dead)
             yield self._nack(state, index, stays, counts[~dead], how.take(~dead), terms, added=True)
@@ -303,13 +293,16 @@ class Redelivering:
             added,
         )
 
-    def _dead_letters(
-        self, state: SubscriptionState, index_id: int, rows: Rows, counts: U32, how: _How, terms: Terms
-    ) -> DeadLetterRecord:
+    def _die(
+        self, state: SubscriptionState, index: Index, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Positions become dead letters; entries as a whole take their parts along."""
         reason = DeadLetterReason.REJECTED if how.reject else DeadLetterReason.TOO_OFTEN
-        return self._dead_lettering.stage(
-            state, index_id, rows, counts, reason=reason, text=how.text, now_ms=terms.now_ms
+        yield self._dead_lettering.stage(
+            state, index.index_id, rows, counts, reason=reason, text=how.text, now_ms=terms.now_ms
         )
+        if not index.of_batch_parts:
+            yield from self._acknowledging.end_parts(state, rows.ledger_id, rows.entry_id)
 
     # ---- messages of batches
 

@@ -140,12 +140,11 @@ class SubscriptionState:
 
     def feed(self, rows: KeyedRows) -> None:
         """Rows that the head has passed, in hand-out order, all owed and not acknowledged."""
-        counts = self.counts.of(rows.keys)
-        if counts is not None:
+        rows = self.counted(rows)
+        if rows.redelivery_count is not None:
             # After a recovery: the tracker is faster than the head.
-            known = bitmap_of(rows.keys[counts > 0])
+            known = bitmap_of(rows.keys[rows.redelivery_count > 0])
             elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
-            rows = dataclasses.replace(rows, redelivery_count=counts)
             if elsewhere:
                 rows = rows.take(~contained(rows.keys, elsewhere))
         self._append(rows)
@@ -218,7 +217,8 @@ class SubscriptionState:
         rows, times_ms = self.nacks.take_due(now_ms, limit)
         if not len(rows):
             return times_ms
-        leaving = self.acknowledging | self.nacking
+        taken = bitmap_of(rows.keys)
+        leaving = (self.acknowledging & taken) | (self.nacking & taken)
         if leaving:
             stay = ~contained(rows.keys, leaving)
             rows, times_ms = rows.take(stay), times_ms[stay]

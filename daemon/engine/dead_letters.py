@@ -58,10 +58,7 @@ def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
             raise InvalidArgument(
                 f"dead_letter_id[{row}] is {asked.ids[row]}, after {asked.ids[row - 1]}; ids ascend, each is named once"
             )
-    if asked.ledgers is not None and asked.ledgers[1] < asked.ledgers[0]:
-        raise InvalidArgument(
-            f"last_ledger_id is {asked.ledgers[1]}, before first_ledger_id, which is {asked.ledgers[0]}"
-        )
+    limits.check_ledgers(asked.ledgers)
     if asked.from_ms is not None and asked.until_ms is not None and asked.until_ms < asked.from_ms:
         raise InvalidArgument(f"until_ms is {asked.until_ms}, before from_ms, which is {asked.from_ms}")
 

@@ -405,10 +405,7 @@ def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[As
     """What is asked for, and the indexes in which it is. Raises NotFound, InvalidArgument."""
     if view.until_ms and view.until_ms < view.from_ms:
         raise InvalidArgument(f"until_ms is {view.until_ms}, before from_ms, which is {view.from_ms}")
-    if view.ledgers is not None and view.ledgers[1] < view.ledgers[0]:
-        raise InvalidArgument(
-            f"last_ledger_id is {view.ledgers[1]}, before first_ledger_id, which is {view.ledgers[0]}"
-        )
+    limits.check_ledgers(view.ledgers)
     asked = Asked(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
     if view.subscription is None:
         return asked, topic.core.indexes.of_entries()
