@@ -524,6 +524,7 @@ class SubscriptionPolicy(_message.Message):
     MAX_REDELIVER_COUNT_FIELD_NUMBER: _builtins.int
     ACK_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     NACK_PRECISION_BITS_FIELD_NUMBER: _builtins.int
+    KEY_SHARED_FIELD_NUMBER: _builtins.int
     in_flight_rows_max: _builtins.int
     lease_ms: _builtins.int
     max_redeliver_count: _builtins.int
@@ -535,6 +536,8 @@ class SubscriptionPolicy(_message.Message):
 
     @_builtins.property
     def redelivery(self) -> Global___RedeliveryPolicy: ...
+    @_builtins.property
+    def key_shared(self) -> Global___KeySharedPolicy: ...
     def __init__(
         self,
         *,
@@ -545,14 +548,98 @@ class SubscriptionPolicy(_message.Message):
         max_redeliver_count: _builtins.int | None = ...,
         ack_timeout_ms: _builtins.int | None = ...,
         nack_precision_bits: _builtins.int | None = ...,
+        key_shared: Global___KeySharedPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+@_typing.final
+class KeySharedPolicy(_message.Message):
+    """What is absent has its default."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Selector:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _SelectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KeySharedPolicy._Selector.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        SELECTOR_UNSPECIFIED: KeySharedPolicy._Selector.ValueType  # 0
+        AUTO_SPLIT: KeySharedPolicy._Selector.ValueType  # 1
+        CONSISTENT_HASHING: KeySharedPolicy._Selector.ValueType  # 2
+        STICKY: KeySharedPolicy._Selector.ValueType  # 3
+
+    class Selector(_Selector, metaclass=_SelectorEnumTypeWrapper): ...
+    SELECTOR_UNSPECIFIED: KeySharedPolicy.Selector.ValueType  # 0
+    AUTO_SPLIT: KeySharedPolicy.Selector.ValueType  # 1
+    CONSISTENT_HASHING: KeySharedPolicy.Selector.ValueType  # 2
+    STICKY: KeySharedPolicy.Selector.ValueType  # 3
+
+    class _Order:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _OrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KeySharedPolicy._Order.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        ORDER_UNSPECIFIED: KeySharedPolicy._Order.ValueType  # 0
+        DRAINING_HASHES: KeySharedPolicy._Order.ValueType  # 1
+        LAST_SENT_POSITION: KeySharedPolicy._Order.ValueType  # 2
+
+    class Order(_Order, metaclass=_OrderEnumTypeWrapper): ...
+    ORDER_UNSPECIFIED: KeySharedPolicy.Order.ValueType  # 0
+    DRAINING_HASHES: KeySharedPolicy.Order.ValueType  # 1
+    LAST_SENT_POSITION: KeySharedPolicy.Order.ValueType  # 2
+
+    class _NackOrder:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _NackOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KeySharedPolicy._NackOrder.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        NACK_ORDER_UNSPECIFIED: KeySharedPolicy._NackOrder.ValueType  # 0
+        SKIP: KeySharedPolicy._NackOrder.ValueType  # 1
+        BLOCK_KEY: KeySharedPolicy._NackOrder.ValueType  # 2
+
+    class NackOrder(_NackOrder, metaclass=_NackOrderEnumTypeWrapper): ...
+    NACK_ORDER_UNSPECIFIED: KeySharedPolicy.NackOrder.ValueType  # 0
+    SKIP: KeySharedPolicy.NackOrder.ValueType  # 1
+    BLOCK_KEY: KeySharedPolicy.NackOrder.ValueType  # 2
+
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    POINTS_PER_CONSUMER_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    ALLOW_OUT_OF_ORDER_DELIVERY_FIELD_NUMBER: _builtins.int
+    NACK_ORDER_FIELD_NUMBER: _builtins.int
+    NACK_BLOCK_MAX_MS_FIELD_NUMBER: _builtins.int
+    selector: Global___KeySharedPolicy.Selector.ValueType
+    points_per_consumer: _builtins.int
+    order: Global___KeySharedPolicy.Order.ValueType
+    allow_out_of_order_delivery: _builtins.bool
+    nack_order: Global___KeySharedPolicy.NackOrder.ValueType
+    nack_block_max_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        selector: Global___KeySharedPolicy.Selector.ValueType | None = ...,
+        points_per_consumer: _builtins.int | None = ...,
+        order: Global___KeySharedPolicy.Order.ValueType | None = ...,
+        allow_out_of_order_delivery: _builtins.bool | None = ...,
+        nack_order: Global___KeySharedPolicy.NackOrder.ValueType | None = ...,
+        nack_block_max_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["allow_out_of_order_delivery", b"allow_out_of_order_delivery", "nack_block_max_ms", b"nack_block_max_ms", "nack_order", b"nack_order", "order", b"order", "points_per_consumer", b"points_per_consumer", "selector", b"selector"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_out_of_order_delivery", b"allow_out_of_order_delivery", "nack_block_max_ms", b"nack_block_max_ms", "nack_order", b"nack_order", "order", b"order", "points_per_consumer", b"points_per_consumer", "selector", b"selector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeySharedPolicy: _TypeAlias = KeySharedPolicy  # noqa: Y015
 
 @_typing.final
 class RedeliveryPolicy(_message.Message):

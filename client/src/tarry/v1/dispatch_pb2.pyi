@@ -31,6 +31,8 @@ class _SubscriptionTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Subs
     SUBSCRIPTION_TYPE_UNSPECIFIED: _SubscriptionType.ValueType  # 0
     SUBSCRIPTION_TYPE_SHARED: _SubscriptionType.ValueType  # 1
     """Any position to any dispatcher that has permits."""
+    SUBSCRIPTION_TYPE_KEY_SHARED: _SubscriptionType.ValueType  # 2
+    """Positions of one key to one consumer at a time, in order. Dispatchers say which consumers they have."""
 
 class SubscriptionType(_SubscriptionType, metaclass=_SubscriptionTypeEnumTypeWrapper):
     """Batch indexes. An entry may hold a batch of messages. A negative acknowledgement that names one of them, by its index
@@ -44,10 +46,18 @@ class SubscriptionType(_SubscriptionType, metaclass=_SubscriptionTypeEnumTypeWra
 SUBSCRIPTION_TYPE_UNSPECIFIED: SubscriptionType.ValueType  # 0
 SUBSCRIPTION_TYPE_SHARED: SubscriptionType.ValueType  # 1
 """Any position to any dispatcher that has permits."""
+SUBSCRIPTION_TYPE_KEY_SHARED: SubscriptionType.ValueType  # 2
+"""Positions of one key to one consumer at a time, in order. Dispatchers say which consumers they have."""
 Global___SubscriptionType: _TypeAlias = SubscriptionType  # noqa: Y015
 
 @_typing.final
 class SubscribeRequest(_message.Message):
+    """Key order. The low 16 bits of a position's `key_hash` are its hash slot: the unit of order. A selector gives every slot to
+    one consumer; the subscription's `KeySharedPolicy` says how, and what happens when that changes. A position without a key
+    has the hash 0. The hash is Murmur3, 32 bits, x86, seed 0, of the bytes of the ordering key, or of the key when there is
+    none; text is UTF-8.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OPEN_FIELD_NUMBER: _builtins.int
@@ -55,6 +65,10 @@ class SubscribeRequest(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     NEGATIVE_ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     EXTEND_FIELD_NUMBER: _builtins.int
+    ADD_CONSUMER_FIELD_NUMBER: _builtins.int
+    REMOVE_CONSUMER_FIELD_NUMBER: _builtins.int
+    PLAN_DISPATCH_FIELD_NUMBER: _builtins.int
+    MARK_DELETE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -65,6 +79,14 @@ class SubscribeRequest(_message.Message):
     def negative_acknowledge(self) -> Global___NegativeAcknowledge: ...
     @_builtins.property
     def extend(self) -> Global___Extend: ...
+    @_builtins.property
+    def add_consumer(self) -> Global___AddConsumer: ...
+    @_builtins.property
+    def remove_consumer(self) -> Global___RemoveConsumer: ...
+    @_builtins.property
+    def plan_dispatch(self) -> Global___PlanDispatch: ...
+    @_builtins.property
+    def mark_delete(self) -> Global___MarkDelete: ...
     def __init__(
         self,
         *,
@@ -73,12 +95,16 @@ class SubscribeRequest(_message.Message):
         acknowledge: Global___Acknowledge | None = ...,
         negative_acknowledge: Global___NegativeAcknowledge | None = ...,
         extend: Global___Extend | None = ...,
+        add_consumer: Global___AddConsumer | None = ...,
+        remove_consumer: Global___RemoveConsumer | None = ...,
+        plan_dispatch: Global___PlanDispatch | None = ...,
+        mark_delete: Global___MarkDelete | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "extend", b"extend", "flow", b"flow", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add_consumer", b"add_consumer", "extend", b"extend", "flow", b"flow", "mark_delete", b"mark_delete", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "plan_dispatch", b"plan_dispatch", "remove_consumer", b"remove_consumer", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "extend", b"extend", "flow", b"flow", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "add_consumer", b"add_consumer", "extend", b"extend", "flow", b"flow", "mark_delete", b"mark_delete", "negative_acknowledge", b"negative_acknowledge", "open", b"open", "plan_dispatch", b"plan_dispatch", "remove_consumer", b"remove_consumer", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "flow", "acknowledge", "negative_acknowledge", "extend"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["open", "flow", "acknowledge", "negative_acknowledge", "extend", "add_consumer", "remove_consumer", "plan_dispatch", "mark_delete"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -92,6 +118,8 @@ class SubscribeResponse(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
+    PLANNED_FIELD_NUMBER: _builtins.int
+    TAKEN_BACK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
     @_builtins.property
@@ -102,6 +130,12 @@ class SubscribeResponse(_message.Message):
     def moved(self) -> Global___Moved:
         """Another daemon serves the topic now; the stream ends after it."""
 
+    @_builtins.property
+    def planned(self) -> Global___Planned:
+        """In one order with `Messages`: what is before it was decided before."""
+
+    @_builtins.property
+    def taken_back(self) -> Global___TakenBack: ...
     def __init__(
         self,
         *,
@@ -109,16 +143,58 @@ class SubscribeResponse(_message.Message):
         messages: Global___Messages | None = ...,
         done: Global___Done | None = ...,
         moved: Global___Moved | None = ...,
+        planned: Global___Planned | None = ...,
+        taken_back: Global___TakenBack | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "messages", b"messages", "moved", b"moved", "opened", b"opened", "response", b"response"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "messages", b"messages", "moved", b"moved", "opened", b"opened", "planned", b"planned", "response", b"response", "taken_back", b"taken_back"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "messages", b"messages", "moved", b"moved", "opened", b"opened", "response", b"response"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "messages", b"messages", "moved", b"moved", "opened", b"opened", "planned", b"planned", "response", b"response", "taken_back", b"taken_back"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["opened", "messages", "done", "moved"]  # noqa: Y015
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["opened", "messages", "done", "moved", "planned", "taken_back"]  # noqa: Y015
     _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
 
 Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
+
+@_typing.final
+class Consumer(_message.Message):
+    """A receiver behind a dispatcher of a KEY_SHARED subscription. Each is an instance of its own, also with the name of another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PERMITS_FIELD_NUMBER: _builtins.int
+    HASH_RANGES_FIELD_NUMBER: _builtins.int
+    consumer_id: _builtins.int
+    """Chosen by the dispatcher, at least 1; no other consumer of the stream has it while this one is there."""
+    name: _builtins.str
+    """UTF-8, 1 to 255 bytes. CONSISTENT_HASHING gives a consumer that comes back with its name about the same keys."""
+    address: _builtins.str
+    """Where it is connected from, shown to people; at most 255 bytes."""
+    permits: _builtins.int
+    """Granted from the beginning; 0 = none yet."""
+    @_builtins.property
+    def hash_ranges(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.HashRange]:
+        """STICKY: its slots, at least one range; no slot of another consumer. Otherwise none."""
+
+    def __init__(
+        self,
+        *,
+        consumer_id: _builtins.int = ...,
+        name: _builtins.str = ...,
+        address: _builtins.str = ...,
+        permits: _builtins.int = ...,
+        hash_ranges: _abc.Iterable[_policy_pb2.HashRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "consumer_id", b"consumer_id", "hash_ranges", b"hash_ranges", "name", b"name", "permits", b"permits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Consumer: _TypeAlias = Consumer  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
@@ -133,10 +209,15 @@ class Open(_message.Message):
     HELD_ENTRY_ID_FIELD_NUMBER: _builtins.int
     HELD_DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     HELD_BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    HELD_CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    HELD_KEY_HASH_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     type: Global___SubscriptionType.ValueType
-    """Must be SHARED."""
+    """All open streams of a subscription have one type: ABORTED while another one is open, and for KEY_SHARED while positions
+    are leased.
+    """
     @_builtins.property
     def held_ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions that the dispatcher received on an earlier stream and has not acknowledged yet: they stay IN_FLIGHT and
@@ -149,6 +230,18 @@ class Open(_message.Message):
     def held_deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def held_batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Consumer]:
+        """KEY_SHARED: the consumers that are there from the beginning; they join at once."""
+
+    @_builtins.property
+    def held_consumer_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KEY_SHARED: which consumer holds each."""
+
+    @_builtins.property
+    def held_key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KEY_SHARED: hashes of positions with `held_deliver_at_ms` 0, which Tarry planned and has no row of; 0 for the others."""
+
     def __init__(
         self,
         *,
@@ -159,10 +252,13 @@ class Open(_message.Message):
         held_entry_id: _abc.Iterable[_builtins.int] | None = ...,
         held_deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         held_batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        consumers: _abc.Iterable[Global___Consumer] | None = ...,
+        held_consumer_id: _abc.Iterable[_builtins.int] | None = ...,
+        held_key_hash: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_batch_index", b"held_batch_index", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_ledger_id", b"held_ledger_id", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "held_batch_index", b"held_batch_index", "held_consumer_id", b"held_consumer_id", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_key_hash", b"held_key_hash", "held_ledger_id", b"held_ledger_id", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,6 +271,7 @@ class Opened(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     REBUILD_NEEDED_FIELD_NUMBER: _builtins.int
+    NOT_HELD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch under which the topic is served. Drop `Messages` and `Done` with an epoch below the highest one seen."""
     held: _builtins.int
@@ -183,16 +280,23 @@ class Opened(_message.Message):
     def rebuild_needed(self) -> _containers.RepeatedCompositeFieldContainer[_inspect_pb2.RebuildNeeded]:
         """Ranges of which rows were lost with a damaged bucket: add them again."""
 
+    @_builtins.property
+    def not_held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The held positions that are not IN_FLIGHT here, as indexes of the columns. KEY_SHARED: also those of which another
+        consumer has received positions of the same hash meanwhile; the consumer must not go on with them.
+        """
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         held: _builtins.int = ...,
         rebuild_needed: _abc.Iterable[_inspect_pb2.RebuildNeeded] | None = ...,
+        not_held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held", b"held", "rebuild_needed", b"rebuild_needed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "held", b"held", "not_held", b"not_held", "rebuild_needed", b"rebuild_needed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,20 +309,216 @@ class Flow(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PERMITS_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
     permits: _builtins.int
     """At least 1."""
+    consumer_id: _builtins.int
+    """KEY_SHARED: to this consumer. One that is not there any more is ignored."""
     def __init__(
         self,
         *,
         permits: _builtins.int = ...,
+        consumer_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["permits", b"permits"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "permits", b"permits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Flow: _TypeAlias = Flow  # noqa: Y015
+
+@_typing.final
+class AddConsumer(_message.Message):
+    """A consumer joins, or leaves: what it holds is READY again, in the order of positions. Answered by `Done`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUMER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    @_builtins.property
+    def consumer(self) -> Global___Consumer: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        consumer: Global___Consumer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer", b"consumer", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AddConsumer: _TypeAlias = AddConsumer  # noqa: Y015
+
+@_typing.final
+class RemoveConsumer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    consumer_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        consumer_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveConsumer: _TypeAlias = RemoveConsumer  # noqa: Y015
+
+@_typing.final
+class PlanDispatch(_message.Message):
+    """Asks who is to receive messages that are not delayed, in the order in which they stand in the log. Answered by `Planned`,
+    or by `Done` with an error. Nothing of it is durable: after a new epoch plan again from the mark-delete position. A plan
+    ends with its stream, but for what consumers of other streams hold.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    KEY_HASH_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """At least 1, unique among the requests in flight on the stream."""
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position, or one for all."""
+
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position, one for all, or none."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        key_hash: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanDispatch: _TypeAlias = PlanDispatch  # noqa: Y015
+
+@_typing.final
+class Planned(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def consumer_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position: the consumer of this stream that receives it now, which used a permit; it is IN_FLIGHT, and acknowledged
+        or negatively acknowledged with `deliver_at_ms` 0. 0 = HELD: it comes with `Messages` when it is free, on the stream of its
+        consumer; when the subscription is owed a row of it, that comes when it is due.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        consumer_id: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumer_id", b"consumer_id", "epoch", b"epoch", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Planned: _TypeAlias = Planned  # noqa: Y015
+
+@_typing.final
+class MarkDelete(_message.Message):
+    """Every position that was planned up to and including this one, in the order in which they were, is acknowledged. Answered
+    by `Done`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.int
+    """0 = not to be answered."""
+    ledger_id: _builtins.int
+    entry_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.int = ...,
+        ledger_id: _builtins.int = ...,
+        entry_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MarkDelete: _TypeAlias = MarkDelete  # noqa: Y015
+
+@_typing.final
+class TakenBack(_message.Message):
+    """`nack_order` BLOCK_KEY: what consumers of this stream hold behind a position that came to be NACKED, of its hash. They must
+    not go on with it, it comes again: acknowledgements of it are ignored until then. Columns of one length, as in `Messages`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def entry_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def consumer_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        ledger_id: _abc.Iterable[_builtins.int] | None = ...,
+        entry_id: _abc.Iterable[_builtins.int] | None = ...,
+        deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
+        batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        consumer_id: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "consumer_id", b"consumer_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "ledger_id", b"ledger_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakenBack: _TypeAlias = TakenBack  # noqa: Y015
 
 @_typing.final
 class Acknowledge(_message.Message):
@@ -378,7 +678,10 @@ Global___Extend: _TypeAlias = Extend  # noqa: Y015
 
 @_typing.final
 class Messages(_message.Message):
-    """Due positions, in the order of (deliver_at_ms, ledger_id, entry_id); what was handed out before comes first."""
+    """Due positions, in the order of (deliver_at_ms, ledger_id, entry_id); what was handed out before comes first. KEY_SHARED: the
+    positions of one hash are in the order in which they were due or planned; what was handed out before comes first, in the
+    order of positions.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -389,6 +692,7 @@ class Messages(_message.Message):
     KEY_HASH_FIELD_NUMBER: _builtins.int
     REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -408,6 +712,10 @@ class Messages(_message.Message):
     def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Empty when all rows are entries as a whole."""
 
+    @_builtins.property
+    def consumer_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """KEY_SHARED: who receives each, and used a permit for it. Otherwise empty."""
+
     def __init__(
         self,
         *,
@@ -418,10 +726,11 @@ class Messages(_message.Message):
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
         redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
         batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        consumer_id: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "consumer_id", b"consumer_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "epoch", b"epoch", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

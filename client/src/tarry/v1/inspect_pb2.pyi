@@ -68,6 +68,309 @@ DEAD_LETTER_REASON_REJECTED: DeadLetterReason.ValueType  # 2
 Global___DeadLetterReason: _TypeAlias = DeadLetterReason  # noqa: Y015
 
 @_typing.final
+class ListConsumersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    SUBSCRIPTION_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    subscription: _builtins.str
+    page_size: _builtins.int
+    """At most this many; 0 = 1,000, which is also the most."""
+    page_token: _builtins.str
+    """The `next_page_token` of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        subscription: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConsumersRequest: _TypeAlias = ListConsumersRequest  # noqa: Y015
+
+@_typing.final
+class ListConsumersResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    AS_OF_MS_FIELD_NUMBER: _builtins.int
+    KEY_SHARED_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    as_of_ms: _builtins.int
+    @_builtins.property
+    def consumers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerStats]: ...
+    @_builtins.property
+    def key_shared(self) -> Global___KeySharedStats: ...
+    def __init__(
+        self,
+        *,
+        consumers: _abc.Iterable[Global___ConsumerStats] | None = ...,
+        next_page_token: _builtins.str = ...,
+        as_of_ms: _builtins.int = ...,
+        key_shared: Global___KeySharedStats | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key_shared", b"key_shared"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "consumers", b"consumers", "key_shared", b"key_shared", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListConsumersResponse: _TypeAlias = ListConsumersResponse  # noqa: Y015
+
+@_typing.final
+class Position(_message.Message):
+    """A position of a log."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    ledger_id: _builtins.int
+    entry_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        ledger_id: _builtins.int = ...,
+        entry_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class PositionRange(_message.Message):
+    """Positions behind the first and up to the last one: (3:4, 3:5] is 3:5 alone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    UP_TO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def after(self) -> Global___Position: ...
+    @_builtins.property
+    def up_to(self) -> Global___Position: ...
+    def __init__(
+        self,
+        *,
+        after: Global___Position | None = ...,
+        up_to: Global___Position | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "up_to", b"up_to"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "up_to", b"up_to"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PositionRange: _TypeAlias = PositionRange  # noqa: Y015
+
+@_typing.final
+class KeySharedStats(_message.Message):
+    """What the keys of a subscription wait for; absent where nobody opened it as KEY_SHARED."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_CLEARED_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_UNACKED_FIELD_NUMBER: _builtins.int
+    NACK_BLOCKED_HASHES_FIELD_NUMBER: _builtins.int
+    LAST_SENT_POSITION_FIELD_NUMBER: _builtins.int
+    INDIVIDUALLY_SENT_POSITIONS_FIELD_NUMBER: _builtins.int
+    CONSUMERS_AFTER_MARK_DELETE_POSITION_FIELD_NUMBER: _builtins.int
+    SLOTS_WITHOUT_CONSUMER_FIELD_NUMBER: _builtins.int
+    consumers: _builtins.int
+    waiting: _builtins.int
+    """Positions that are due or planned, and wait for their consumer's permits, or for their hash."""
+    draining_hashes: _builtins.int
+    """Hashes of which a consumer holds positions and another one has the slot; how many became free since the first consumer
+    joined; positions that are held of them.
+    """
+    draining_hashes_cleared: _builtins.int
+    draining_hashes_unacked: _builtins.int
+    nack_blocked_hashes: _builtins.int
+    """Hashes that wait for a position that was negatively acknowledged."""
+    slots_without_consumer: _builtins.int
+    """Slots that no consumer has."""
+    @_builtins.property
+    def policy(self) -> _policy_pb2.KeySharedPolicy:
+        """As it is in force."""
+
+    @_builtins.property
+    def last_sent_position(self) -> Global___Position:
+        """LAST_SENT_POSITION (PIP-282): absent when nothing was planned."""
+
+    @_builtins.property
+    def individually_sent_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionRange]:
+        """The last 1,000 at most."""
+
+    @_builtins.property
+    def consumers_after_mark_delete_position(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConsumerAfterMarkDelete]:
+        """Consumers that wait for everything up to their last sent position to be acknowledged, in that order."""
+
+    def __init__(
+        self,
+        *,
+        policy: _policy_pb2.KeySharedPolicy | None = ...,
+        consumers: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        draining_hashes: _builtins.int = ...,
+        draining_hashes_cleared: _builtins.int = ...,
+        draining_hashes_unacked: _builtins.int = ...,
+        nack_blocked_hashes: _builtins.int = ...,
+        last_sent_position: Global___Position | None = ...,
+        individually_sent_positions: _abc.Iterable[Global___PositionRange] | None = ...,
+        consumers_after_mark_delete_position: _abc.Iterable[Global___ConsumerAfterMarkDelete] | None = ...,
+        slots_without_consumer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_sent_position", b"last_sent_position", "policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "consumers_after_mark_delete_position", b"consumers_after_mark_delete_position", "draining_hashes", b"draining_hashes", "draining_hashes_cleared", b"draining_hashes_cleared", "draining_hashes_unacked", b"draining_hashes_unacked", "individually_sent_positions", b"individually_sent_positions", "last_sent_position", b"last_sent_position", "nack_blocked_hashes", b"nack_blocked_hashes", "policy", b"policy", "slots_without_consumer", b"slots_without_consumer", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeySharedStats: _TypeAlias = KeySharedStats  # noqa: Y015
+
+@_typing.final
+class ConsumerAfterMarkDelete(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    LAST_SENT_POSITION_WHEN_JOINING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    instance_id: _builtins.int
+    address: _builtins.str
+    @_builtins.property
+    def last_sent_position_when_joining(self) -> Global___Position: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        instance_id: _builtins.int = ...,
+        address: _builtins.str = ...,
+        last_sent_position_when_joining: Global___Position | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_sent_position_when_joining", b"last_sent_position_when_joining"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "instance_id", b"instance_id", "last_sent_position_when_joining", b"last_sent_position_when_joining", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumerAfterMarkDelete: _TypeAlias = ConsumerAfterMarkDelete  # noqa: Y015
+
+@_typing.final
+class ConsumerStats(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CONSUMER_ID_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
+    PERMITS_FIELD_NUMBER: _builtins.int
+    UNACKED_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    HASH_RANGES_FIELD_NUMBER: _builtins.int
+    LAST_SENT_POSITION_WHEN_JOINING_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_COUNT_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_UNACKED_FIELD_NUMBER: _builtins.int
+    DRAINING_HASHES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    instance_id: _builtins.int
+    """Given by the daemon; no other consumer of the subscription has it."""
+    address: _builtins.str
+    consumer_id: _builtins.int
+    stream: _builtins.int
+    """The stream that it joined on: consumers of one stream have the same number."""
+    permits: _builtins.int
+    unacked: _builtins.int
+    """Positions IN_FLIGHT at it."""
+    slots: _builtins.int
+    """Hash slots that it has. A consumer without any receives nothing: give CONSISTENT_HASHING more points."""
+    draining_hashes_count: _builtins.int
+    """Hashes that it has and must give up; the first 1,000 of them."""
+    draining_hashes_unacked: _builtins.int
+    @_builtins.property
+    def hash_ranges(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.HashRange]:
+        """The first 1,000 of them."""
+
+    @_builtins.property
+    def last_sent_position_when_joining(self) -> Global___Position:
+        """LAST_SENT_POSITION: absent when it did not join behind anything."""
+
+    @_builtins.property
+    def draining_hashes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainingHash]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        instance_id: _builtins.int = ...,
+        address: _builtins.str = ...,
+        consumer_id: _builtins.int = ...,
+        stream: _builtins.int = ...,
+        permits: _builtins.int = ...,
+        unacked: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        hash_ranges: _abc.Iterable[_policy_pb2.HashRange] | None = ...,
+        last_sent_position_when_joining: Global___Position | None = ...,
+        draining_hashes_count: _builtins.int = ...,
+        draining_hashes_unacked: _builtins.int = ...,
+        draining_hashes: _abc.Iterable[Global___DrainingHash] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_sent_position_when_joining", b"last_sent_position_when_joining"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "consumer_id", b"consumer_id", "draining_hashes", b"draining_hashes", "draining_hashes_count", b"draining_hashes_count", "draining_hashes_unacked", b"draining_hashes_unacked", "hash_ranges", b"hash_ranges", "instance_id", b"instance_id", "last_sent_position_when_joining", b"last_sent_position_when_joining", "name", b"name", "permits", b"permits", "slots", b"slots", "stream", b"stream", "unacked", b"unacked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConsumerStats: _TypeAlias = ConsumerStats  # noqa: Y015
+
+@_typing.final
+class DrainingHash(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    UNACKED_FIELD_NUMBER: _builtins.int
+    BLOCKED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    hash: _builtins.int
+    unacked: _builtins.int
+    """Positions that are held of it."""
+    blocked_attempts: _builtins.int
+    """How often a position was kept back for it."""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.int = ...,
+        unacked: _builtins.int = ...,
+        blocked_attempts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocked_attempts", b"blocked_attempts", "hash", b"hash", "unacked", b"unacked"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainingHash: _TypeAlias = DrainingHash  # noqa: Y015
+
+@_typing.final
 class LedgerRange(_message.Message):
     """Ledgers from the first to the last, both included."""
 
@@ -788,6 +1091,8 @@ class SubscriptionStats(_message.Message):
     NACKED_FIELD_NUMBER: _builtins.int
     NEXT_REDELIVERY_MS_FIELD_NUMBER: _builtins.int
     DEAD_LETTERS_FIELD_NUMBER: _builtins.int
+    CONSUMERS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     subscription: _builtins.str
     subscription_id: _builtins.int
     since_ms: _builtins.int
@@ -806,6 +1111,9 @@ class SubscriptionStats(_message.Message):
     next_redelivery_ms: _builtins.int
     """When the next of these comes back; 0 when there is none."""
     dead_letters: _builtins.int
+    consumers: _builtins.int
+    """Consumers of its KEY_SHARED streams, and positions that wait for their key."""
+    waiting: _builtins.int
     @_builtins.property
     def policy(self) -> _policy_pb2.SubscriptionPolicy: ...
     def __init__(
@@ -824,10 +1132,12 @@ class SubscriptionStats(_message.Message):
         nacked: _builtins.int = ...,
         next_redelivery_ms: _builtins.int = ...,
         dead_letters: _builtins.int = ...,
+        consumers: _builtins.int = ...,
+        waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "dead_letters", b"dead_letters", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "nacked", b"nacked", "next_redelivery_ms", b"next_redelivery_ms", "own_pending", b"own_pending", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog", b"backlog", "consumers", b"consumers", "dead_letters", b"dead_letters", "dispatchers", b"dispatchers", "in_flight", b"in_flight", "leased", b"leased", "nacked", b"nacked", "next_redelivery_ms", b"next_redelivery_ms", "own_pending", b"own_pending", "permits", b"permits", "policy", b"policy", "since_ms", b"since_ms", "subscription", b"subscription", "subscription_id", b"subscription_id", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,6 +75,11 @@ class InspectStub(object):
                 request_serializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.FromString,
                 _registered_method=True)
+        self.ListConsumers = channel.unary_unary(
+                '/tarry.v1.Inspect/ListConsumers',
+                request_serializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.FromString,
+                _registered_method=True)
 
 
 class InspectServicer(object):
@@ -142,6 +147,14 @@ class InspectServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListConsumers(self, request, context):
+        """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
+        topic or subscription.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -184,6 +197,11 @@ def add_InspectServicer_to_server(servicer, server):
                     servicer.ListDeadLetters,
                     request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.SerializeToString,
+            ),
+            'ListConsumers': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConsumers,
+                    request_deserializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -403,6 +421,33 @@ class Inspect(object):
             '/tarry.v1.Inspect/ListDeadLetters',
             tarry_dot_v1_dot_inspect__pb2.ListDeadLettersRequest.SerializeToString,
             tarry_dot_v1_dot_inspect__pb2.ListDeadLettersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConsumers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Inspect/ListConsumers',
+            tarry_dot_v1_dot_inspect__pb2.ListConsumersRequest.SerializeToString,
+            tarry_dot_v1_dot_inspect__pb2.ListConsumersResponse.FromString,
             options,
             channel_credentials,
             insecure,

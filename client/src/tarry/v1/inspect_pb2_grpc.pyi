@@ -58,6 +58,10 @@ class InspectStub:
     """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
     begins, a page token of another request. NOT_FOUND: no such topic or subscription.
     """
+    ListConsumers: _grpc.UnaryUnaryMultiCallable[_inspect_pb2.ListConsumersRequest, _inspect_pb2.ListConsumersResponse]
+    """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
+    topic or subscription.
+    """
 
 @_typing.type_check_only
 class InspectAsyncStub(InspectStub):
@@ -88,6 +92,10 @@ class InspectAsyncStub(InspectStub):
     ListDeadLetters: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListDeadLettersRequest, _inspect_pb2.ListDeadLettersResponse]  # type: ignore[assignment]
     """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
     begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+    """
+    ListConsumers: _aio.UnaryUnaryMultiCallable[_inspect_pb2.ListConsumersRequest, _inspect_pb2.ListConsumersResponse]  # type: ignore[assignment]
+    """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
+    topic or subscription.
     """
 
 class InspectServicer(metaclass=_abc_1.ABCMeta):
@@ -164,6 +172,16 @@ class InspectServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inspect_pb2.ListDeadLettersResponse, _abc.Awaitable[_inspect_pb2.ListDeadLettersResponse]]:
         """Dead letters of a subscription, in the order in which they became such. INVALID_ARGUMENT: a range that ends before it
         begins, a page token of another request. NOT_FOUND: no such topic or subscription.
+        """
+
+    @_abc_1.abstractmethod
+    def ListConsumers(
+        self,
+        request: _inspect_pb2.ListConsumersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inspect_pb2.ListConsumersResponse, _abc.Awaitable[_inspect_pb2.ListConsumersResponse]]:
+        """Consumers of a KEY_SHARED subscription in the order in which they joined, and what its keys wait for. NOT_FOUND: no such
+        topic or subscription.
         """
 
 def add_InspectServicer_to_server(servicer: InspectServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

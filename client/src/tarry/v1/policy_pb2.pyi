@@ -40,6 +40,84 @@ BUCKET_FORM_COMPATIBLE: BucketForm.ValueType  # 2
 """Read in full by programs made from PIP-195."""
 Global___BucketForm: _TypeAlias = BucketForm  # noqa: Y015
 
+class _HashSelector:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HashSelectorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HashSelector.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HASH_SELECTOR_UNSPECIFIED: _HashSelector.ValueType  # 0
+    HASH_SELECTOR_AUTO_SPLIT: _HashSelector.ValueType  # 1
+    """One range each: who joins has half of the largest one, who leaves gives its range to a neighbour."""
+    HASH_SELECTOR_CONSISTENT_HASHING: _HashSelector.ValueType  # 2
+    """Each has points on a ring: who joins or leaves moves few slots of everybody, evenly."""
+    HASH_SELECTOR_STICKY: _HashSelector.ValueType  # 3
+    """The ranges that each says."""
+
+class HashSelector(_HashSelector, metaclass=_HashSelectorEnumTypeWrapper):
+    """Which consumer has a hash slot."""
+
+HASH_SELECTOR_UNSPECIFIED: HashSelector.ValueType  # 0
+HASH_SELECTOR_AUTO_SPLIT: HashSelector.ValueType  # 1
+"""One range each: who joins has half of the largest one, who leaves gives its range to a neighbour."""
+HASH_SELECTOR_CONSISTENT_HASHING: HashSelector.ValueType  # 2
+"""Each has points on a ring: who joins or leaves moves few slots of everybody, evenly."""
+HASH_SELECTOR_STICKY: HashSelector.ValueType  # 3
+"""The ranges that each says."""
+Global___HashSelector: _TypeAlias = HashSelector  # noqa: Y015
+
+class _KeyOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KeyOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KeyOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KEY_ORDER_UNSPECIFIED: _KeyOrder.ValueType  # 0
+    KEY_ORDER_DRAINING_HASHES: _KeyOrder.ValueType  # 1
+    """A hash goes to its new consumer when the old one has nothing unacknowledged of it; others do not wait."""
+    KEY_ORDER_LAST_SENT_POSITION: _KeyOrder.ValueType  # 2
+    """A consumer that joined receives nothing behind the last sent position of then, until everything up to it is acknowledged
+    (PIP-282).
+    """
+
+class KeyOrder(_KeyOrder, metaclass=_KeyOrderEnumTypeWrapper):
+    """What keeps the order of keys when slots move from one consumer to another."""
+
+KEY_ORDER_UNSPECIFIED: KeyOrder.ValueType  # 0
+KEY_ORDER_DRAINING_HASHES: KeyOrder.ValueType  # 1
+"""A hash goes to its new consumer when the old one has nothing unacknowledged of it; others do not wait."""
+KEY_ORDER_LAST_SENT_POSITION: KeyOrder.ValueType  # 2
+"""A consumer that joined receives nothing behind the last sent position of then, until everything up to it is acknowledged
+(PIP-282).
+"""
+Global___KeyOrder: _TypeAlias = KeyOrder  # noqa: Y015
+
+class _NackOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NackOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NackOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NACK_ORDER_UNSPECIFIED: _NackOrder.ValueType  # 0
+    NACK_ORDER_SKIP: _NackOrder.ValueType  # 1
+    """They go on."""
+    NACK_ORDER_BLOCK_KEY: _NackOrder.ValueType  # 2
+    """They wait until it is acknowledged or a dead letter, or for `nack_block_max_ms`; what its consumer holds of them is taken
+    back.
+    """
+
+class NackOrder(_NackOrder, metaclass=_NackOrderEnumTypeWrapper):
+    """What becomes of the later positions of a key when one is negatively acknowledged."""
+
+NACK_ORDER_UNSPECIFIED: NackOrder.ValueType  # 0
+NACK_ORDER_SKIP: NackOrder.ValueType  # 1
+"""They go on."""
+NACK_ORDER_BLOCK_KEY: NackOrder.ValueType  # 2
+"""They wait until it is acknowledged or a dead letter, or for `nack_block_max_ms`; what its consumer holds of them is taken
+back.
+"""
+Global___NackOrder: _TypeAlias = NackOrder  # noqa: Y015
+
 @_typing.final
 class TopicPolicy(_message.Message):
     """What may be set for one topic or one subscription. A field that is not set has the daemon's default."""
@@ -233,6 +311,7 @@ class SubscriptionPolicy(_message.Message):
     MAX_REDELIVER_COUNT_FIELD_NUMBER: _builtins.int
     ACK_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     NACK_PRECISION_BITS_FIELD_NUMBER: _builtins.int
+    KEY_SHARED_FIELD_NUMBER: _builtins.int
     in_flight_rows_max: _builtins.int
     """Positions that may be IN_FLIGHT at all dispatchers together; no more are handed out until some are acknowledged or
     come back. At least 1.
@@ -253,6 +332,10 @@ class SubscriptionPolicy(_message.Message):
     def redelivery(self) -> Global___RedeliveryPolicy:
         """When a negatively acknowledged position that names no delay comes back; absent: the daemon's `redelivery.delay_ms`."""
 
+    @_builtins.property
+    def key_shared(self) -> Global___KeySharedPolicy:
+        """How KEY_SHARED streams share keys. It counts from the next time on that no such stream is open."""
+
     def __init__(
         self,
         *,
@@ -263,10 +346,11 @@ class SubscriptionPolicy(_message.Message):
         max_redeliver_count: _builtins.int | None = ...,
         ack_timeout_ms: _builtins.int | None = ...,
         nack_precision_bits: _builtins.int | None = ...,
+        key_shared: Global___KeySharedPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "redelivery", b"redelivery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms", "_in_flight_rows_max", b"_in_flight_rows_max", "_lease_ms", b"_lease_ms", "_max_redeliver_count", b"_max_redeliver_count", "_nack_precision_bits", b"_nack_precision_bits", "ack_timeout_ms", b"ack_timeout_ms", "in_flight_rows_max", b"in_flight_rows_max", "key_shared", b"key_shared", "lease_ms", b"lease_ms", "max_redeliver_count", b"max_redeliver_count", "nack_precision_bits", b"nack_precision_bits", "properties", b"properties", "redelivery", b"redelivery"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ack_timeout_ms: _TypeAlias = _typing.Literal["ack_timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__ack_timeout_ms: _TypeAlias = _typing.Literal["_ack_timeout_ms", b"_ack_timeout_ms"]  # noqa: Y015
@@ -290,6 +374,81 @@ class SubscriptionPolicy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nack_precision_bits) -> _WhichOneofReturnType__nack_precision_bits | None: ...
 
 Global___SubscriptionPolicy: _TypeAlias = SubscriptionPolicy  # noqa: Y015
+
+@_typing.final
+class KeySharedPolicy(_message.Message):
+    """Key order: which consumer has which hash slots, and what the others of a key wait for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    POINTS_PER_CONSUMER_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    ALLOW_OUT_OF_ORDER_DELIVERY_FIELD_NUMBER: _builtins.int
+    NACK_ORDER_FIELD_NUMBER: _builtins.int
+    NACK_BLOCK_MAX_MS_FIELD_NUMBER: _builtins.int
+    selector: Global___HashSelector.ValueType
+    """Unspecified: CONSISTENT_HASHING."""
+    points_per_consumer: _builtins.int
+    """CONSISTENT_HASHING: 1 to 1,000; absent: 100."""
+    order: Global___KeyOrder.ValueType
+    """Unspecified: DRAINING_HASHES."""
+    allow_out_of_order_delivery: _builtins.bool
+    """Positions go to the consumer that has their slot now, whatever others hold: neither of the two orders is kept."""
+    nack_order: Global___NackOrder.ValueType
+    """Unspecified: SKIP."""
+    nack_block_max_ms: _builtins.int
+    """BLOCK_KEY: for how long a hash waits for a position that is not acknowledged after all; 1 ms to 12 hours. Absent: 10
+    minutes.
+    """
+    def __init__(
+        self,
+        *,
+        selector: Global___HashSelector.ValueType = ...,
+        points_per_consumer: _builtins.int | None = ...,
+        order: Global___KeyOrder.ValueType = ...,
+        allow_out_of_order_delivery: _builtins.bool = ...,
+        nack_order: Global___NackOrder.ValueType = ...,
+        nack_block_max_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nack_block_max_ms", b"_nack_block_max_ms", "_points_per_consumer", b"_points_per_consumer", "nack_block_max_ms", b"nack_block_max_ms", "points_per_consumer", b"points_per_consumer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nack_block_max_ms", b"_nack_block_max_ms", "_points_per_consumer", b"_points_per_consumer", "allow_out_of_order_delivery", b"allow_out_of_order_delivery", "nack_block_max_ms", b"nack_block_max_ms", "nack_order", b"nack_order", "order", b"order", "points_per_consumer", b"points_per_consumer", "selector", b"selector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__nack_block_max_ms: _TypeAlias = _typing.Literal["nack_block_max_ms"]  # noqa: Y015
+    _WhichOneofArgType__nack_block_max_ms: _TypeAlias = _typing.Literal["_nack_block_max_ms", b"_nack_block_max_ms"]  # noqa: Y015
+    _WhichOneofReturnType__points_per_consumer: _TypeAlias = _typing.Literal["points_per_consumer"]  # noqa: Y015
+    _WhichOneofArgType__points_per_consumer: _TypeAlias = _typing.Literal["_points_per_consumer", b"_points_per_consumer"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nack_block_max_ms) -> _WhichOneofReturnType__nack_block_max_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__points_per_consumer) -> _WhichOneofReturnType__points_per_consumer | None: ...
+
+Global___KeySharedPolicy: _TypeAlias = KeySharedPolicy  # noqa: Y015
+
+@_typing.final
+class HashRange(_message.Message):
+    """Hash slots from the first to the last, both included, 0 to 65,535."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    last: _builtins.int
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HashRange: _TypeAlias = HashRange  # noqa: Y015
 
 @_typing.final
 class RedeliveryPolicy(_message.Message):
