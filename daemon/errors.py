@@ -11,7 +11,7 @@ class TarryError(Exception):
 
 
 class CallerError(TarryError):
-    """The request is wrong; repeating it unchanged is of no use."""
+    """The request is wrong, or wrong now; repeating it unchanged is of no use while things are as they are."""
 
 
 class InvalidArgument(CallerError):
@@ -24,6 +24,10 @@ class NotFound(CallerError):
 
 class AlreadyExists(CallerError):
     """It exists with other properties."""
+
+
+class Conflict(CallerError):
+    """It cannot be together with what is open or leased now; it can when that is gone. The message says what it is."""
 
 
 class LimitExceeded(TarryError):

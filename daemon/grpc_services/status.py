@@ -24,6 +24,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.Conflict: grpc.StatusCode.ABORTED,
     errors.DelayTooLong: grpc.StatusCode.OUT_OF_RANGE,
     errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotOwner: grpc.StatusCode.FAILED_PRECONDITION,

@@ -18,6 +18,9 @@ from storage_backends.formats.rows import U32, U64
 
 SHARED: Final = 0
 _BATCH_PARTS: Final = 1 << 63
+# No index: the owner of the positions that are planned and have no row. Subscriptions are counted up from 1 and do not
+# come so far, and it is none of batch parts: its positions are entries as a whole.
+PLANNED_OWNER: Final = _BATCH_PARTS - 1
 # Where a column has a batch index for each row: the entry as a whole.
 NO_BATCH_INDEX: Final = (1 << 32) - 1
 BATCH_BITS: Final = 16

@@ -187,6 +187,42 @@ class RedeliveryPolicy:
     delays_ms: tuple[int, ...] = ()
 
 
+class HashSelector(enum.IntEnum):
+    """What decides which consumer has a hash slot."""
+
+    AUTO_SPLIT = 1
+    CONSISTENT_HASHING = 2
+    STICKY = 3
+
+
+class KeyOrder(enum.IntEnum):
+    """What keeps the order of keys when hash slots move from one consumer to another."""
+
+    DRAINING_HASHES = 1
+    LAST_SENT_POSITION = 2
+
+
+class NackOrder(enum.IntEnum):
+    """What becomes of the later positions of a key when one is negatively acknowledged."""
+
+    SKIP = 1
+    BLOCK_KEY = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KeySharedPolicy:
+    """How KEY_SHARED streams share keys. `points_per_consumer` is of CONSISTENT_HASHING, `nack_block_max_ms` of
+    BLOCK_KEY.
+    """
+
+    selector: HashSelector = HashSelector.CONSISTENT_HASHING
+    points_per_consumer: int = 100
+    order: KeyOrder = KeyOrder.DRAINING_HASHES
+    allow_out_of_order_delivery: bool = False
+    nack_order: NackOrder = NackOrder.SKIP
+    nack_block_max_ms: int = 600_000
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionPolicy:
     """What was set for a subscription. None: the daemon's default holds, of `max_redeliver_count` and `ack_timeout_ms`
@@ -200,6 +236,7 @@ class SubscriptionPolicy:
     max_redeliver_count: int | None = None
     ack_timeout_ms: int | None = None
     nack_precision_bits: int | None = None
+    key_shared: KeySharedPolicy | None = None
 
     def __post_init__(self) -> None:
         for (first, _), (second, _) in itertools.pairwise(self.properties):

@@ -57,6 +57,15 @@ redelivery_policies = st.builds(
     jitter=st.floats(0, 1),
     delays_ms=st.lists(u64, max_size=3).map(tuple),
 )
+key_shared_policies = st.builds(
+    manifest.KeySharedPolicy,
+    selector=st.sampled_from(manifest.HashSelector),
+    points_per_consumer=u32,
+    order=st.sampled_from(manifest.KeyOrder),
+    allow_out_of_order_delivery=st.booleans(),
+    nack_order=st.sampled_from(manifest.NackOrder),
+    nack_block_max_ms=u64,
+)
 subscription_policies = st.builds(
     manifest.SubscriptionPolicy,
     in_flight_rows_max=st.none() | u32,
@@ -66,6 +75,7 @@ subscription_policies = st.builds(
     max_redeliver_count=st.none() | u32,
     ack_timeout_ms=st.none() | u64,
     nack_precision_bits=st.none() | u32,
+    key_shared=st.none() | key_shared_policies,
 )
 subscriptions = st.builds(
     manifest.Subscription,
