@@ -2,7 +2,8 @@
 
 Owns: the table from key to the time a position was handed out with, to the dispatcher that holds it: a stream, or a
 lease, which is a number of its own, and to since when.
-Does not own: permits, order, what an acknowledgement does (`subscription`, `index`), and how long is too long.
+Does not own: permits, order, what an acknowledgement does (`subscription`, `index`), how long is too long, and at whom
+the rows of a hash are (`key_shared`, a watcher).
 
 A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
 so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a
@@ -17,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +26,7 @@ from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.runs import earliest, first_time_ms
-from storage_backends.formats.rows import U64
+from storage_backends.formats.rows import U32, U64
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
@@ -35,10 +37,18 @@ BATCHES_MAX = 1024
 BATCHES_SORTED_IN = 512
 
 
+class Watcher(Protocol):
+    """Is told of rows that come into the table and leave it, and whose they are: u32[n] of dispatchers."""
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None: ...
+
+    def left(self, rows: KeyedRows, dispatchers: U32) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
     rows: KeyedRows
-    dispatcher: int
+    dispatchers: U32
     since_ms: int
 
     @functools.cached_property
@@ -49,7 +59,7 @@ class _Batch:
 @dataclasses.dataclass(slots=True)
 class _Run:
     rows: KeyedRows
-    dispatcher: npt.NDArray[np.uint32]
+    dispatcher: U32
     since_ms: U64
     alive: Mask
     living: int
@@ -66,9 +76,10 @@ class _Taken:
 
 
 class InFlight:
-    """The IN_FLIGHT positions of one subscription."""
+    """The IN_FLIGHT positions of one subscription. `watcher`: nobody at first."""
 
     def __init__(self) -> None:
+        self.watcher: Watcher | None = None
         # In the order in which they were handed out, by their first keys.
         self._batches: dict[int, _Batch] = {}
         self._runs: list[_Run] = []
@@ -88,13 +99,20 @@ class InFlight:
         """How many positions a dispatcher holds."""
         return self._held[dispatcher]
 
-    def add(self, rows: KeyedRows, dispatcher: int, *, elapsed_ms: int = 0) -> None:
-        """Rows none of which is in the table, in any order. `elapsed_ms`: now, by a clock that never steps."""
+    def add(self, rows: KeyedRows, dispatcher: int | U32, *, elapsed_ms: int = 0) -> None:
+        """Rows none of which is in the table, in any order. `dispatcher`: of all of them, or of each.
+
+        `elapsed_ms`: now, by a clock that never steps.
+        """
         if not len(rows):
             return
-        self._held[dispatcher] += len(rows)
+        dispatchers = np.broadcast_to(np.asarray(dispatcher, np.uint32), len(rows))
+        for number, held_rows in _counted(dispatchers):
+            self._held[number] += held_rows
         self._living += len(rows)
-        self._batches[int(rows.keys[0])] = _Batch(rows, dispatcher, elapsed_ms)
+        self._batches[int(rows.keys[0])] = _Batch(rows, dispatchers, elapsed_ms)
+        if self.watcher is not None:
+            self.watcher.came(rows, dispatchers)
         if len(self._batches) > BATCHES_MAX:
             oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
             self._sort_in([self._batches.pop(first_key) for first_key in oldest])
@@ -103,7 +121,7 @@ class InFlight:
         rows = KeyedRows.concat([batch.rows for batch in batches])
         order = np.argsort(rows.keys)
         lengths = [len(batch.rows) for batch in batches]
-        dispatcher = np.repeat(np.array([batch.dispatcher for batch in batches], np.uint32), lengths)[order]
+        dispatcher = np.concatenate([batch.dispatchers for batch in batches])[order]
         since_ms = np.repeat(np.array([batch.since_ms for batch in batches], np.uint64), lengths)[order]
         oldest_ms = min(batch.since_ms for batch in batches)
         run = _Run(rows.take(order), dispatcher, since_ms, np.ones(len(rows), np.bool_), len(rows), oldest_ms)
@@ -166,9 +184,7 @@ class InFlight:
                 and np.array_equal(mine.rows.deliver_at_ms, deliver_at_ms[taken:end])
             ):
                 break
-            del self._batches[first_key]
-            self._living -= len(mine)
-            self._release(batch.dispatcher, len(mine))
+            self._leave_whole(first_key)
             if parts is not None:
                 parts.append(_Taken(np.arange(taken, end), mine))
             taken = end
@@ -198,13 +214,19 @@ class InFlight:
 
     def take_dispatcher(self, dispatcher: int) -> KeyedRows:
         """Removes and returns what a dispatcher holds."""
-        if not self._held[dispatcher]:
+        return self.take_dispatchers((dispatcher,))
+
+    def take_dispatchers(self, dispatchers: Collection[int]) -> KeyedRows:
+        """Removes and returns what any of the dispatchers holds."""
+        holders = [number for number in dispatchers if self._held[number]]
+        if not holders:
             return KeyedRows.empty()
-        return self._take_where(lambda run: run.dispatcher == dispatcher)
+        among = np.array(holders, np.uint32)
+        return self.take_where(lambda _, dispatcher: np.isin(dispatcher, among))[0]
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
         """Removes and returns the positions of a set, whoever holds them."""
-        return self._take_where(lambda run: contained(run.rows.keys, keys))
+        return self.take_where(lambda rows, _: contained(rows.keys, keys))[0]
 
     def oldest_since_ms(self) -> int | None:
         """No position is in the table since before; None when it is empty."""
@@ -223,9 +245,7 @@ class InFlight:
             first_key, batch = next(iter(self._batches.items()))
             if batch.since_ms > before_ms:
                 break
-            del self._batches[first_key]
-            self._living -= len(batch.rows)
-            self._release(batch.dispatcher, len(batch.rows))
+            self._leave_whole(first_key)
             taken.append(batch.rows)
             rows += len(batch.rows)
         for run in self._runs:
@@ -262,40 +282,68 @@ class InFlight:
             found |= bitmap_of(asked[(run.rows.keys[places] == asked) & run.alive[places]])
         return found
 
+    def holders_of(self, keys: U64) -> U32:
+        """Of each position the dispatcher that holds it; 0 where it is not in the table."""
+        self._sort_all_in()
+        holders = np.zeros(len(keys), np.uint32)
+        for run in self._runs:
+            places = np.searchsorted(run.rows.keys, keys)
+            places[places == len(run.rows)] = 0
+            here = (run.rows.keys[places] == keys) & run.alive[places]
+            holders[here] = run.dispatcher[places[here]]
+        return holders
+
     def keys(self) -> BitMap64:
         """All positions of the table."""
         sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
         return BitMap64.union(BitMap64(), *sorted_in, *[batch.keys for batch in self._batches.values()])
 
-    def _take_where(self, condition: Callable[[_Run], Mask]) -> KeyedRows:
+    def take_where(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
+        """Removes the positions for which the condition holds: (these, in any order, who held each). O(n).
+
+        `condition`: of rows and who holds each, some of which have left already.
+        """
         self._sort_all_in()
-        taken = []
+        taken, holders = [], [np.empty(0, np.uint32)]
         for run in self._runs:
-            chosen = np.flatnonzero(condition(run) & run.alive)
+            chosen = np.flatnonzero(condition(run.rows, run.dispatcher) & run.alive)
             if len(chosen):
                 taken.append(run.rows.take(chosen))
+                holders.append(run.dispatcher[chosen])
                 self._leave(run, chosen)
         self._runs = [run for run in self._runs if run.living]
-        return KeyedRows.concat(taken)
+        return KeyedRows.concat(taken), np.concatenate(holders)
 
     def _leave(self, run: _Run, places: Places) -> None:
         run.alive[places] = False
         run.living -= len(places)
         self._living -= len(places)
         self._count_left(run.dispatcher[places])
+        if self.watcher is not None and len(places):
+            self.watcher.left(run.rows.take(places), run.dispatcher[places])
 
-    def _count_left(self, dispatchers: npt.NDArray[np.uint32]) -> None:
-        if len(dispatchers) and (dispatchers == dispatchers[0]).all():
-            self._release(int(dispatchers[0]), len(dispatchers))
-            return
-        numbers, counts = np.unique(dispatchers, return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self._release(number, count)
+    def _leave_whole(self, first_key: int) -> None:
+        batch = self._batches.pop(first_key)
+        self._living -= len(batch.rows)
+        self._count_left(batch.dispatchers)
+        if self.watcher is not None:
+            self.watcher.left(batch.rows, batch.dispatchers)
 
-    def _release(self, dispatcher: int, rows: int) -> None:
-        self._held[dispatcher] -= rows
-        if not self._held[dispatcher]:
-            del self._held[dispatcher]
+    def _count_left(self, dispatchers: U32) -> None:
+        for number, rows in _counted(dispatchers):
+            self._held[number] -= rows
+            if not self._held[number]:
+                del self._held[number]
+
+
+def _counted(dispatchers: U32) -> list[tuple[int, int]]:
+    """How many rows each of the dispatchers has."""
+    if not len(dispatchers):
+        return []
+    if not dispatchers.strides[0] or (dispatchers == dispatchers[0]).all():
+        return [(int(dispatchers[0]), len(dispatchers))]
+    numbers, counts = np.unique(dispatchers, return_counts=True)
+    return list(zip(numbers.tolist(), counts.tolist(), strict=True))
 
 
 def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
