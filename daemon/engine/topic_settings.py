@@ -17,7 +17,13 @@ from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.engine.environment import Environment
 from daemon.errors import InvalidArgument
-from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
+from storage_backends.formats.manifest import (
+    KeySharedPolicy,
+    NackOrder,
+    SubscriptionPolicy,
+    TopicDelayLevels,
+    TopicPolicy,
+)
 from storage_backends.formats.segment import SegmentLimits
 
 TIME_MAX_MS = 1 << 53
@@ -31,6 +37,8 @@ LEASE_DEFAULT_MS = 30_000
 ACK_TIMEOUT_LEAST_MS = 100
 ACK_TIMEOUT_MAX_MS = 12 * 3_600_000
 PRECISION_BITS_MAX = 20
+POINTS_PER_CONSUMER_MAX = 1000
+NACK_BLOCK_MAX_MS = 12 * 3_600_000
 PROPERTIES_MAX = 64
 PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
@@ -168,7 +176,10 @@ def check_topic_policy(policy: TopicPolicy) -> None:
 
 
 def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) -> None:
-    """Raises InvalidArgument for a value outside its limits. `delay_max_ms`: the topic's limit on delays."""
+    """Raises InvalidArgument for a value outside its limits, and for values that contradict each other.
+
+    `delay_max_ms`: the topic's limit on delays.
+    """
     _check_number("in_flight_rows_max", policy.in_flight_rows_max, 1, ROWS_MAX)
     _check_number("lease_ms", policy.lease_ms, 1, LEASE_MAX_MS)
     _check_number("max_redeliver_count", policy.max_redeliver_count, 0, ROWS_MAX)
@@ -176,11 +187,23 @@ def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) 
     _check_number("nack_precision_bits", policy.nack_precision_bits, 0, PRECISION_BITS_MAX)
     if policy.redelivery is not None:
         redelivery_policy.check(policy.redelivery, delay_max_ms)
+    if policy.key_shared is not None:
+        _check_key_shared(policy.key_shared)
     if len(policy.properties) > PROPERTIES_MAX:
         raise InvalidArgument(f"properties has {len(policy.properties)} entries; it may have {PROPERTIES_MAX}")
     for name, value in policy.properties:
         _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
         _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
+
+
+def _check_key_shared(policy: KeySharedPolicy) -> None:
+    _check_number("key_shared.points_per_consumer", policy.points_per_consumer, 1, POINTS_PER_CONSUMER_MAX)
+    _check_number("key_shared.nack_block_max_ms", policy.nack_block_max_ms, 1, NACK_BLOCK_MAX_MS)
+    if policy.allow_out_of_order_delivery and policy.nack_order is NackOrder.BLOCK_KEY:
+        raise InvalidArgument(
+            "key_shared.allow_out_of_order_delivery is true and key_shared.nack_order is BLOCK_KEY: the one gives the "
+            "order of keys up, the other keeps it; give at most one"
+        )
 
 
 def _fields(policy: TopicPolicy) -> dict[str, Any]:

@@ -434,5 +434,6 @@ COVERED: dict[type[message.Message], set[str]] = {
         "max_redeliver_count",
         "ack_timeout_ms",
         "nack_precision_bits",
+        "key_shared",
     },
 }

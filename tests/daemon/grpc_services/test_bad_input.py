@@ -27,6 +27,7 @@ from tests.daemon.grpc_services.bad_calls import (
     TOPIC_STATS,
 )
 from tests.daemon.grpc_services.bad_dead_letters import BAD_DEAD_LETTERS, DEAD_LETTERS_COVERED
+from tests.daemon.grpc_services.bad_key_shared_policies import BAD_KEY_SHARED_POLICIES, KEY_SHARED_POLICIES_COVERED
 from tests.daemon.grpc_services.bad_levels import BAD_LEVELS, LEVELS_COVERED
 from tests.daemon.grpc_services.bad_redelivery import (
     BAD_HELD_PARTS,
@@ -57,7 +58,15 @@ from tests.daemon.grpc_services.conftest import Edge
 from tests.support import either_engine
 from tests.support.fake_engine import FakeEngine
 
-ALL_COVERED = COVERED | WITHDRAWALS_COVERED | VIEWS_COVERED | LEVELS_COVERED | DEAD_LETTERS_COVERED | REDELIVERY_COVERED
+ALL_COVERED = (
+    COVERED
+    | WITHDRAWALS_COVERED
+    | VIEWS_COVERED
+    | LEVELS_COVERED
+    | DEAD_LETTERS_COVERED
+    | REDELIVERY_COVERED
+    | KEY_SHARED_POLICIES_COVERED
+)
 
 
 @pytest.fixture(params=either_engine.ENGINES)
@@ -102,7 +111,15 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
 
 @pytest.mark.parametrize(
     "case",
-    [*BAD_CALLS, *BAD_WITHDRAWALS, *BAD_VIEWS, *BAD_LEVELS, *BAD_DEAD_LETTERS, *BAD_REDELIVERIES],
+    [
+        *BAD_CALLS,
+        *BAD_WITHDRAWALS,
+        *BAD_VIEWS,
+        *BAD_LEVELS,
+        *BAD_DEAD_LETTERS,
+        *BAD_REDELIVERIES,
+        *BAD_KEY_SHARED_POLICIES,
+    ],
     ids=str,
 )
 async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(

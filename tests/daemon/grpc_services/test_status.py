@@ -31,6 +31,7 @@ def info_of(error: Exception) -> error_details_pb2.ErrorInfo:
     ("error", "reason", "hints"),
     [
         (errors.DelayTooLong("x"), "DELAY_TOO_LONG", {}),
+        (errors.Conflict("x"), "CONFLICT", {}),
         (errors.QuotaExceeded("x", retry_after_ms=0), "QUOTA_EXCEEDED", {"retry_after_ms": "0"}),
         (errors.NotOwner("x", owner_address="h:1"), "NOT_OWNER", {"owner_address": "h:1"}),
         (errors.NotOwner("x"), "NOT_OWNER", {}),
