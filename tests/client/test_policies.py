@@ -33,6 +33,9 @@ def test_every_field_of_a_message_is_one_of_the_policy() -> None:
     assert [field.name for field in dataclasses.fields(tarry.SubscriptionPolicy)] == [
         field.name for field in policy_pb2.SubscriptionPolicy.DESCRIPTOR.fields
     ]
+    assert [field.name for field in dataclasses.fields(tarry.KeySharedPolicy)] == [
+        field.name for field in policy_pb2.KeySharedPolicy.DESCRIPTOR.fields
+    ]
 
 
 @given(
@@ -61,12 +64,24 @@ redeliveries = st.one_of(
 )
 
 
+keys_shared = st.none() | st.builds(
+    tarry.KeySharedPolicy,
+    selector=st.none() | st.sampled_from(tarry.HashSelector),
+    points_per_consumer=st.none() | st.integers(0, 2**32 - 1),
+    order=st.none() | st.sampled_from(tarry.KeyOrder),
+    allow_out_of_order_delivery=st.booleans(),
+    nack_order=st.none() | st.sampled_from(tarry.NackOrder),
+    nack_block_max_ms=st.none() | u64,
+)
+
+
 @given(
     lease_ms=st.none() | u64,
     properties=st.dictionaries(st.text(), st.text(), max_size=5),
     redelivery=redeliveries,
     count=st.none() | st.integers(0, 2**32 - 1),
     bits=st.none() | st.integers(0, 20),
+    key_shared=keys_shared,
 )
 def test_a_subscription_s_policy_comes_back_as_it_was(
     lease_ms: int | None,
@@ -74,6 +89,7 @@ def test_a_subscription_s_policy_comes_back_as_it_was(
     redelivery: tarry.RedeliveryPolicy | None,
     count: int | None,
     bits: int | None,
+    key_shared: tarry.KeySharedPolicy | None,
 ) -> None:
     policy = tarry.SubscriptionPolicy(
         lease_ms=lease_ms,
@@ -82,6 +98,7 @@ def test_a_subscription_s_policy_comes_back_as_it_was(
         max_redeliver_count=count,
         ack_timeout_ms=lease_ms,
         nack_precision_bits=bits,
+        key_shared=key_shared,
     )
     assert policies.SubscriptionPolicy.from_message(policy.to_message()) == policy
 
@@ -102,6 +119,34 @@ def test_a_redelivery_policy_of_a_later_version_is_told() -> None:
     message = policy_pb2.SubscriptionPolicy(redelivery=policy_pb2.RedeliveryPolicy())
     with pytest.raises(tarry.Internal, match="redelivery is of a kind"):
         policies.SubscriptionPolicy.from_message(message)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        tarry.KeySharedPolicy(points_per_consumer=-1),
+        tarry.KeySharedPolicy(nack_block_max_ms=2**64),
+        tarry.KeySharedPolicy(selector="sticky"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_policy_of_key_order_that_no_message_can_hold_is_refused(wrong: tarry.KeySharedPolicy) -> None:
+    with pytest.raises(tarry.InvalidArgument, match="key_shared is "):
+        tarry.SubscriptionPolicy(key_shared=wrong).to_message()
+
+
+@pytest.mark.parametrize("field", ["selector", "order", "nack_order"])
+def test_a_policy_of_key_order_of_a_later_version_is_told(field: str) -> None:
+    message = policy_pb2.SubscriptionPolicy()
+    setattr(message.key_shared, field, 9)
+    with pytest.raises(tarry.Internal, match=f"key_shared.{field} is 9"):
+        policies.SubscriptionPolicy.from_message(message)
+
+
+def test_hash_ranges_come_back_and_what_is_no_number_of_a_slot_is_refused() -> None:
+    chosen = tarry.HashRange(0, 65_535)
+    assert tarry.HashRange.from_message(chosen.to_message()) == chosen
+    with pytest.raises(tarry.InvalidArgument, match="hash range is "):
+        tarry.HashRange(-1, 5).to_message()
 
 
 def test_delay_levels_clamp_unless_they_say_no() -> None:

@@ -46,6 +46,7 @@ from tarry.inspection import (
     TopicStats,
     TopicSummary,
 )
+from tarry.key_shared import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
 from tarry.redelivery import (
     ConstantDelay,
@@ -116,12 +117,17 @@ __all__ = [
     "ExponentialDelay",
     "Garbage",
     "GarbageCount",
+    "HashRange",
+    "HashSelector",
     "Histogram",
     "Internal",
     "InvalidArgument",
+    "KeyOrder",
+    "KeySharedPolicy",
     "Leased",
     "LinearDelay",
     "Merged",
+    "NackOrder",
     "Nacked",
     "NotFound",
     "NotOwner",

@@ -2,7 +2,8 @@
 
 Owns: the two policies and the table of delays as frozen values, to and from their messages. A field that is None has
 the daemon's default.
-Does not own: limits and defaults, which are the daemon's; when redeliveries come (`tarry.redelivery`).
+Does not own: limits and defaults, which are the daemon's; when redeliveries come (`tarry.redelivery`); how keys are
+shared (`tarry.key_shared`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from tarry import errors, redelivery
+from tarry import errors, key_shared, redelivery
 from tarry.v1 import admin_pb2, policy_pb2
 
 
@@ -99,6 +100,8 @@ class SubscriptionPolicy:
     """What is in flight for so long is negatively acknowledged; 100 ms to 12 hours, None: never."""
     nack_precision_bits: int | None = None
     """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 to 20, 0 = exact."""
+    key_shared: key_shared.KeySharedPolicy | None = None
+    """How KEY_SHARED streams share keys; it counts from the next time on that no such stream is open."""
 
     def to_message(self) -> policy_pb2.SubscriptionPolicy:
         """Raises InvalidArgument: a value that the field cannot hold."""
@@ -107,6 +110,8 @@ class SubscriptionPolicy:
             _set(message, field, getattr(self, field))
         if self.redelivery is not None:
             message.redelivery.CopyFrom(redelivery.policy_to_message(self.redelivery))
+        if self.key_shared is not None:
+            message.key_shared.CopyFrom(self.key_shared.to_message())
         for name, value in self.properties.items():
             try:
                 message.properties[name] = value
@@ -118,11 +123,13 @@ class SubscriptionPolicy:
 
     @staticmethod
     def from_message(message: policy_pb2.SubscriptionPolicy) -> SubscriptionPolicy:
-        known = redelivery.policy_from_message(message.redelivery) if message.HasField("redelivery") else None
+        delays = redelivery.policy_from_message(message.redelivery) if message.HasField("redelivery") else None
+        shared = message.key_shared if message.HasField("key_shared") else None
         return SubscriptionPolicy(
             **{field: getattr(message, field) for field in _PLAIN_FIELDS if message.HasField(field)},  # type: ignore[arg-type]
             properties=dict(sorted(message.properties.items())),
-            redelivery=known,
+            redelivery=delays,
+            key_shared=None if shared is None else key_shared.KeySharedPolicy.from_message(shared),
         )
 
 
