@@ -297,6 +297,9 @@ class Limits(Section, frozen=True):
     leases_per_subscription_max: Annotated[
         int, Meta(ge=1, description="Leases of one subscription that hold positions.")
     ] = 10_000
+    consumers_per_subscription_max: Annotated[
+        int, Meta(ge=1, le=60_000, description="Consumers of one KEY_SHARED subscription, of all its streams.")
+    ] = 10_000
     pending_rows_max: Annotated[
         int, Meta(ge=0, le=1 << 53, description="Pending rows of all topics together; 0: no limit.")
     ] = 0

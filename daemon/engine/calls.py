@@ -269,6 +269,8 @@ class SubscriptionStats:
     nacked: int
     next_redelivery_ms: int
     dead_letters: int
+    consumers: int = 0
+    waiting: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
