@@ -1,0 +1,125 @@
+"""Who holds what is unacknowledged of each hash (PIP-379).
+
+Owns: of every hash slot the one consumer that holds positions of it, how many they are, and how often others were kept
+back for it meanwhile.
+Does not own: who has a slot (`selectors`), and what is sent (`planning`).
+
+A hash drains while another consumer has its slot than holds its positions. Nothing is entered when slots move: what is
+held is counted from the beginning, so that a hash drains, and does no more, by the mere comparison of holders and
+owners.
+
+Memory: 11 bytes a slot, 704 KiB if all are in use, which is 73 bytes for each of 10,000 draining hashes; pages of the
+arrays that were never written cost nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.core.in_flight import Mask
+from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
+from daemon.errors import InvariantViolated
+from storage_backends.formats.rows import U32, U64
+
+_ONE = np.uint32(1)
+_ATTEMPTS_MAX = np.uint32((1 << 32) - 1)
+
+
+class DrainingHashes:
+    """A consumer is an ordinal from 1 on; columns name a slot as often as it has positions.
+
+    `holders`: u16[65536], 0 where nobody holds any. `unacked`: u32[65536]. `cleared_total`: how many hashes became free
+    that others had been kept back for; one that drained while nobody asked for it is not among them.
+    """
+
+    def __init__(self) -> None:
+        self.holders: U16 = np.zeros(HASH_SLOTS, np.uint16)
+        self.unacked: U32 = np.zeros(HASH_SLOTS, np.uint32)
+        # Stays at its highest number rather than begin anew.
+        self._attempts: U32 = np.zeros(HASH_SLOTS, np.uint32)
+        self._is_unblocked: npt.NDArray[np.bool_] = np.zeros(HASH_SLOTS, np.bool_)
+        self.has_unblocked = False
+        self.cleared_total = 0
+
+    def may_receive(self, slots: U16, consumers: U16) -> Mask:
+        """Where nobody but that consumer holds any of the slot. Rows of one slot are for one consumer."""
+        holders = self.holders[slots]
+        return (holders == 0) | (holders == consumers)
+
+    def received(self, slots: U16, consumers: U16) -> None:
+        """Positions are IN_FLIGHT at consumers; InvariantViolated, and nothing changed, where another one holds any."""
+        if not np.all(consumers):
+            raise InvariantViolated("positions are given to no consumer")
+        before = self.holders[slots]
+        is_free = (before == 0) | (before == consumers)
+        self.holders[slots] = consumers
+        # Of one slot two consumers may be named: the last one is its holder now.
+        wrong = ~is_free | (self.holders[slots] != consumers)
+        if wrong.any():
+            self.holders[slots] = before
+            row = int(wrong.argmax())
+            raise InvariantViolated(
+                f"hash {slots[row]} is given to consumer {consumers[row]} while another one holds positions of it"
+            )
+        np.add.at(self.unacked, slots, _ONE)
+
+    def settled(self, slots: U16, consumers: U16 | int) -> None:
+        """Positions are IN_FLIGHT no more: acknowledged or not, or their consumer left.
+
+        InvariantViolated, and nothing changed, where another consumer holds the slot, or fewer of it.
+        """
+        wrong = self.holders[slots] != consumers
+        before = self.unacked[slots]
+        wrong |= before == 0
+        if wrong.any():
+            row = int(wrong.argmax())
+            consumer = np.broadcast_to(consumers, len(slots))[row]
+            raise InvariantViolated(
+                f"consumer {consumer} gives up hash {slots[row]}, which consumer {self.holders[slots[row]]} holds"
+            )
+        np.subtract.at(self.unacked, slots, _ONE)
+        left = self.unacked[slots]
+        if (left > before).any():
+            np.add.at(self.unacked, slots, _ONE)
+            row = int((left > before).argmax())
+            raise InvariantViolated(f"more positions of hash {slots[row]} are given up than the {before[row]} held")
+        self._free(slots[left == 0])
+
+    def _free(self, slots: U16) -> None:
+        self.holders[slots] = 0
+        waited_for = slots[self._attempts[slots] != 0]
+        if len(waited_for):
+            self.cleared_total += len(np.unique(waited_for))
+            self._attempts[waited_for] = 0
+            self._is_unblocked[waited_for] = True
+            self.has_unblocked = True
+
+    def blocked(self, slots: U16) -> None:
+        """Positions were kept back for what a consumer holds of their hashes; of a hash that nobody holds nothing is
+        counted."""
+        held = slots[self.holders[slots] != 0]
+        before = self._attempts[held]
+        np.add.at(self._attempts, held, _ONE)
+        self._attempts[held[self._attempts[held] < before]] = _ATTEMPTS_MAX
+
+    def attempts(self, slots: U16) -> U64:
+        """How often positions of each were kept back since its holder has it."""
+        return self._attempts[slots].astype(np.uint64)
+
+    def take_unblocked(self) -> U16:
+        """The slots that became free since the last call and that positions were kept back for; each once, ascending.
+
+        One may be held again already, mostly by who waited for it.
+        """
+        if not self.has_unblocked:
+            return np.empty(0, np.uint16)
+        slots = np.flatnonzero(self._is_unblocked).astype(np.uint16)
+        self._is_unblocked[slots] = False
+        self.has_unblocked = False
+        return slots
+
+    def draining(self, owners: U16) -> U16:
+        """The slots, ascending, that one consumer holds positions of and another one has. `owners`: u16[65536], 0 where
+        nobody has the slot."""
+        return np.flatnonzero((self.holders != 0) & (owners != 0) & (self.holders != owners)).astype(np.uint16)
