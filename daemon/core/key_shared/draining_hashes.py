@@ -45,7 +45,7 @@ class DrainingHashes:
     def may_receive(self, slots: U16, consumers: U16) -> Mask:
         """Where nobody but that consumer holds any of the slot. Rows of one slot are for one consumer."""
         holders = self.holders[slots]
-        return (holders == 0) | (holders == consumers)
+        return np.equal(holders, 0) | np.equal(holders, consumers)
 
     def received(self, slots: U16, consumers: U16) -> None:
         """Positions are IN_FLIGHT at consumers; InvariantViolated, and nothing changed, where another one holds any."""
