@@ -11,6 +11,15 @@ from tarry.add_stream import AddStream
 from tarry.batch import Batch, Leased
 from tarry.client import DEFAULT_TARGET, Client
 from tarry.columns import NO_BATCH_INDEX, Positions
+from tarry.consumer_stats import (
+    ConsumerAfterMarkDelete,
+    ConsumerPage,
+    ConsumerStats,
+    DrainingHash,
+    KeySharedStats,
+    Position,
+    PositionRange,
+)
 from tarry.errors import (
     Aborted,
     AlreadyExists,
@@ -46,7 +55,7 @@ from tarry.inspection import (
     TopicStats,
     TopicSummary,
 )
-from tarry.key_shared import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
 from tarry.redelivery import (
     ConstantDelay,
@@ -102,6 +111,9 @@ __all__ = [
     "Client",
     "Closed",
     "ConstantDelay",
+    "ConsumerAfterMarkDelete",
+    "ConsumerPage",
+    "ConsumerStats",
     "Contained",
     "DataLoss",
     "DeadLetterFilter",
@@ -113,6 +125,7 @@ __all__ = [
     "DelayLevelsInForce",
     "DelayLevelsSet",
     "DelayList",
+    "DrainingHash",
     "EntryRanges",
     "ExponentialDelay",
     "Garbage",
@@ -124,6 +137,7 @@ __all__ = [
     "InvalidArgument",
     "KeyOrder",
     "KeySharedPolicy",
+    "KeySharedStats",
     "Leased",
     "LinearDelay",
     "Merged",
@@ -135,6 +149,8 @@ __all__ = [
     "OutcomeUnknown",
     "Page",
     "PermissionDenied",
+    "Position",
+    "PositionRange",
     "Positions",
     "RebuildNeeded",
     "RedeliveryPolicy",

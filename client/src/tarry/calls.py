@@ -14,6 +14,7 @@ from tarry import (
     attempts,
     batch,
     columns,
+    consumer_stats,
     errors,
     inspection,
     planning,
@@ -57,6 +58,7 @@ LIST_BUCKETS = attempts.Method("/tarry.v1.Inspect/ListBuckets", inspect_pb2.List
 LIST_SUBSCRIPTIONS = attempts.Method(
     "/tarry.v1.Inspect/ListSubscriptions", inspect_pb2.ListSubscriptionsResponse.FromString
 )
+LIST_CONSUMERS = attempts.Method("/tarry.v1.Inspect/ListConsumers", inspect_pb2.ListConsumersResponse.FromString)
 LIST_SCHEDULED = attempts.Method("/tarry.v1.Inspect/ListScheduled", inspect_pb2.ListScheduledResponse.FromString)
 GET_HISTOGRAM = attempts.Method("/tarry.v1.Inspect/GetHistogram", inspect_pb2.GetHistogramResponse.FromString)
 LIST_BACKLOG = attempts.Method("/tarry.v1.Inspect/ListBacklog", inspect_pb2.ListBacklogResponse.FromString)
@@ -326,6 +328,17 @@ class Calls(redelivery_calls.RedeliveryCalls):
         request = inspect_pb2.ListSubscriptionsRequest(topic=topic, page_token=page_token, page_size=page_size)
         message = yield from self.asking(timeout_s).ask(LIST_SUBSCRIPTIONS, request.SerializeToString(), topic=topic)
         return inspection.SubscriptionPage.from_message(message)
+
+    def consumers_page(
+        self, topic: str, subscription: str, page_token: str, *, page_size: int, timeout_s: float | None
+    ) -> attempts.Plan[consumer_stats.ConsumerPage]:
+        planning.check_names(topic, subscription)
+        columns.check_unsigned("page_size", page_size, bits=32)
+        request = inspect_pb2.ListConsumersRequest(
+            topic=topic, subscription=subscription, page_token=page_token, page_size=page_size
+        )
+        message = yield from self.asking(timeout_s).ask(LIST_CONSUMERS, request.SerializeToString(), topic=topic)
+        return consumer_stats.ConsumerPage.from_message(message)
 
     def scheduled_page(
         self,

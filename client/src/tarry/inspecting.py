@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from tarry import calls, connections, inspection, redelivery, results
+from tarry import calls, connections, consumer_stats, inspection, redelivery, results
 
 T = TypeVar("T")
 P = TypeVar("P", inspection.ScheduledPage, inspection.BacklogPage, inspection.DeadLetterPage)
@@ -79,6 +79,42 @@ class Inspecting:
         return self._connections.run(
             self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
         )
+
+    def consumers(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> Iterator[consumer_stats.ConsumerStats]:
+        """The consumers of a KEY_SHARED subscription, in the order in which they joined, page by page; none when nobody
+        opened it as that. Raises NotFound.
+
+        Example: `{each.name: each.unacked for each in client.consumers("flights", "departures")}`
+        """
+        return _items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
+
+    def consumers_page(
+        self,
+        topic: str,
+        subscription: str,
+        page_token: str = "",
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> consumer_stats.ConsumerPage:
+        """One page of consumers, as `topics_page`, and what the keys of the subscription wait for. Raises NotFound.
+
+        Example: `client.consumers_page("flights", "departures", page_size=10).items`
+        """
+        return self._connections.run(
+            self._calls.consumers_page(topic, subscription, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    def key_shared_stats(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> consumer_stats.KeySharedStats | None:
+        """What the keys of a subscription wait for; None when nobody opened it as KEY_SHARED. Raises NotFound.
+
+        Example: `client.key_shared_stats("flights", "departures")`
+        """
+        return self.consumers_page(topic, subscription, page_size=1, timeout_s=timeout_s).key_shared
 
     def scheduled(
         self,

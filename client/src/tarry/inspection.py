@@ -1,7 +1,8 @@
 """What inspection answers with: frozen values, free of wire types.
 
 Owns: the classes of what is seen of topics, and how each is read from its message.
-Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; other answers (`tarry.results`).
+Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; other answers (`tarry.results`),
+and of consumers (`tarry.consumer_stats`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class SubscriptionStats:
     next_redelivery_ms: int | None = None
     """When the next of these comes back; None when there is none."""
     dead_letters: int = 0
+    consumers: int = 0
+    """Consumers of its KEY_SHARED streams."""
+    waiting: int = 0
+    """Positions that are due or planned and wait for their key, or for the permits of its consumer."""
 
     @staticmethod
     def from_message(message: inspect_pb2.SubscriptionStats) -> SubscriptionStats:
@@ -83,6 +88,8 @@ class SubscriptionStats:
             nacked=message.nacked,
             next_redelivery_ms=message.next_redelivery_ms or None,
             dead_letters=message.dead_letters,
+            consumers=message.consumers,
+            waiting=message.waiting,
         )
 
 

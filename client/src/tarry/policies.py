@@ -3,7 +3,7 @@
 Owns: the two policies and the table of delays as frozen values, to and from their messages. A field that is None has
 the daemon's default.
 Does not own: limits and defaults, which are the daemon's; when redeliveries come (`tarry.redelivery`); how keys are
-shared (`tarry.key_shared`).
+shared (`tarry.key_order`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from tarry import errors, key_shared, redelivery
+from tarry import errors, key_order, redelivery
 from tarry.v1 import admin_pb2, policy_pb2
 
 
@@ -100,7 +100,7 @@ class SubscriptionPolicy:
     """What is in flight for so long is negatively acknowledged; 100 ms to 12 hours, None: never."""
     nack_precision_bits: int | None = None
     """Redelivery times are rounded up to multiples of 2^n ms (PIP-393): 0 to 20, 0 = exact."""
-    key_shared: key_shared.KeySharedPolicy | None = None
+    key_shared: key_order.KeySharedPolicy | None = None
     """How KEY_SHARED streams share keys; it counts from the next time on that no such stream is open."""
 
     def to_message(self) -> policy_pb2.SubscriptionPolicy:
@@ -129,7 +129,7 @@ class SubscriptionPolicy:
             **{field: getattr(message, field) for field in _PLAIN_FIELDS if message.HasField(field)},  # type: ignore[arg-type]
             properties=dict(sorted(message.properties.items())),
             redelivery=delays,
-            key_shared=None if shared is None else key_shared.KeySharedPolicy.from_message(shared),
+            key_shared=None if shared is None else key_order.KeySharedPolicy.from_message(shared),
         )
 
 

@@ -215,13 +215,13 @@ def test_a_subscription_s_policy_is_replaced(daemon: FakeDaemon, run: Run) -> No
     daemon.script("UpdateSubscription", answer(dispatch_pb2.UpdateSubscriptionResponse(policy=stored)))
     assert run("subscription", "update", "t", "s", *POLICY).stdout.splitlines() == [
         "in flight max\t500", "lease\t-", "redelivery\tconstant 10s", "max redeliver count\t0", "ack timeout\t-",
-        "nack precision bits\t-", "properties\tteam=gates",
+        "nack precision bits\t-", "key shared\t-", "properties\tteam=gates",
     ]  # fmt: skip
     shown = json.loads(run("subscription", "update", "t", "s", "--defaults", "--json").stdout)
     assert shown == {
         "topic": "t", "subscription": "s", "in_flight_rows_max": 500, "lease_ms": None, "properties": {"team": "gates"},
         "redelivery": {"delay_ms": 10_000, "kind": "constant"}, "max_redeliver_count": 0, "ack_timeout_ms": None,
-        "nack_precision_bits": None,
+        "nack_precision_bits": None, "key_shared": None,
     }  # fmt: skip
     given, defaults = daemon.requests("UpdateSubscription")
     assert given.policy.lease_ms == 60_000

@@ -78,8 +78,8 @@ def test_subscriptions_are_listed_with_their_policies(daemon: FakeDaemon, run: R
     one.policy.max_redeliver_count, one.policy.ack_timeout_ms, one.policy.nack_precision_bits = 3, 60_000, 0
     daemon.script("ListSubscriptions", answer(first), answer(last))
     assert run("subscriptions", "t").stdout.splitlines()[1:] == [
-        "a\t7\t3\t2\t1\t1\t5\t0\t0\t-\t-\t-\t-\t-\t-\t-",
-        "b\t0\t0\t0\t0\t0\t0\t0\t0\t-\t1m30s\tladder\t3\t1m\t0\tteam=gates",
+        "a\t7\t3\t2\t1\t1\t5\t0\t0\t-\t-\t-\t-\t-\t-\t-\t-",
+        "b\t0\t0\t0\t0\t0\t0\t0\t0\t-\t1m30s\tladder\t3\t1m\t0\t-\tteam=gates",
     ]
     daemon.script("ListSubscriptions", answer(first), answer(last))
     parsed = [json.loads(line) for line in run("subscriptions", "t", "--json").stdout.splitlines()]

@@ -45,18 +45,61 @@ LOST = inspect_pb2.RebuildNeeded(
 LOST_RESULT = tarry.RebuildNeeded(1, 2, 3, "b", "crc", True)
 STATS = inspect_pb2.SubscriptionStats(
     subscription="s", subscription_id=1, backlog=4, in_flight=3, dispatchers=2, permits=6, leased=5,
-    nacked=7, next_redelivery_ms=8, dead_letters=9,
+    nacked=7, next_redelivery_ms=8, dead_letters=9, consumers=10, waiting=11,
 )  # fmt: skip
-STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy(), 0, 7, 8, 9)
+STATS_RESULT = tarry.SubscriptionStats("s", 1, 0, 4, 3, 2, 6, 5, tarry.SubscriptionPolicy(), 0, 7, 8, 9, 10, 11)
 TOPIC_POLICY = policy_pb2.TopicPolicy(bucket_rows_max=9, bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE)
 TOPIC_POLICY_RESULT = tarry.TopicPolicy(bucket_rows_max=9, bucket_form=tarry.BucketForm.COMPATIBLE)
 POLICY = policy_pb2.SubscriptionPolicy(
     in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"}, max_redeliver_count=0, ack_timeout_ms=100,
     redelivery=policy_pb2.RedeliveryPolicy(linear=policy_pb2.LinearDelay(initial_ms=1, step_ms=2, max_ms=3)),
+    key_shared=policy_pb2.KeySharedPolicy(
+        selector=policy_pb2.HASH_SELECTOR_STICKY,
+        order=policy_pb2.KEY_ORDER_LAST_SENT_POSITION,
+        nack_order=policy_pb2.NACK_ORDER_BLOCK_KEY,
+        nack_block_max_ms=5,
+    ),
 )  # fmt: skip
 POLICY_RESULT = tarry.SubscriptionPolicy(
     in_flight_rows_max=5, lease_ms=9, properties={"team": "relay"}, max_redeliver_count=0, ack_timeout_ms=100,
     redelivery=tarry.LinearDelay(1, 2, 3),
+    key_shared=tarry.KeySharedPolicy(
+        selector=tarry.HashSelector.STICKY, order=tarry.KeyOrder.LAST_SENT_POSITION,
+        nack_order=tarry.NackOrder.BLOCK_KEY, nack_block_max_ms=5,
+    ),
+)  # fmt: skip
+CONSUMER = inspect_pb2.ConsumerStats(
+    name="c", instance_id=1, address="h:1", consumer_id=2, stream=3, permits=4, unacked=5, slots=6,
+    hash_ranges=[policy_pb2.HashRange(first=0, last=2), policy_pb2.HashRange(first=9, last=11)],
+    last_sent_position_when_joining=inspect_pb2.Position(ledger_id=3, entry_id=4),
+    draining_hashes_count=7, draining_hashes_unacked=8,
+    draining_hashes=[inspect_pb2.DrainingHash(hash=9, unacked=8, blocked_attempts=2**40)],
+)  # fmt: skip
+CONSUMER_RESULT = tarry.ConsumerStats(
+    "c", 1, "h:1", 2, 3, 4, 5, 6, (tarry.HashRange(0, 2), tarry.HashRange(9, 11)), tarry.Position(3, 4), 7, 8,
+    (tarry.DrainingHash(9, 8, 2**40),),
+)  # fmt: skip
+KEY_SHARED = inspect_pb2.KeySharedStats(
+    policy=POLICY.key_shared, consumers=2, waiting=3, draining_hashes=4, draining_hashes_cleared=5,
+    draining_hashes_unacked=6, nack_blocked_hashes=7,
+    last_sent_position=inspect_pb2.Position(ledger_id=3, entry_id=0),
+    individually_sent_positions=[
+        inspect_pb2.PositionRange(
+            after=inspect_pb2.Position(ledger_id=3, entry_id=4), up_to=inspect_pb2.Position(ledger_id=3, entry_id=5)
+        )
+    ],
+    consumers_after_mark_delete_position=[
+        inspect_pb2.ConsumerAfterMarkDelete(
+            name="c", instance_id=1, address="h:1",
+            last_sent_position_when_joining=inspect_pb2.Position(ledger_id=3, entry_id=4),
+        )
+    ],
+    slots_without_consumer=8,
+)  # fmt: skip
+KEY_SHARED_RESULT = tarry.KeySharedStats(
+    POLICY_RESULT.key_shared or tarry.KeySharedPolicy(), 2, 3, 4, 5, 6, 7, tarry.Position(3, 0),
+    (tarry.PositionRange(tarry.Position(3, 4), tarry.Position(3, 5)),),
+    (tarry.ConsumerAfterMarkDelete("c", 1, "h:1", tarry.Position(3, 4)),), 8,
 )  # fmt: skip
 TRIM = delayed_delivery_pb2.TrimMessagesRequest(
     topic="t", subscription="s", ledger_id=[7], entry_id=[3], all_lower_ledgers=True
@@ -152,6 +195,27 @@ CALLS = [
         inspect_pb2.ListSubscriptionsRequest(topic="t", page_token="from"),
         inspect_pb2.ListSubscriptionsResponse(subscriptions=[STATS], as_of_ms=8),
         tarry.SubscriptionPage((STATS_RESULT,), "", 8),
+    ),
+    Call(
+        "ListConsumers",
+        lambda client: client.consumers_page("t", "s", "from", page_size=2),
+        inspect_pb2.ListConsumersRequest(topic="t", subscription="s", page_token="from", page_size=2),
+        inspect_pb2.ListConsumersResponse(consumers=[CONSUMER], next_page_token="n", as_of_ms=8, key_shared=KEY_SHARED),
+        tarry.ConsumerPage((CONSUMER_RESULT,), "n", 8, KEY_SHARED_RESULT),
+    ),
+    Call(
+        "ListConsumers",
+        lambda client: client.key_shared_stats("t", "s"),
+        inspect_pb2.ListConsumersRequest(topic="t", subscription="s", page_size=1),
+        inspect_pb2.ListConsumersResponse(consumers=[CONSUMER], next_page_token="n", key_shared=KEY_SHARED),
+        KEY_SHARED_RESULT,
+    ),
+    Call(
+        "ListConsumers",
+        lambda client: client.key_shared_stats("t", "s"),
+        inspect_pb2.ListConsumersRequest(topic="t", subscription="s", page_size=1),
+        inspect_pb2.ListConsumersResponse(),
+        None,
     ),
     Call(
         "GetTopicStats",

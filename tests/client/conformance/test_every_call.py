@@ -15,7 +15,10 @@ from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.client.conformance.every_call import (
     BUCKET,
     CALLS,
+    CONSUMER,
+    CONSUMER_RESULT,
     HANDED_OUT,
+    KEY_SHARED,
     LOST,
     LOST_RESULT,
     STATS,
@@ -134,6 +137,10 @@ async def test_lists_are_read_page_by_page(daemon: FakeDaemon, client: tarry.aio
     daemon.script("ListSubscriptions", answer(listed), answer(inspect_pb2.ListSubscriptionsResponse()))
     assert await items(client.subscriptions("t")) == [STATS_RESULT]
     assert [request.page_token for request in daemon.requests("ListSubscriptions")] == ["", "s"]
+    seen = inspect_pb2.ListConsumersResponse(consumers=[CONSUMER], next_page_token="c", key_shared=KEY_SHARED)
+    daemon.script("ListConsumers", answer(seen), answer(inspect_pb2.ListConsumersResponse(consumers=[CONSUMER])))
+    assert await items(client.consumers("t", "s")) == [CONSUMER_RESULT] * 2
+    assert [request.page_token for request in daemon.requests("ListConsumers")] == ["", "c"]
 
 
 async def test_long_columns_are_several_requests_and_one_count(daemon: FakeDaemon, connect: Any) -> None:

@@ -58,6 +58,9 @@ class _Client(_Threaded):
     def subscriptions(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.subscriptions(*arguments, **named))
 
+    def consumers(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.consumers(*arguments, **named))
+
     def scheduled(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.scheduled(*arguments, **named))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from tarry import calls, inspection, redelivery, results
+from tarry import calls, consumer_stats, inspection, redelivery, results
 from tarry.aio import connections
 
 T = TypeVar("T")
@@ -72,6 +72,32 @@ class Inspecting:
         return await self._connections.run(
             self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
         )
+
+    def consumers(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> AsyncIterator[consumer_stats.ConsumerStats]:
+        """As `tarry.Client.consumers`."""
+        return _items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
+
+    async def consumers_page(
+        self,
+        topic: str,
+        subscription: str,
+        page_token: str = "",
+        *,
+        page_size: int = 0,
+        timeout_s: float | None = None,
+    ) -> consumer_stats.ConsumerPage:
+        """As `tarry.Client.consumers_page`."""
+        return await self._connections.run(
+            self._calls.consumers_page(topic, subscription, page_token, page_size=page_size, timeout_s=timeout_s)
+        )
+
+    async def key_shared_stats(
+        self, topic: str, subscription: str, *, timeout_s: float | None = None
+    ) -> consumer_stats.KeySharedStats | None:
+        """As `tarry.Client.key_shared_stats`."""
+        return (await self.consumers_page(topic, subscription, page_size=1, timeout_s=timeout_s)).key_shared
 
     def scheduled(
         self,

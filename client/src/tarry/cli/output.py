@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import enum
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -40,10 +41,21 @@ _WIDTH_MAX = 100_000
 
 
 def as_json(value: object) -> None:
-    """One line of JSON; dataclasses become objects."""
+    """One line of JSON; dataclasses become objects, members of an enum their names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    click.echo(json.dumps(value))
+    click.echo(json.dumps(_with_names(value)))
+
+
+def _with_names(value: object) -> object:
+    match value:
+        case enum.Enum():
+            return value.name.lower()
+        case dict():
+            return {name: _with_names(each) for name, each in value.items()}
+        case list() | tuple():
+            return [_with_names(each) for each in value]
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +275,8 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
         case errors.NotOwner():
             owner = last.owner_address or "another daemon"
             return f"{last.message}. The owner is {owner}; is it reachable from here?", EXIT_UNREACHABLE
+        case errors.Aborted() if not last.may_have_landed:
+            return f"{last.message}. Nothing is done; try again when that is over.", EXIT_REFUSED
         case errors.Aborted() | errors.OutcomeUnknown():
             return f"{last.message}. It may be done or not; repeating the command is safe.", EXIT_UNREACHABLE
         case errors.InvalidArgument() | errors.OutOfRange():

@@ -1,22 +1,36 @@
 """Policies of subscriptions as people read and write them.
 
-Owns: the names and texts of what is set; redelivery policies as text, both ways: what `--redelivery` takes is shown.
+Owns: the names and texts of what is set; redelivery policies as text, both ways: what `--redelivery` takes is shown;
+the words of what may be chosen of key order.
 Does not own: limits, which are the daemon's.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
+from typing import TypeVar
 
 import click
 
-from tarry import policies, redelivery
+from tarry import key_order, policies, redelivery
 from tarry.cli import output, rows
+
+E = TypeVar("E", bound=enum.Enum)
 
 FORMS = "'constant 10s', 'linear 1s +5s max 1m', 'exponential 1s x2 max 10m jitter 0.2', 'list 1s 5s 30s' or 'ladder'"
 
 # What may stand behind the delays of a kind, with a value each.
 _OPTIONS = {"linear": {"max"}, "exponential": {"max", "jitter"}}
+
+
+def choices(kind: type[E]) -> dict[str, E]:
+    """The members of an enum by the words of an option, such as `draining-hashes`."""
+    return {choice_text(each): each for each in kind}
+
+
+def choice_text(member: enum.Enum) -> str:
+    return member.name.lower().replace("_", "-")
 
 
 class Redelivery(click.ParamType[redelivery.RedeliveryPolicy]):
@@ -113,6 +127,22 @@ def _number_text(number: float) -> str:
     return short if float(short) == number else repr(number)
 
 
+def key_shared_text(policy: key_order.KeySharedPolicy) -> str:
+    """What is set, in the words of the options; `defaults` when nothing is."""
+    points, block_ms = policy.points_per_consumer, policy.nack_block_max_ms
+    groups = (
+        (_chosen(policy.selector), "" if points is None else f"{points} points"),
+        (_chosen(policy.order),),
+        (_chosen(policy.nack_order), "" if block_ms is None else output.duration_text(block_ms)),
+        ("out of order" if policy.allow_out_of_order_delivery else "",),
+    )
+    return ", ".join(filter(None, (" ".join(filter(None, words)) for words in groups))) or "defaults"
+
+
+def _chosen(member: enum.Enum | None) -> str:
+    return "" if member is None else choice_text(member)
+
+
 def subscription(policy: policies.SubscriptionPolicy) -> dict[str, object]:
     """What is set for a subscription, under the names of the options; `-` is the daemon's default."""
     return {
@@ -122,6 +152,7 @@ def subscription(policy: policies.SubscriptionPolicy) -> dict[str, object]:
         "max redeliver count": "-" if policy.max_redeliver_count is None else policy.max_redeliver_count,
         "ack timeout": "-" if policy.ack_timeout_ms is None else output.duration_text(policy.ack_timeout_ms),
         "nack precision bits": "-" if policy.nack_precision_bits is None else policy.nack_precision_bits,
+        "key shared": "-" if policy.key_shared is None else key_shared_text(policy.key_shared),
         "properties": ", ".join(f"{name}={value}" for name, value in policy.properties.items()) or "-",
     }
 

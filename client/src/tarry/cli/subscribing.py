@@ -12,8 +12,13 @@ from typing import Any
 
 import click
 
-from tarry import client, policies
+from tarry import client, key_order, policies
 from tarry.cli import connection, output, policy_text, rows
+
+_SELECTORS = policy_text.choices(key_order.HashSelector)
+_KEY_ORDERS = policy_text.choices(key_order.KeyOrder)
+_NACK_ORDERS = policy_text.choices(key_order.NackOrder)
+_KEY_SHARED_FIELDS = dataclasses.fields(key_order.KeySharedPolicy)
 
 
 @click.group()
@@ -31,6 +36,40 @@ def subscription() -> None:
 def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the fields of a subscription's policy."""
     for option in (
+        click.option(
+            "--nack-block-max",
+            "nack_block_max_ms",
+            type=rows.Duration(),
+            help="Of block-key: for how long later positions of a key wait at most. Default: 10m.",
+        ),
+        click.option(
+            "--nack-order",
+            type=click.Choice(list(_NACK_ORDERS)),
+            help="Whether later positions of a key wait for one that is nacked. Default: skip, which is no.",
+        ),
+        click.option(
+            "--allow-out-of-order",
+            "allow_out_of_order_delivery",
+            is_flag=True,
+            help="Keep no order when keys move to another consumer.",
+        ),
+        click.option(
+            "--key-order",
+            "order",
+            type=click.Choice(list(_KEY_ORDERS)),
+            help="What keeps order when keys move to another consumer. Default: draining-hashes.",
+        ),
+        click.option(
+            "--points",
+            "points_per_consumer",
+            type=click.IntRange(1, 1000),
+            help="Of consistent-hashing: points of each consumer. Default: 100.",
+        ),
+        click.option(
+            "--selector",
+            type=click.Choice(list(_SELECTORS)),
+            help="How consumers share keys. Default: consistent-hashing.",
+        ),
         click.option(
             "--nack-precision-bits",
             type=click.IntRange(0, 20),
@@ -63,7 +102,23 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _policy(*, properties: tuple[str, ...], **fields: Any) -> policies.SubscriptionPolicy:
-    return policies.SubscriptionPolicy(properties=rows.names_and_values(properties, option="--property"), **fields)
+    shared = _key_shared(**{field.name: fields.pop(field.name) for field in _KEY_SHARED_FIELDS})
+    return policies.SubscriptionPolicy(
+        properties=rows.names_and_values(properties, option="--property"), key_shared=shared, **fields
+    )
+
+
+def _key_shared(
+    *, selector: str | None, order: str | None, nack_order: str | None, **fields: Any
+) -> key_order.KeySharedPolicy | None:
+    """None when no option of it is given."""
+    policy = key_order.KeySharedPolicy(
+        selector=None if selector is None else _SELECTORS[selector],
+        order=None if order is None else _KEY_ORDERS[order],
+        nack_order=None if nack_order is None else _NACK_ORDERS[nack_order],
+        **fields,
+    )
+    return None if policy == key_order.KeySharedPolicy() else policy
 
 
 @subscription.command("create")
@@ -88,6 +143,7 @@ def create_subscription(
       tarry subscription create flights departures
       tarry subscription create flights departures --in-flight 1000 --lease 1m --property team=gates
       tarry subscription create flights gates --redelivery 'exponential 1s x2 max 10m' --max-redeliver-count 8
+      tarry subscription create flights bags --selector sticky --nack-order block-key --nack-block-max 1m
     """
     created = connected.create_subscription(topic, subscription, _policy(**fields))
     if as_json:
