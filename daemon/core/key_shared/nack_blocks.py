@@ -1,0 +1,150 @@
+"""Which hashes wait for a position that was negatively acknowledged.
+
+Owns: of every hash slot how many of its positions are NACKED, how many were and have not left the backlog since
+(outstanding), and since when there is any.
+Does not own: when a position comes back (`redelivering`), and what is taken back from a consumer (`key_shared`).
+
+A hash is blocked while one of its positions is NACKED, so that it comes back before the later ones. One that never
+succeeds would hold up its hash for good: a hash of which positions were outstanding for as long as the bound, without
+a break, blocks no more until none is.
+
+Memory: 17 bytes a slot, of the slots in use, and 10 to 35 bytes for each position outstanding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import Mask
+from daemon.core.key_order import KeyOrder
+from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
+from daemon.core.positions import bitmap_of, contained, keys_of
+from storage_backends.formats.rows import U32, U64
+
+_ONE = np.uint32(1)
+# Columns are packed when most of this many rows or more have left.
+_PACKED_MIN = 1024
+
+
+class NackBlocks:
+    """The blocked hashes of one subscription, by the keys of positions.
+
+    `block_max_ms`: the bound. `elapsed_ms`: now, by a clock that never steps. `blocked_hashes`: how many are blocked.
+    """
+
+    def __init__(self, block_max_ms: int) -> None:
+        self._block_max_ms = block_max_ms
+        self._nacked = BitMap64()
+        self._outstanding = BitMap64()
+        # Of each slot: positions NACKED, outstanding, since when, and whether that is over the bound.
+        self._nacked_rows: U32 = np.zeros(HASH_SLOTS, np.uint32)
+        self._outstanding_rows: U32 = np.zeros(HASH_SLOTS, np.uint32)
+        self._since_ms: U64 = np.zeros(HASH_SLOTS, np.uint64)
+        self._is_bounded_out: npt.NDArray[np.bool_] = np.zeros(HASH_SLOTS, np.bool_)
+        self.blocked_hashes = 0
+        self._has_unblocked = False
+        # The slots of positions as they came; the last row of a key counts.
+        self._order = KeyOrder()
+        self._keys: U64 = np.empty(0, np.uint64)
+        self._slots: U16 = np.empty(0, np.uint16)
+        self._rows = 0
+
+    def nacked(self, keys: U64, slots: U16, *, elapsed_ms: int) -> None:
+        """Positions are NACKED now, for the first time or again; one that was stays in the slot that it had."""
+        if not len(keys):
+            return
+        keys, first = np.unique(keys, return_index=True)
+        named = bitmap_of(keys)
+        is_new = ~contained(keys, self._outstanding)
+        slots_again = self._slots_of((named & self._outstanding) - self._nacked)
+        slots_new = slots[first[is_new]]
+        came = np.concatenate([slots_new, slots_again])
+        changed = np.unique(came)
+        blocked_before = self.are_blocked(changed)
+        self._outstand(keys[is_new], slots_new, elapsed_ms)
+        np.add.at(self._nacked_rows, came, _ONE)
+        self._nacked |= named
+        self._count_blocked(changed, blocked_before)
+
+    def _outstand(self, keys: U64, slots: U16, elapsed_ms: int) -> None:
+        self._since_ms[slots[self._outstanding_rows[slots] == 0]] = elapsed_ms
+        np.add.at(self._outstanding_rows, slots, _ONE)
+        self._outstanding |= bitmap_of(keys)
+        end = self._rows + len(keys)
+        if end > len(self._keys):
+            more = max(len(keys), len(self._keys))
+            self._keys = np.concatenate([self._keys, np.zeros(more, np.uint64)])
+            self._slots = np.concatenate([self._slots, np.zeros(more, np.uint16)])
+        self._keys[self._rows : end] = keys
+        self._slots[self._rows : end] = slots
+        self._rows = end
+
+    def redelivered(self, keys: BitMap64) -> None:
+        """Positions are READY again: they stay outstanding. Those that are not NACKED are left out."""
+        if self._nacked.intersect(keys):
+            self._end(keys & self._nacked, BitMap64())
+
+    def left(self, keys: BitMap64) -> None:
+        """Positions are in the backlog no more, whatever they were. Those that are not outstanding are left out."""
+        if self._outstanding.intersect(keys):
+            self._end(keys & self._nacked, keys & self._outstanding)
+            if self._rows >= max(_PACKED_MIN, 2 * len(self._outstanding)):
+                self._pack()
+
+    def _end(self, nacked: BitMap64, outstanding: BitMap64) -> None:
+        nacked_slots, outstanding_slots = self._slots_of(nacked), self._slots_of(outstanding)
+        changed = np.unique(np.concatenate([nacked_slots, outstanding_slots]))
+        blocked_before = self.are_blocked(changed)
+        np.subtract.at(self._nacked_rows, nacked_slots, _ONE)
+        np.subtract.at(self._outstanding_rows, outstanding_slots, _ONE)
+        self._nacked -= nacked
+        self._outstanding -= outstanding
+        self._is_bounded_out[changed[self._outstanding_rows[changed] == 0]] = False
+        self._count_blocked(changed, blocked_before)
+
+    def _slots_of(self, keys: BitMap64) -> U16:
+        """The slots of positions that are outstanding, in no order."""
+        if not keys:
+            return np.empty(0, np.uint16)
+        return self._slots[self._order.last_of(self._keys[: self._rows], keys_of(keys))]
+
+    def _pack(self) -> None:
+        places = self._order.last_of(self._keys[: self._rows], keys_of(self._outstanding))
+        self._keys, self._slots = self._keys[places], self._slots[places]
+        self._rows = len(places)
+        self._order = KeyOrder()
+
+    def _count_blocked(self, slots: U16, before: Mask) -> None:
+        after = self.are_blocked(slots)
+        self.blocked_hashes += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        self._has_unblocked |= bool((before & ~after).any())
+
+    def are_blocked(self, slots: U16) -> Mask:
+        """Which slots wait for a position that is NACKED."""
+        return np.not_equal(self._nacked_rows[slots], 0) & ~self._is_bounded_out[slots]
+
+    @property
+    def any_blocked(self) -> bool:
+        """Whether any hash is blocked."""
+        return self.blocked_hashes != 0
+
+    def is_bounded_out(self, slots: U16) -> Mask:
+        """Which slots block no more, and take nothing back, until none of their positions is outstanding."""
+        return self._is_bounded_out[slots]
+
+    def expire(self, *, elapsed_ms: int) -> None:
+        """Slots that had positions outstanding for as long as the bound block no more. O(slots)."""
+        if not self._outstanding:
+            return
+        slots = np.flatnonzero((self._outstanding_rows != 0) & ~self._is_bounded_out).astype(np.uint16)
+        over = slots[self._since_ms[slots] + np.uint64(self._block_max_ms) <= np.uint64(elapsed_ms)]
+        blocked_before = self.are_blocked(over)
+        self._is_bounded_out[over] = True
+        self._count_blocked(over, blocked_before)
+
+    def take_unblocked(self) -> bool:
+        """Whether a hash that was blocked came to be so no more since the last call."""
+        has_unblocked, self._has_unblocked = self._has_unblocked, False
+        return has_unblocked
