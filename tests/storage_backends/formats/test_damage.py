@@ -60,6 +60,7 @@ def a_topic_manifest() -> bytes:
             lease_ms=4,
             properties=(("a", "b"),),
             redelivery=manifest.RedeliveryPolicy(kind=manifest.RedeliveryKind.EXPONENTIAL, multiplier=2.5),
+            key_shared=manifest.KeySharedPolicy(selector=manifest.HashSelector.STICKY, nack_block_max_ms=9),
         ),
     )
     return manifest.encode_topic_manifest(

@@ -105,6 +105,35 @@ def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
     )
 
 
+def golden_topic_manifest_of_key_order() -> manifest.TopicManifest:
+    policies = (
+        manifest.KeySharedPolicy(),
+        manifest.KeySharedPolicy(selector=manifest.HashSelector.AUTO_SPLIT, allow_out_of_order_delivery=True),
+        manifest.KeySharedPolicy(
+            selector=manifest.HashSelector.STICKY,
+            points_per_consumer=7,
+            order=manifest.KeyOrder.LAST_SENT_POSITION,
+            nack_order=manifest.NackOrder.BLOCK_KEY,
+            nack_block_max_ms=8,
+        ),
+    )
+    return dataclasses.replace(
+        golden_limits(),
+        policy=manifest.TopicPolicy(),
+        subscriptions=tuple(
+            manifest.Subscription(
+                subscription_id=number,
+                name=f"s{number}",
+                since_ms=4,
+                created_slot=5,
+                policy=manifest.SubscriptionPolicy(key_shared=policy),
+            )
+            for number, policy in enumerate(policies, start=1)
+        ),
+        last_subscription_id=len(policies),
+    )
+
+
 def golden_kept() -> tuple[bucket.KeptRows, ...]:
     return (
         bucket.KeptRows(source="a", positions=golden_positions(9)),
@@ -254,6 +283,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "topic-manifest-redeliveries-1.bin": lambda: manifest.encode_topic_manifest(
         golden_topic_manifest_of_redeliveries()
     ),
+    "topic-manifest-key-order-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest_of_key_order()),
     "root-format-1.bin": lambda: manifest.encode_root_format(golden_root_format()),
     "shard-manifest-1.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest()),
     "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
@@ -329,6 +359,7 @@ def test_what_was_written_before_there_were_redeliveries_says_nothing_of_them() 
     policy = subscription.policy
     named = (policy.redelivery, policy.max_redeliver_count, policy.ack_timeout_ms, policy.nack_precision_bits)
     assert named == (None, None, None, None)
+    assert policy.key_shared is None
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")).delay_levels is None
     progress = manifest.decode_progress(stored("progress-1.bin"))
     assert (progress.redeliveries, progress.levels) == ((), ())
@@ -366,6 +397,8 @@ def test_manifests_of_version_1_are_read() -> None:
     assert manifest.decode_shard_manifest(stored("shard-manifest-1.bin")) == golden_shard_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")) == golden_topic_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-limits-1.bin")) == golden_limits()
+    of_key_order = manifest.decode_topic_manifest(stored("topic-manifest-key-order-1.bin"))
+    assert of_key_order == golden_topic_manifest_of_key_order()
     assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()
     assert manifest.decode_dead_object(stored("dead-object-1.bin")) == golden_dead_object()
 

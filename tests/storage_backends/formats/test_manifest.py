@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import pytest
+from google.protobuf.descriptor import EnumDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import errors, framing, manifest, mirror
+from storage_backends.formats import errors, framing, index_ids, manifest, mirror
 from storage_backends.formats.generated import bucket_pb2, manifest_pb2
 from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -241,6 +243,35 @@ def test_a_policy_that_sets_nothing_is_not_written_and_what_is_set_to_zero_is() 
     mirror.fill(message, manifest.Subscription(subscription_id=1, name="s", since_ms=0, created_slot=0, policy=policy))
     assert message.policy.HasField("in_flight_rows_max")
     assert not message.policy.HasField("lease_ms")
+
+
+def test_a_policy_of_key_order_that_sets_nothing_is_told_from_none() -> None:
+    message = manifest_pb2.SubscriptionPolicy()
+    assert mirror.made_from(manifest.SubscriptionPolicy, message).key_shared is None
+    mirror.fill(message, manifest.SubscriptionPolicy(key_shared=manifest.KeySharedPolicy()))
+    assert message.HasField("key_shared")
+    assert mirror.made_from(manifest.SubscriptionPolicy, message).key_shared == manifest.KeySharedPolicy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "declared"),
+    [
+        (manifest.HashSelector, manifest_pb2.KeySharedPolicy.Selector.DESCRIPTOR),
+        (manifest.KeyOrder, manifest_pb2.KeySharedPolicy.Order.DESCRIPTOR),
+        (manifest.NackOrder, manifest_pb2.KeySharedPolicy.NackOrder.DESCRIPTOR),
+    ],
+)
+def test_each_choice_of_key_order_has_the_number_of_the_message(
+    kind: type[enum.IntEnum], declared: EnumDescriptor
+) -> None:
+    stored = {value.name: value.number for value in declared.values if value.number}
+    assert {choice.name: choice.value for choice in kind} == stored
+
+
+def test_the_owner_of_what_is_planned_is_no_index() -> None:
+    for subscription_id in (1, 2, (1 << 63) - 2):
+        assert not index_ids.serves(index_ids.PLANNED_OWNER, subscription_id)
+    assert not index_ids.is_of_batch_parts(index_ids.PLANNED_OWNER)
 
 
 def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at_decode() -> None:
