@@ -10,6 +10,7 @@ import pytest
 from daemon.engine import calls, topic_settings
 from daemon.engine.calls import SubscriptionPolicy, TopicPolicy
 from daemon.errors import AlreadyExists, DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, TarryError
+from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.engine.calling import create, get, rows_of, stats
 from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 from tests.support.fault_store import Fault
@@ -204,6 +205,43 @@ async def test_a_subscription_is_created_again_with_the_same_policy_only(machine
     assert not (await create(two, policy=policy)).created
     with pytest.raises(AlreadyExists):
         await create(two, policy=dataclasses.replace(policy, lease_ms=None))
+
+
+async def test_a_policy_of_key_order_outlives_crashes_and_an_update_replaces_it(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    blocking = SubscriptionPolicy(
+        key_shared=KeySharedPolicy(selector=HashSelector.STICKY, nack_order=NackOrder.BLOCK_KEY, nack_block_max_ms=5)
+    )
+    skipping = SubscriptionPolicy(key_shared=KeySharedPolicy(order=KeyOrder.LAST_SENT_POSITION))
+    await create(one, policy=blocking)
+    one.kill()
+    two = await machines.served_by("one")
+    assert not (await create(two, policy=blocking)).created
+    for other in (skipping, SubscriptionPolicy(key_shared=KeySharedPolicy()), SubscriptionPolicy()):
+        with pytest.raises(AlreadyExists):
+            await create(two, policy=other)
+    assert await update(two, skipping) == skipping
+    two.kill()
+    three = await machines.served_by("one")
+    assert not (await create(three, policy=skipping)).created
+    with pytest.raises(AlreadyExists):
+        await create(three, policy=blocking)
+
+
+async def test_a_policy_of_key_order_that_contradicts_itself_changes_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by()
+    await create(one)
+    for wrong, says in (
+        (KeySharedPolicy(points_per_consumer=0), "key_shared.points_per_consumer is 0; it must be 1 to 1000"),
+        (KeySharedPolicy(nack_block_max_ms=43_200_001), "key_shared.nack_block_max_ms is 43200001; .* 1 to 43200000"),
+        (
+            KeySharedPolicy(allow_out_of_order_delivery=True, nack_order=NackOrder.BLOCK_KEY),
+            "key_shared.allow_out_of_order_delivery is true and key_shared.nack_order is BLOCK_KEY",
+        ),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            await update(one, SubscriptionPolicy(key_shared=wrong))
+    assert not (await create(one)).created
 
 
 async def test_that_it_exists_with_another_policy_is_said_only_by_the_owner(machines: EngineFixture) -> None:
