@@ -8,7 +8,7 @@ A hash drains while another consumer has its slot than holds its positions. Noth
 held is counted from the beginning, so that a hash drains, and does no more, by the mere comparison of holders and
 owners.
 
-Memory: 11 bytes a slot, 704 KiB if all are in use, which is 73 bytes for each of 10,000 draining hashes; pages of the
+Memory: 11 bytes a slot, 704 KiB if all are in use, which is 72 bytes for each of 10,000 draining hashes; pages of the
 arrays that were never written cost nothing.
 """
 
