@@ -220,11 +220,15 @@ class JournaledTopic:
         self.slots.append(journal.encode_slot(header, records))
         self._changed_slot = self.slot
         for record in records:
-            self.core.apply(record, self.slot, elapsed_ms=0)
+            self.core.apply(record, self.slot, elapsed_ms=self.elapsed_ms)
 
     # ---- subscriptions
 
-    def create_subscription(self, meanwhile: Callable[[], object] = lambda: None) -> SubscriptionState:
+    def create_subscription(
+        self,
+        meanwhile: Callable[[], object] = lambda: None,
+        policy: manifest.SubscriptionPolicy = manifest.SubscriptionPolicy(),
+    ) -> SubscriptionState:
         """`meanwhile`: what happens while the manifest is being committed."""
         self.commit()
         number = self.tip.last_subscription_id + 1
@@ -233,6 +237,7 @@ class JournaledTopic:
             name=f"subscription-{number}",
             since_ms=self.core.since_for_new_subscription(self.now_ms),
             created_slot=self.slot,
+            policy=policy,
         )
         self.core.begin_subscription(stored)
         meanwhile()
