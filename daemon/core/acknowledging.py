@@ -17,6 +17,7 @@ from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
+from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.positions import KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import SHARED, batch_parts_of, subscription_of
@@ -54,6 +55,9 @@ class Acknowledging:
                 taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
                 records += self._leave(state, index, taken.rows_in(index), keys)
                 claims = claims.take(~found)
+        if len(claims) and state.key_shared is not None:
+            # They have no row, and nothing to journal.
+            claims = claims.take(~_planned(state.key_shared, claims))
         if len(claims):
             strange = self._are_strange_with_parts(state, claims)
             if strange.any():
@@ -124,3 +128,11 @@ class Acknowledging:
             if state is not None:
                 state.backlog -= passed_rows
                 state.forget(keys)
+
+
+def _planned(key_shared: KeyShared, claims: HeldPositions) -> Mask:
+    """Acknowledges those of the claims that are for planned positions; which they are."""
+    planned: Mask = (claims.deliver_at_ms == 0) & ~claims.are_parts()
+    if planned.any():
+        planned[planned] = key_shared.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])
+    return planned

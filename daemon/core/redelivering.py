@@ -33,6 +33,7 @@ from daemon.core.dead_letters import DeadLetterRows
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
+from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription import SubscriptionState
@@ -143,6 +144,9 @@ class Redelivering:
         """What is IN_FLIGHT is decided: (the records to journal in one slot, what is not IN_FLIGHT)."""
         records: list[Record] = []
         left = nack
+        if state.key_shared is not None:
+            decided, left = self._decide_planned(state, state.key_shared, left, terms)
+            records += decided
         for index in self._indexes.serving(state.subscription_id):
             if not len(left):
                 break
@@ -187,6 +191,9 @@ class Redelivering:
             strange = (left.positions.deliver_at_ms == 0) & ~are_owed(indexes, state, entries)
             # A part that is being acknowledged still has a row.
             strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
+            if state.key_shared is not None:
+                # Those that are left wait for a NACKED one.
+                strange &= ~state.key_shared.are_planned(entries.ledger_id, entries.entry_id)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
         return tuple(records), len(left)
@@ -204,6 +211,10 @@ class Redelivering:
         records: list[Record] = []
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
             records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
+        if state.key_shared is not None:
+            planned = state.key_shared.settle_planned(rows)
+            if len(planned):
+                records += self._decide_ordinary(state, planned.rows, _How(), terms)
         return tuple(records)
 
     def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
@@ -244,6 +255,8 @@ class Redelivering:
         if not dead.all():
             stays = rows.take(~dead)
             state.nacking |= bitmap_of(stays.keys)
+            if state.key_shared is not None:
+                state.key_shared.nacked(stays)
             yield self._nack(state, index, stays.rows, counts[~dead], how.take(~dead), terms)
 
     def _decide_new(
@@ -258,15 +271,17 @@ class Redelivering:
         """The same of positions that have no row: those that come back get one."""
         index = self._indexes.of(index_id)
         # Also of those that die: a row that came in the slot of that might leave with it.
-        keys = bitmap_of(index.pages.intern(rows.ledger_id, rows.entry_id))
+        keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
+        keys = bitmap_of(keyed.keys)
         index.staged.add(keys)
         state.nacking |= keys
         dead = how.are_dead(counts, terms.max_count)
         if dead.any():
             yield from self._die(state, index, rows.take(dead), counts[dead], how, terms)
         if not dead.all():
-            stays = rows.take(~dead)
-            yield self._nack(state, index, stays, counts[~dead], how.take(~dead), terms, added=True)
+            if state.key_shared is not None:
+                state.key_shared.nacked(keyed.take(~dead))
+            yield self._nack(state, index, rows.take(~dead), counts[~dead], how.take(~dead), terms, added=True)
 
     def _nack(
         self,
@@ -349,15 +364,41 @@ class Redelivering:
 
     def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: Terms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
-        for chosen, index_id in ((~parts, state.subscription_id), (parts, batch_parts_of(state.subscription_id))):
-            if chosen.any():
-                nack = strange.take(chosen)
-                positions = nack.positions
-                if index_id == state.subscription_id:
-                    rows = Rows(positions.deliver_at_ms, positions.ledger_id, positions.entry_id, nack.key_hash)
-                else:
-                    rows = _part_rows(positions, nack.key_hash)
-                yield from self._decide_new(state, index_id, rows, np.ones(len(nack), np.uint32), nack.how, terms)
+        if not parts.all():
+            nack = strange.take(~parts)
+            positions = nack.positions
+            rows = Rows(positions.deliver_at_ms, positions.ledger_id, positions.entry_id, nack.key_hash)
+            yield from self._decide_ordinary(state, rows, nack.how, terms)
+        if parts.any():
+            nack = strange.take(parts)
+            rows = _part_rows(nack.positions, nack.key_hash)
+            index_id = batch_parts_of(state.subscription_id)
+            yield from self._decide_new(state, index_id, rows, np.ones(len(nack), np.uint32), nack.how, terms)
+
+    def _decide_ordinary(self, state: SubscriptionState, rows: Rows, how: _How, terms: Terms) -> Iterator[Record]:
+        """Entries that get a row in the subscription's own index. `rows`: with time 0."""
+        yield from self._decide_new(state, state.subscription_id, rows, np.ones(len(rows), np.uint32), how, terms)
+
+    def _decide_planned(
+        self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Positions that were planned and have no row: (the records, what is left)."""
+        positions = nack.positions
+        planned = (positions.deliver_at_ms == 0) & ~positions.are_parts()
+        places = np.flatnonzero(planned)
+        if not len(places):
+            return [], nack
+        taken, key_hash = key_shared.take_planned(positions.ledger_id[places], positions.entry_id[places])
+        places, key_hash = places[taken], key_hash[taken]
+        if not len(places):
+            return [], nack
+        named = nack.take(places)
+        if named.key_hash is not None:
+            key_hash = np.where(key_hash == 0, named.key_hash, key_hash)
+        rows = Rows(named.positions.deliver_at_ms, named.positions.ledger_id, named.positions.entry_id, key_hash)
+        left = np.ones(len(nack), np.bool_)
+        left[places] = False
+        return list(self._decide_ordinary(state, rows, named.how, terms)), nack.take(left)
 
     # ---- decisions are applied
 

@@ -3,7 +3,8 @@
 Owns: who is owed what, the queue of READY rows with its bound, reading the backlog again when the queue was full or
 nobody listened, what each dispatcher holds, and taking nacked rows back to READY when their time has come.
 Does not own: which rows are due and which are gone (`index`), what a negative acknowledgement decides (`redelivering`),
-and streams and permits on the wire (the engine).
+which consumer receives what of a subscription that is shared by key (`key_shared`), and streams and permits on the wire
+(the engine).
 
 READY is a bounded queue that the index feeds as rows come due. Where it cannot be fed (no dispatcher, or full) the
 subscription falls behind, and a `BacklogReader` derives READY from the buckets: due, not gone, not acknowledged,
@@ -26,12 +27,17 @@ from pyroaring import BitMap64
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.dead_letters import DeadLetters
 from daemon.core.in_flight import InFlight, Mask
+from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained
 from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest, first_time_ms
-from storage_backends.formats.manifest import Subscription
+from daemon.errors import InvariantViolated
+from storage_backends.formats.manifest import KeySharedPolicy, Subscription
 from storage_backends.formats.rows import U64
+
+# As many rows IN_FLIGHT as there may ever be.
+NO_LIMIT_ROWS = 1 << 62
 
 
 class SubscriptionState:
@@ -46,6 +52,8 @@ class SubscriptionState:
     `counts`: of positions of the backlog, how often each was negatively acknowledged.
     `dead_letters_leaving`: ids of dead letters that a staged decision replays or purges.
     `last_dead_letter_id`: the highest one given, also by a decision that is staged.
+    `key_shared`: while dispatchers have it open as KEY_SHARED. READY goes to consumers through it then, and rows that
+    wait for their key are READY, but not in the queue.
     """
 
     def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
@@ -59,6 +67,7 @@ class SubscriptionState:
         self.dead_letters = DeadLetters()
         self.dead_letters_leaving = BitMap64()
         self.last_dead_letter_id = 0
+        self.key_shared: KeyShared | None = None
         self.reader: BacklogReader | None = None
         self.ready_rows = 0
         self._ready_rows_max = ready_rows_max
@@ -93,10 +102,26 @@ class SubscriptionState:
             self.reader = reader
         self._dispatchers.add(dispatcher)
 
+    def share_by_key(self, places: PagePlaces) -> KeyShared:
+        """READY goes to consumers by key, as the policy says now, until the last dispatcher closes. Call before the
+        first one opens, when nothing is IN_FLIGHT.
+        """
+        if len(self.in_flight):
+            raise InvariantViolated(f"{len(self.in_flight)} rows are in flight when a subscription is shared by key")
+        self.key_shared = KeyShared(self.stored.policy.key_shared or KeySharedPolicy(), self, places)
+        return self.key_shared
+
     def close(self, dispatcher: int) -> None:
         """What the dispatcher holds is READY again; when it was the last one that listens READY is not kept."""
         oldest_ms = self.oldest_due_ms()
         self._dispatchers.discard(dispatcher)
+        if self.key_shared is not None:
+            if not self._dispatchers:
+                oldest_ms = earliest(oldest_ms, self.in_flight.first_due_ms(1))
+            self.key_shared.close(dispatcher)
+            if not self._dispatchers:
+                self.key_shared.end()
+                self.key_shared = None
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
@@ -125,6 +150,8 @@ class SubscriptionState:
     @property
     def leased_rows(self) -> int:
         """Rows that are IN_FLIGHT under a number that does not listen: a lease."""
+        if self.key_shared is not None:
+            return 0
         return len(self.in_flight) - sum(map(self.in_flight.held_rows, self._dispatchers))
 
     # ---- READY
@@ -168,10 +195,13 @@ class SubscriptionState:
     @property
     def available_rows(self) -> int:
         """How many READY rows may become IN_FLIGHT by the subscription's policy."""
+        return min(self.ready_rows, self.in_flight_room)
+
+    @property
+    def in_flight_room(self) -> int:
+        """How many more rows may be IN_FLIGHT by the subscription's policy."""
         rows_max = self.stored.policy.in_flight_rows_max
-        if rows_max is None:
-            return self.ready_rows
-        return max(0, min(self.ready_rows, rows_max - len(self.in_flight)))
+        return NO_LIMIT_ROWS if rows_max is None else max(0, rows_max - len(self.in_flight))
 
     def hand_out(self, dispatcher: int, limit: int, *, elapsed_ms: int = 0) -> KeyedRows:
         """At most `limit` READY rows, which become IN_FLIGHT: what streams and leases returned, then what is
@@ -186,20 +216,36 @@ class SubscriptionState:
             self._returned = self._returned.take(slice(room, None))
             room -= len(parts[0])
         while room:
-            queue = self._redelivered or self._ready
-            rows = queue.popleft()
-            if len(rows) > room:
-                queue.appendleft(rows.take(slice(room, None)))
-                rows = rows.take(slice(0, room))
-            elif queue is self._redelivered:
-                self._redelivered_ms.popleft()
-            parts.append(rows)
-            room -= len(rows)
+            parts.append(self._pop(self._redelivered or self._ready, room))
+            room -= len(parts[-1])
         taken = KeyedRows.concat(parts)
         if len(taken):
             self.ready_rows -= len(taken)
             self.in_flight.add(taken, dispatcher, elapsed_ms=elapsed_ms)
         return taken
+
+    def _pop(self, queue: collections.deque[KeyedRows], limit: int) -> KeyedRows:
+        """The first rows of a queue, at most `limit`."""
+        rows = queue.popleft()
+        if len(rows) > limit:
+            queue.appendleft(rows.take(slice(limit, None)))
+            return rows.take(slice(0, limit))
+        if queue is self._redelivered:
+            self._redelivered_ms.popleft()
+        return rows
+
+    def take_ready(self, limit: int) -> tuple[KeyedRows, bool]:
+        """At most `limit` READY rows, for who shares them by key and has them then: (rows in order, whether they were
+        delivered before). Call when there are some.
+        """
+        were_delivered = bool(self._redelivered)
+        rows = self._pop(self._redelivered or self._ready, limit)
+        self.ready_rows -= len(rows)
+        return rows, were_delivered
+
+    def append_ready(self, rows: KeyedRows) -> None:
+        """Rows that come behind all that is READY."""
+        self._append(rows)
 
     # ---- NACKED
 
@@ -224,6 +270,8 @@ class SubscriptionState:
             rows, times_ms = rows.take(stay), times_ms[stay]
         if not len(rows):
             return times_ms
+        if self.key_shared is not None:
+            self.key_shared.redelivered(bitmap_of(rows.keys))
         if self._dispatchers:
             self._redelivered.append(self.counted(rows))
             self._redelivered_ms.append(int(times_ms[0]))
@@ -243,6 +291,9 @@ class SubscriptionState:
     def _unread_rows(self) -> int:
         """Rows of the backlog that are neither READY nor in hand: a reader will derive them, when somebody listens."""
         held_rows = len(self.in_flight) + len(self.acknowledging) + len(self.nacks) + len(self.nacking)
+        if self.key_shared is not None:
+            # Planned positions are in no index.
+            held_rows += len(self.key_shared.waiting) - len(self.key_shared.planned)
         return self.backlog - held_rows - self.ready_rows
 
     def pass_by(self, owed: Iterable[KeyedRows]) -> None:
@@ -262,12 +313,20 @@ class SubscriptionState:
         redelivered_ms = self._redelivered_ms[0] if self._redelivered_ms else None
         ready_ms = next((ms for ms in map(_first_ms, self._ready) if ms is not None), None)
         unread_ms = self._unread_ms if self._unread_rows > 0 else None
-        return earliest(_first_ms(self._returned), redelivered_ms, ready_ms, unread_ms)
+        return earliest(_first_ms(self._returned), redelivered_ms, ready_ms, unread_ms, self._first_waiting_ms(1))
+
+    def _first_waiting_ms(self, from_ms: int) -> int | None:
+        """The earliest time, from one on, of what waits for its key; None when nothing does."""
+        return None if self.key_shared is None else self.key_shared.waiting.first_ms(from_ms)
 
     def in_hand(self) -> BitMap64:
         """Every position that is READY, IN_FLIGHT or being acknowledged."""
         sets = [bitmap_of(rows.keys) for rows in self._ready_parts()]
-        return BitMap64.union(self.in_flight.keys(), self.acknowledging, *sets)
+        return BitMap64.union(self.in_flight.keys(), self.acknowledging, self._waiting_keys, *sets)
+
+    @property
+    def _waiting_keys(self) -> BitMap64:
+        return BitMap64() if self.key_shared is None else self.key_shared.waiting.keys
 
     def _ready_parts(self) -> list[KeyedRows]:
         return [rows for rows in (self._returned, *self._redelivered, *self._ready) if len(rows)]
@@ -275,7 +334,7 @@ class SubscriptionState:
     def first_in_hand_ms(self, from_ms: int = 0) -> int | None:
         """The earliest time, from one on, of what is READY or IN_FLIGHT; None when nothing is."""
         ready = (first_time_ms(rows.rows.deliver_at_ms, from_ms) for rows in self._ready_parts())
-        return earliest(self.in_flight.first_due_ms(from_ms), *ready)
+        return earliest(self.in_flight.first_due_ms(from_ms), self._first_waiting_ms(from_ms), *ready)
 
     def held_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
@@ -283,7 +342,8 @@ class SubscriptionState:
 
     def in_hand_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are READY, IN_FLIGHT or being acknowledged: not as much work as `in_hand`."""
-        return BitMap64.union(self.held_among(keys), *[bitmap_of(rows.keys) & keys for rows in self._ready_parts()])
+        ready = [bitmap_of(rows.keys) & keys for rows in self._ready_parts()]
+        return BitMap64.union(self.held_among(keys), self._waiting_keys & keys, *ready)
 
     def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
         """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""
@@ -298,9 +358,13 @@ class SubscriptionState:
         self.nacking -= keys
         self.nacks.drop(keys)
         self.counts.drop(keys)
+        if self.key_shared is not None:
+            self.key_shared.departed(keys)
 
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
+        if self.key_shared is not None:
+            self.key_shared.waiting.remove(keys)
         self._returned = _without([self._returned], keys)[0]
         left = [*zip(_without(self._redelivered, keys), self._redelivered_ms, strict=True)]
         self._redelivered = collections.deque(rows for rows, _ in left if len(rows))

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core import adding, delay_levels, entitlement, feeding, limits, trimming
+from daemon.core import adding, delay_levels, entitlement, feeding, key_sharing, limits, trimming
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
@@ -27,10 +27,12 @@ from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
 from daemon.core.containment import Contained, EntryRanges, contained_in
 from daemon.core.dead_lettering import DeadLettering
 from daemon.core.departures import Departure
+from daemon.core.in_flight import Mask
 from daemon.core.index import Index, SeenRows
 from daemon.core.indexes import Indexes
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket
+from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.redelivering import Redelivering
@@ -57,7 +59,7 @@ from storage_backends.formats.journal import (
     WaiveRecord,
 )
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.rows import U64
+from storage_backends.formats.rows import U32, U64, Rows
 
 
 class Topic:
@@ -164,11 +166,13 @@ class Topic:
     def find_in_backlog(
         self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows
     ) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
+        """The claimed rows that are in the backlog and do not wait for a NACKED row of their key: (rows, segments that
+        must be loaded first to tell).
 
         `seen`: empty at the first call, and handed in again with the same claims after loading.
         """
-        return find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
+        found, missing = find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
+        return key_sharing.not_kept_back(state, found), missing
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> int:
         """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; how many. Those that are NACKED
@@ -181,6 +185,17 @@ class Topic:
             state.withdraw(bitmap_of(found.keys))
             state.in_flight.add(state.counted(found), dispatcher, elapsed_ms=elapsed_ms)
         return len(found)
+
+    def hold_by_key(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        """The same for consumers of a KEY_SHARED subscription, `numbers` u32[n]; which of the rows are held."""
+        return key_sharing.hold(state, found, numbers, elapsed_ms=elapsed_ms)
+
+    def hold_planned(
+        self, state: SubscriptionState, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int
+    ) -> Mask:
+        """The same of positions of which there is no row, since they were planned for a stream of a former owner."""
+        indexes = self.indexes.of_entries(state.subscription_id)
+        return key_sharing.hold_planned(indexes, state, stream, positions, numbers, elapsed_ms=elapsed_ms)
 
     def move_held(
         self,
@@ -200,6 +215,25 @@ class Topic:
             moved_rows += int(np.count_nonzero(moved))
             claims = claims.take(~moved)
         return moved_rows
+
+    # ---- KEY_SHARED
+
+    def begin_key_shared(self, state: SubscriptionState) -> FrozenNacks | None:
+        """A subscription is about to be opened as KEY_SHARED for the first time: what must be read, in a thread, and
+        given to `finish_key_shared`, before anything is handed out; None when nothing must be.
+        """
+        return key_sharing.begin(state, self.indexes.places)
+
+    def finish_key_shared(self, state: SubscriptionState, nacked: KeyedRows) -> None:
+        """`nacked`: the rows of what `begin_key_shared` gave. Where it was closed meanwhile: nothing."""
+        key_sharing.finish(state, nacked)
+
+    def plan(self, state: SubscriptionState, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
+        """Who of the consumers of a KEY_SHARED stream receives each of some positions that are not delayed: their
+        numbers, 0 where it is HELD. Raises InvalidArgument, QuotaExceeded.
+        """
+        indexes = self.indexes.of_entries(state.subscription_id)
+        return key_sharing.plan(indexes, state, stream, positions, elapsed_ms=elapsed_ms)
 
     # ---- decisions are applied
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from storage_backends.formats.rows import U32, U64
 
@@ -41,6 +42,11 @@ def subscription_of(index_id: int) -> int:
 
 def is_of_batch_parts(index_id: int) -> bool:
     return bool(index_id & _BATCH_PARTS)
+
+
+def are_of_batch_parts(index_ids: U64) -> npt.NDArray[np.bool_]:
+    """The same of a column."""
+    return (index_ids >> np.uint64(63)).astype(np.bool_)
 
 
 def serves(index_id: int, subscription_id: int) -> bool:

@@ -35,7 +35,7 @@ Position = tuple[int, int]
 _U64_MAX = (1 << 64) - 1
 _NO_BOUND = _U64_MAX, _U64_MAX
 # Columns are pruned when so many positions, and most of them, are below the mark-delete position.
-_PRUNED_MIN = 1024
+PRUNED_MIN = 1024
 
 
 class LastSentPosition:
@@ -49,9 +49,9 @@ class LastSentPosition:
         # acknowledged counts as sent. `_pruned`: how many places there were before the first one.
         self._pages = PageTable()
         self._order = KeyOrder()
-        self._keys: U64 = np.empty(_PRUNED_MIN, np.uint64)
-        self._is_sent: Mask = np.zeros(_PRUNED_MIN, np.bool_)
-        self._is_acknowledged: Mask = np.zeros(_PRUNED_MIN, np.bool_)
+        self._keys: U64 = np.empty(PRUNED_MIN, np.uint64)
+        self._is_sent: Mask = np.zeros(PRUNED_MIN, np.bool_)
+        self._is_acknowledged: Mask = np.zeros(PRUNED_MIN, np.bool_)
         self._end = 0
         self._pruned = 0
         self._sent_end = 0
@@ -179,7 +179,7 @@ class LastSentPosition:
             if acknowledged_end == sent_end:
                 self._highest_sent = (0, 0)
             self._release()
-            if acknowledged_end >= max(_PRUNED_MIN, self._end - acknowledged_end):
+            if acknowledged_end >= max(PRUNED_MIN, self._end - acknowledged_end):
                 self._prune()
 
     def _prune(self) -> None:
@@ -196,9 +196,9 @@ class LastSentPosition:
     def _keep(self, places: Places) -> None:
         keys, is_sent, is_acknowledged = self._keys[places], self._is_sent[places], self._is_acknowledged[places]
         self._end = 0
-        self._keys = np.empty(_PRUNED_MIN, np.uint64)
-        self._is_sent = np.zeros(_PRUNED_MIN, np.bool_)
-        self._is_acknowledged = np.zeros(_PRUNED_MIN, np.bool_)
+        self._keys = np.empty(PRUNED_MIN, np.uint64)
+        self._is_sent = np.zeros(PRUNED_MIN, np.bool_)
+        self._is_acknowledged = np.zeros(PRUNED_MIN, np.bool_)
         self._order = KeyOrder()
         self._append(keys)
         self._is_sent[: self._end] = is_sent

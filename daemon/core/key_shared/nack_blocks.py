@@ -25,7 +25,7 @@ from storage_backends.formats.rows import U32, U64
 
 _ONE = np.uint32(1)
 # Columns are packed when most of this many rows or more have left.
-_PACKED_MIN = 1024
+PACKED_MIN = 1024
 
 
 class NackBlocks:
@@ -90,7 +90,7 @@ class NackBlocks:
         """Positions are in the backlog no more, whatever they were. Those that are not outstanding are left out."""
         if self._outstanding.intersect(keys):
             self._end(keys & self._nacked, keys & self._outstanding)
-            if self._rows >= max(_PACKED_MIN, 2 * len(self._outstanding)):
+            if self._rows >= max(PACKED_MIN, 2 * len(self._outstanding)):
                 self._pack()
 
     def _end(self, nacked: BitMap64, outstanding: BitMap64) -> None:

@@ -1,0 +1,162 @@
+"""The consumers of a KEY_SHARED subscription: who they are, on which stream, and how many permits each has.
+
+Owns: the numbers under which tables of hashes know consumers (ordinals), permits, and which streams take nothing now.
+Does not own: which hashes a consumer has (`selectors`), what it holds (`in_flight`), and streams (the engine).
+
+An ordinal is at least 1 and is given again when its consumer has left; 0 is nobody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.core.in_flight import Mask
+from daemon.core.key_shared.hash_slots import U16, HashRange
+from daemon.errors import InvariantViolated
+from storage_backends.formats.rows import U32
+
+I64 = npt.NDArray[np.int64]
+_ORDINALS_AT_FIRST = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joining:
+    """A consumer as it joins: an instance of its own, whatever its name.
+
+    `number`: the dispatcher number under which it holds rows; no other one of the subscription has it. `stream`: the
+    number of the stream that it is on. `hash_ranges`: the slots that it asks for.
+    """
+
+    number: int
+    stream: int
+    name: str
+    address: str = ""
+    permits: int = 0
+    hash_ranges: tuple[HashRange, ...] = ()
+
+
+class Consumers:
+    """Consumers by ordinal and by number."""
+
+    def __init__(self) -> None:
+        self._by_ordinal: list[Joining | None] = [None]
+        self._free: list[int] = []
+        # In the order in which they joined.
+        self._ordinals: dict[int, int] = {}
+        self._numbers = np.zeros(_ORDINALS_AT_FIRST, np.uint32)
+        self._streams = np.zeros(_ORDINALS_AT_FIRST, np.uint32)
+        self._permits = np.zeros(_ORDINALS_AT_FIRST, np.int64)
+        self._takes = np.zeros(_ORDINALS_AT_FIRST, np.bool_)
+        self._full: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._ordinals)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._ordinals
+
+    def __iter__(self) -> Iterator[tuple[int, Joining]]:
+        """(ordinal, consumer) in the order in which they joined."""
+        return ((ordinal, self[ordinal]) for ordinal in self._ordinals.values())
+
+    def __getitem__(self, ordinal: int) -> Joining:
+        consumer = self._by_ordinal[ordinal]
+        if consumer is None:
+            raise InvariantViolated(f"no consumer has the ordinal {ordinal}")
+        return consumer
+
+    # ---- joining and leaving
+
+    def next_ordinals(self, count: int) -> list[int]:
+        """The ordinals that the next consumers to join will have."""
+        free = heapq.nsmallest(count, self._free)
+        first = len(self._by_ordinal)
+        return free + list(range(first, first + count - len(free)))
+
+    def join(self, joining: Sequence[Joining]) -> None:
+        for consumer in joining:
+            if consumer.number in self._ordinals:
+                raise InvariantViolated(f"a consumer has the number {consumer.number} already")
+            ordinal = heapq.heappop(self._free) if self._free else self._next_ordinal()
+            self._by_ordinal[ordinal] = consumer
+            self._ordinals[consumer.number] = ordinal
+            self._numbers[ordinal], self._streams[ordinal] = consumer.number, consumer.stream
+            self._permits[ordinal] = consumer.permits
+            self._takes[ordinal] = consumer.stream not in self._full
+
+    def _next_ordinal(self) -> int:
+        ordinal = len(self._by_ordinal)
+        self._by_ordinal.append(None)
+        if ordinal == len(self._numbers):
+            for name in ("_numbers", "_streams", "_permits", "_takes"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        return ordinal
+
+    def leave(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            ordinal = self._ordinals.pop(number)
+            self._by_ordinal[ordinal] = None
+            self._numbers[ordinal] = self._streams[ordinal] = self._permits[ordinal] = 0
+            self._takes[ordinal] = False
+            heapq.heappush(self._free, ordinal)
+
+    # ---- who is who
+
+    def ordinal_of(self, number: int) -> int:
+        return self._ordinals[number]
+
+    def ordinals_of(self, numbers: U32) -> U16:
+        """The ordinals of a column of numbers, each of a consumer that is there."""
+        if not numbers.strides[0] or (numbers == numbers[0]).all():
+            return np.broadcast_to(np.asarray(self._ordinals[int(numbers[0])], np.uint16), len(numbers))
+        distinct, inverse = np.unique(numbers, return_inverse=True)
+        return np.array([self._ordinals[number] for number in distinct.tolist()], np.uint16)[inverse]
+
+    def numbers_of(self, ordinals: U16) -> U32:
+        """The numbers of a column of ordinals; 0 of nobody."""
+        numbers: U32 = self._numbers[ordinals]
+        return numbers
+
+    def streams_of(self, ordinals: U16) -> U32:
+        streams: U32 = self._streams[ordinals]
+        return streams
+
+    def are_on(self, stream: int) -> Mask:
+        """Of each ordinal whether its consumer is on a stream."""
+        here: Mask = self._streams == np.uint32(stream)
+        return here
+
+    def on_stream(self, stream: int) -> list[int]:
+        """The numbers of the consumers of a stream."""
+        return [consumer.number for _, consumer in self if consumer.stream == stream]
+
+    # ---- permits
+
+    def grant(self, number: int, permits: int, permits_max: int) -> bool:
+        """That many more rows may be sent to a consumer; whether it had none."""
+        ordinal = self._ordinals[number]
+        had = int(self._permits[ordinal])
+        self._permits[ordinal] = min(had + permits, permits_max)
+        return not had
+
+    def permits_of(self, ordinal: int) -> int:
+        return int(self._permits[ordinal])
+
+    def sent(self, ordinals: U16) -> None:
+        """Each of these, of which one may be named many times, has used a permit."""
+        self._permits -= np.bincount(ordinals, minlength=len(self._permits))
+
+    def set_full(self, stream: int, is_full: bool) -> None:
+        """Whether a stream takes nothing now: its consumers count as without permits."""
+        (self._full.add if is_full else self._full.discard)(stream)
+        self._takes[self._streams == np.uint32(stream)] = not is_full
+
+    def permits(self) -> I64:
+        """Of each ordinal how many rows may be sent to it now."""
+        return np.where(self._takes, self._permits, 0)

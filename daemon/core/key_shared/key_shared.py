@@ -1,0 +1,517 @@
+"""Key_Shared order (PIP-282, then draining hashes): who receives which row, and when.
+
+Owns: sharing what is READY among consumers, so that the rows of a hash are at one consumer at a time and in order; what
+waits for that; what is taken back when a row is negatively acknowledged; plans for messages that are not delayed.
+Does not own: READY and IN_FLIGHT (`subscription`), decisions on rows (`acknowledging`, `redelivering`), what is shown
+(`stats`), and streams (the engine).
+
+    READY -> waits for its hash or for permits -> IN_FLIGHT at the consumer that has the hash
+
+A row goes when its hash has a consumer with permits, no row of the hash waits before it, no row of the hash is NACKED
+(`nack_order` BLOCK_KEY), and by the order that the policy names: nobody else holds rows of the hash (draining hashes),
+or its consumer did not join before the row could go (last sent position). All of that is columns and tables of 65,536
+hash slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import InFlight, Mask, Places
+from daemon.core.key_shared import planning, selectors
+from daemon.core.key_shared.consumers import I64, Consumers, Joining
+from daemon.core.key_shared.draining_hashes import DrainingHashes
+from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.last_sent_position import LastSentPosition
+from daemon.core.key_shared.nack_order import BlockingNacks
+from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.position_order import PositionOrder
+from daemon.core.key_shared.waiting_rows import WaitingRows
+from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
+from daemon.errors import QuotaExceeded
+from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.rows import U32, U64, Rows
+
+# Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
+LOOKED_AT_A_ROW = 2
+# A grant beyond this is cut: nobody holds more.
+PERMITS_MAX = (1 << 32) - 1
+# Planned positions that may wait: they are in memory.
+PLANNED_WAITING_MAX = 200_000
+PLANNED_WAITING_RETRY_MS = 1_000
+
+
+class Ready(Protocol):
+    """The READY rows of a subscription, and where they go."""
+
+    in_flight: InFlight
+
+    @property
+    def ready_rows(self) -> int: ...
+
+    @property
+    def in_flight_room(self) -> int:
+        """How many more rows may be IN_FLIGHT by the subscription's policy."""
+        ...
+
+    def take_ready(self, limit: int) -> tuple[KeyedRows, bool]:
+        """At most so many, at least one, in order; whether they were delivered before."""
+        ...
+
+    def append_ready(self, rows: KeyedRows) -> None: ...
+
+    def withdraw(self, keys: BitMap64) -> None:
+        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Assigned:
+    """Rows that are at consumers of a stream: `consumers`, u32[n], their numbers."""
+
+    stream: int
+    rows: KeyedRows
+    consumers: U32
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Sent:
+    """Rows and the ordinals of who received them."""
+
+    rows: KeyedRows
+    consumers: U16
+
+
+_NOTHING_SENT = _Sent(KeyedRows.empty(), np.empty(0, np.uint16))
+
+
+class KeyShared:
+    """How one subscription is shared by key, while somebody has it open so.
+
+    `policy`: in force as long as this is. `is_whole`: what was NACKED before is known; until then nothing is handed
+    out.
+    """
+
+    def __init__(self, policy: KeySharedPolicy, ready: Ready, places: PagePlaces) -> None:
+        self.policy = policy
+        self.is_whole = True
+        self.consumers = Consumers()
+        self.selector = selectors.selector_of(policy.selector, policy.points_per_consumer)
+        self.last_sent = LastSentPosition()
+        self.planned = PlannedPositions(places)
+        self._places = places
+        self._order = PositionOrder(places)
+        self.waiting = WaitingRows(self._order)
+        self._ready = ready
+        self._in_flight = ready.in_flight
+        in_order = not policy.allow_out_of_order_delivery
+        self.draining = DrainingHashes() if in_order and policy.order is KeyOrder.DRAINING_HASHES else None
+        self._holds_joined_back = in_order and policy.order is KeyOrder.LAST_SENT_POSITION
+        self.nacks: BlockingNacks | None = None
+        if policy.nack_order is NackOrder.BLOCK_KEY:
+            self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, self._order)
+        self._elapsed_ms = 0
+        # Something changed that rows wait for.
+        self._look_again = False
+        self._take_back_behind: list[KeyedRows] = []
+        self._in_flight.watcher = self
+
+    # ---- consumers
+
+    def join(self, joining: Sequence[Joining]) -> None:
+        """Consumers join, all or none of them. Raises InvalidArgument."""
+        ordinals = self.consumers.next_ordinals(len(joining))
+        self.selector.join(
+            [
+                selectors.Joiner(ordinal, consumer.name, consumer.hash_ranges)
+                for ordinal, consumer in zip(ordinals, joining, strict=True)
+            ]
+        )
+        self.consumers.join(joining)
+        for ordinal in ordinals:
+            self.last_sent.joined(ordinal)
+        self._look_again = True
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """Consumers are no more: what they held waits for others, in the order of positions."""
+        self._back(self._dismiss(numbers))
+
+    def _dismiss(self, numbers: Collection[int]) -> KeyedRows:
+        held = self._in_flight.take_dispatchers(numbers)
+        ordinals = [self.consumers.ordinal_of(number) for number in numbers]
+        self.selector.leave(ordinals)
+        self.consumers.leave(numbers)
+        for ordinal in ordinals:
+            self.last_sent.left(ordinal)
+        self._look_again = True
+        return held
+
+    def close(self, stream: int) -> None:
+        """A stream is no more: its consumers leave, and its plans end, but for what others hold."""
+        held = self._dismiss(self.consumers.on_stream(stream))
+        self.consumers.set_full(stream, False)
+        planned = self.planned.close(stream)
+        ended = planned - self._in_flight.among(planned)
+        if ended:
+            held = held.take(~contained(held.keys, ended))
+            self._ready.withdraw(ended)
+            self.last_sent.forget(*self._places.positions(keys_of(ended)))
+            self.planned.settle(ended)
+        self._back(held)
+
+    def end(self) -> None:
+        """Nobody has the subscription open by key any more."""
+        self._in_flight.watcher = None
+
+    def grant(self, number: int, permits: int) -> None:
+        """That many more rows may be sent to a consumer."""
+        if self.consumers.grant(number, permits, PERMITS_MAX):
+            self._look_again = True
+
+    def set_full(self, stream: int, is_full: bool) -> None:
+        """Whether a stream takes no rows now."""
+        self.consumers.set_full(stream, is_full)
+        if not is_full:
+            self._look_again = True
+
+    # ---- the watcher of IN_FLIGHT
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None:
+        if self.draining is not None:
+            self.draining.received(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
+
+    def left(self, rows: KeyedRows, dispatchers: U32) -> None:
+        if self.draining is not None:
+            self.draining.settled(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
+
+    # ---- handing out
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether `hand_out` might give something, or has something to look at."""
+        if not self.is_whole or self._ready.in_flight_room <= 0:
+            return False
+        if len(self.waiting) and self._something_changed():
+            return True
+        return bool(self._ready.ready_rows) and bool(self.consumers.permits().any())
+
+    def _something_changed(self) -> bool:
+        if self.draining is not None and self.draining.has_unblocked:
+            self.draining.take_unblocked()
+            self._look_again = True
+        if self.nacks is not None and self.nacks.blocks.take_unblocked():
+            self._look_again = True
+        if self._holds_joined_back and self.last_sent.take_released():
+            self._look_again = True
+        return self._look_again
+
+    def hand_out(self, limit: int, *, elapsed_ms: int) -> list[Assigned]:
+        """At most `limit` rows for the consumers of every stream, IN_FLIGHT from now on; of each stream in the order of
+        hand-out. Looks at a bounded number of READY rows: may be empty while `may_hand_out`.
+
+        `elapsed_ms`: now, by a clock that never steps.
+        """
+        self._elapsed_ms = elapsed_ms
+        if not self.is_whole:
+            return []
+        room = min(limit, self._ready.in_flight_room)
+        sent = [self._hand_out_waiting(room)]
+        room -= len(sent[-1].rows)
+        look_at = LOOKED_AT_A_ROW * limit
+        while room > 0 and look_at > 0 and self._ready.ready_rows:
+            permits = self.consumers.permits()
+            if not permits.any():
+                break
+            rows, were_delivered = self._ready.take_ready(min(room, look_at))
+            look_at -= len(rows)
+            if were_delivered:
+                self._back(rows)
+                sent.append(self._hand_out_waiting(room))
+            else:
+                sent.append(self._send_or_keep(rows, permits, room))
+            room -= len(sent[-1].rows)
+        rows = KeyedRows.concat([each.rows for each in sent])
+        numbers = self.consumers.numbers_of(np.concatenate([each.consumers for each in sent]))
+        return self._by_stream(rows, numbers)
+
+    def _hand_out_waiting(self, room: int) -> _Sent:
+        if room <= 0 or not len(self.waiting) or not self._something_changed():
+            return _NOTHING_SENT
+        self._look_again = False
+        permits, left = self.consumers.permits(), room
+        refused = np.zeros(HASH_SLOTS, np.bool_)
+
+        def choose(rows: KeyedRows, places: Places, slots: U16) -> U16:
+            nonlocal left
+            chosen = self._choose(rows, places, slots, permits, left, refused)
+            used = np.bincount(chosen, minlength=len(permits))
+            left -= len(chosen) - int(used[0])
+            used[0] = 0
+            np.subtract(permits, used, out=permits)
+            return chosen
+
+        rows, consumers = self.waiting.take(choose)
+        # What was not looked at for want of room may go next.
+        self._look_again = not left
+        return self._sent(rows, consumers)
+
+    def _send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
+        """Rows that never were delivered, in order: what may go goes, the others wait."""
+        slots = slots_of(rows.key_hash())
+        places = np.flatnonzero(self.waiting.by_slot[slots] == 0)
+        consumers = np.zeros(len(rows), np.uint16)
+        consumers[places] = self._choose(rows, places, slots[places], permits, room)
+        kept = consumers == 0
+        if kept.any():
+            self.waiting.add_fresh(rows.take(kept))
+            rows, consumers = rows.take(~kept), consumers[~kept]
+        return self._sent(rows, consumers)
+
+    def _choose(
+        self, rows: KeyedRows, places: Places, slots: U16, permits: I64, room: int, refused: Mask | None = None
+    ) -> U16:
+        """Who receives each of the rows at these places, 0: nobody now.
+
+        `refused`: bool[65536], slots of which a row that stands before must wait; those that get one here are added.
+        """
+        consumers = self.selector.owners[slots]
+        chosen = np.zeros(len(slots), np.uint16)
+        able = np.flatnonzero(permits[consumers] > 0)
+        if not len(able) or room <= 0:
+            return chosen
+        slots, consumers = slots[able], consumers[able]
+        may_go = self._may_go(rows, places[able], slots, consumers)
+        if self._holds_joined_back:
+            # Of one hash some rows may go and others must wait.
+            if refused is not None:
+                may_go &= ~refused[slots]
+                refused[slots[~may_go]] = True
+            may_go &= planning.before_refused(slots, ~may_go)
+        chosen[able] = planning.share_out(consumers, may_go, permits, room)
+        return chosen
+
+    def _may_go(self, rows: KeyedRows, places: Places, slots: U16, consumers: U16) -> Mask:
+        may_go = np.ones(len(slots), np.bool_)
+        if self.nacks is not None and self.nacks.blocks.any_blocked:
+            may_go &= ~self.nacks.blocks.are_blocked(slots)
+        if self.draining is not None:
+            free = self.draining.may_receive(slots, consumers)
+            if not free.all():
+                self.draining.blocked(slots[may_go & ~free])
+                may_go &= free
+        if self._holds_joined_back and self.last_sent.has_recent:
+            ledger_id, entry_id, _ = self._order.columns(rows.take(places))
+            may_go &= self.last_sent.may_receive(ledger_id, entry_id, consumers)
+        return may_go
+
+    def _sent(self, rows: KeyedRows, consumers: U16) -> _Sent:
+        if len(rows):
+            self.consumers.sent(consumers)
+            self._in_flight.add(rows, self.consumers.numbers_of(consumers), elapsed_ms=self._elapsed_ms)
+            planned = self.planned.are_planned(rows.keys)
+            if planned.any():
+                self.last_sent.sent(rows.rows.ledger_id[planned], rows.rows.entry_id[planned])
+        return _Sent(rows, consumers)
+
+    def _by_stream(self, rows: KeyedRows, numbers: U32) -> list[Assigned]:
+        if not len(rows):
+            return []
+        streams = self.consumers.streams_of(self.consumers.ordinals_of(numbers))
+        if (streams == streams[0]).all():
+            return [Assigned(int(streams[0]), rows, numbers)]
+        of_streams = [(stream, streams == stream) for stream in np.unique(streams).tolist()]
+        return [Assigned(stream, rows.take(mine), numbers[mine]) for stream, mine in of_streams]
+
+    def _back(self, rows: KeyedRows) -> None:
+        """Rows that were delivered before wait, before all others."""
+        if len(rows):
+            self.waiting.add_back(rows)
+            self._look_again = True
+
+    # ---- negative acknowledgements
+
+    def knew_nacked(self, rows: KeyedRows) -> None:
+        """Rows that were NACKED before the subscription was opened by key, and still are."""
+        if self.nacks is not None:
+            self.nacks.blocks.nacked(rows.keys, slots_of(rows.key_hash()), elapsed_ms=self._elapsed_ms)
+        self.is_whole = True
+
+    def nacked(self, rows: KeyedRows) -> None:
+        """Rows are about to be NACKED, and at nobody: later ones of their hashes wait."""
+        if self.nacks is not None and len(rows):
+            slots = slots_of(rows.key_hash())
+            self.nacks.blocks.nacked(rows.keys, slots, elapsed_ms=self._elapsed_ms)
+            if self.draining is None or self.draining.unacked[slots].any():
+                self._take_back_behind.append(rows)
+
+    def take_back(self) -> list[Assigned]:
+        """Takes back what consumers hold behind rows that came to be NACKED since the last call. Call when a request
+        that names such rows is decided as a whole, before anything else happens.
+        """
+        if self.nacks is None or not self._take_back_behind:
+            return []
+        nacked, self._take_back_behind = KeyedRows.concat(self._take_back_behind), []
+        rows, numbers = self.nacks.take_behind(nacked)
+        assigned = self._by_stream(rows, numbers)
+        self._back(rows)
+        return assigned
+
+    def are_blocked(self, rows: KeyedRows) -> Mask:
+        """Which of the rows are of hashes that wait for a NACKED row."""
+        if self.nacks is None or not self.nacks.blocks.any_blocked:
+            return np.zeros(len(rows), np.bool_)
+        return self.nacks.blocks.are_blocked(slots_of(rows.key_hash()))
+
+    def redelivered(self, keys: BitMap64) -> None:
+        """NACKED rows are READY again."""
+        if self.nacks is not None:
+            self.nacks.blocks.redelivered(keys)
+
+    def departed(self, keys: BitMap64) -> None:
+        """Rows left the backlog."""
+        if self.nacks is not None:
+            self.nacks.blocks.left(keys)
+        if self.planned.were_any:
+            self.last_sent.acknowledged(*self._places.positions(keys_of(keys)))
+
+    def look_after(self, *, elapsed_ms: int) -> None:
+        """What depends on time alone: no hash waits for a NACKED row for longer than the policy says."""
+        self._elapsed_ms = elapsed_ms
+        if self.nacks is not None:
+            self.nacks.blocks.expire(elapsed_ms=elapsed_ms)
+
+    # ---- what consumers hold from before
+
+    def hold(self, rows: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        """Which of the rows, none of which is in flight or NACKED, are IN_FLIGHT from now on at consumers that declare
+        to hold them: not those of a hash of which somebody else holds rows, or that waits for a NACKED one.
+        """
+        slots, ordinals = slots_of(rows.key_hash()), self.consumers.ordinals_of(numbers)
+        may_hold = ~self.are_blocked(rows)
+        if self.draining is not None:
+            may_hold &= self.draining.may_receive(slots, ordinals)
+            places = np.flatnonzero(may_hold)
+            # Of several that name one hash the first one has it.
+            _, first, inverse = np.unique(slots[places], return_index=True, return_inverse=True)
+            may_hold[places] = ordinals[places] == ordinals[places][first][inverse]
+        if may_hold.any():
+            held = rows.take(may_hold)
+            self._ready.withdraw(bitmap_of(held.keys))
+            self._in_flight.add(held, numbers[may_hold], elapsed_ms=elapsed_ms)
+        return may_hold
+
+    def hold_planned(self, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        """The same of positions that have no row, planned by or for a stream of a former owner."""
+        keys = self.planned.intern(positions.ledger_id, positions.entry_id)
+        places = np.flatnonzero(~contained(keys, self._in_flight.among(bitmap_of(keys))))
+        rows = KeyedRows(positions, keys).take(places)
+        held = np.zeros(len(keys), np.bool_)
+        held[places] = self.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
+        self.planned.add(stream, keys[held])
+        return held
+
+    # ---- plans
+
+    def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
+        """Who of a stream's consumers receives each position now, 0: HELD. Positions in the order of the log, no one
+        twice, none that has a row. Raises QuotaExceeded.
+        """
+        self._elapsed_ms = elapsed_ms
+        self._check_planned(len(positions))
+        keys = self.planned.intern(positions.ledger_id, positions.entry_id)
+        self.last_sent.offer(positions.ledger_id, positions.entry_id)
+        answers = np.zeros(len(positions), np.uint32)
+        known = self.planned.are_planned(keys)
+        if known.any():
+            answers[known] = self._held_on(stream, positions.take(known), keys[known])
+        if not known.all():
+            rows = KeyedRows(positions, keys).take(~known)
+            self.planned.add(stream, rows.keys)
+            answers[~known] = self._plan_new(stream, rows)
+        return answers
+
+    def _check_planned(self, rows: int) -> None:
+        waiting = self.waiting.keys.intersection_cardinality(self.planned.keys)
+        if waiting + rows > PLANNED_WAITING_MAX:
+            raise QuotaExceeded(
+                f"{waiting} planned positions wait, and {rows} more were named; the limit is {PLANNED_WAITING_MAX}",
+                retry_after_ms=PLANNED_WAITING_RETRY_MS,
+            )
+
+    def _held_on(self, stream: int, positions: Rows, keys: U64) -> U32:
+        """Of positions that are planned already who of a stream holds each; 0 where nobody does."""
+        holders = self._in_flight.holders_of(keys)
+        held = np.flatnonzero(holders)
+        if len(held):
+            self.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
+            streams = self.consumers.streams_of(self.consumers.ordinals_of(holders[held]))
+            holders[held[streams != np.uint32(stream)]] = 0
+        return holders
+
+    def _plan_new(self, stream: int, rows: KeyedRows) -> U32:
+        answers = np.zeros(len(rows), np.uint32)
+        room = self._ready.in_flight_room
+        if self._ready.ready_rows or not self.is_whole or room <= 0:
+            # What came before goes first.
+            self._ready.append_ready(rows)
+            return answers
+        changed, permits = self._something_changed(), self.consumers.permits()
+        on_stream = self.consumers.are_on(stream)
+        sent = self._send_or_keep(rows, np.where(on_stream, permits, 0), room)
+        # What is for consumers of other streams goes out on these.
+        self._look_again = changed or bool(permits[~on_stream].any())
+        answers[contained(rows.keys, bitmap_of(sent.rows.keys))] = self.consumers.numbers_of(sent.consumers)
+        return answers
+
+    def take_planned(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
+        """Planned positions are acknowledged, or about to have a row: (which of them are planned, and do not wait for a
+        NACKED row; u32[n], the hashes of these, as far as they were in flight).
+        """
+        hashes = np.zeros(len(ledger_id), np.uint32)
+        keys = self.planned.find(ledger_id, entry_id)
+        taken = self.planned.are_planned(keys)
+        if not taken.any():
+            return taken, hashes
+        places = np.flatnonzero(taken)
+        rows, found = self._in_flight.take_rows(keys[places], np.zeros(len(places), np.uint64))
+        hashes[places[found]] = rows.key_hash()
+        elsewhere = bitmap_of(keys[places[~found]])
+        if elsewhere:
+            if self.nacks is not None:
+                blocked = self.waiting.of_slots(elsewhere, self.nacks.blocks.are_blocked)
+                taken &= ~contained(keys, blocked)
+                elsewhere -= blocked
+            self._ready.withdraw(elsewhere)
+        self.planned.settle(bitmap_of(keys[taken]))
+        return taken, hashes
+
+    def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
+        """Which of the positions are planned, in flight or waiting."""
+        return self.planned.are_planned(self.planned.find(ledger_id, entry_id))
+
+    def settle_planned(self, rows: KeyedRows) -> KeyedRows:
+        """Those of rows that are at nobody any more which were planned; they are about to have a row."""
+        planned = rows.take(self.planned.are_planned(rows.keys))
+        if len(planned):
+            self.planned.settle(bitmap_of(planned.keys))
+        return planned
+
+    def acknowledge(self, ledger_id: U64, entry_id: U64) -> Mask:
+        """Acknowledges planned positions; which of them were."""
+        taken, _ = self.take_planned(ledger_id, entry_id)
+        if taken.any():
+            self.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
+        return taken
+
+    def mark_delete(self, ledger_id: int, entry_id: int) -> None:
+        """Everything that was planned up to a position is acknowledged."""
+        keys = self.planned.find(*self.last_sent.mark_delete(ledger_id, entry_id))
+        gone = bitmap_of(keys) & self.planned.keys
+        if gone:
+            self._ready.withdraw(gone)
+            self.planned.settle(gone)

@@ -1,0 +1,136 @@
+"""Rows that are due or planned and wait for their hash or for permits, in the order in which they will be handed out.
+
+Owns: the rows, how many there are of each hash, and their order: what was delivered before, by position, and then what
+never was, as it came.
+Does not own: why they wait and which of them may go (`key_shared`).
+
+Both classes are kept as a few parts, each at least twice as long as the next; a row that leaves is marked, and a part
+of which less than half is left is packed. Looking at all that waits is one pass over the columns of each part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import Mask, Places
+from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.position_order import PositionOrder
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.runs import first_time_ms
+
+# Of rows, of which only some are there, who receives each: rows, which of them are there, the slots of these.
+Choose = Callable[[KeyedRows, Places, U16], U16]
+
+
+@dataclasses.dataclass(slots=True)
+class _Part:
+    rows: KeyedRows
+    slots: U16
+    places: Places
+
+    def take(self, chosen: Mask) -> KeyedRows:
+        """Removes and returns rows. `chosen`: of those that are there."""
+        taken = self.rows.take(self.places[chosen])
+        self.places = self.places[~chosen]
+        if 2 * len(self.places) < len(self.rows):
+            self.rows, self.slots = self.rows.take(self.places), self.slots[self.places]
+            self.places = np.arange(len(self.rows))
+        return taken
+
+
+def _part_of(rows: KeyedRows) -> _Part:
+    return _Part(rows, slots_of(rows.key_hash()), np.arange(len(rows)))
+
+
+class WaitingRows:
+    """What waits, of one subscription. `keys`: of all of them. `by_slot`: u32[65536], how many."""
+
+    def __init__(self, order: PositionOrder) -> None:
+        self.keys = BitMap64()
+        self.by_slot: npt.NDArray[np.uint32] = np.zeros(HASH_SLOTS, np.uint32)
+        self._order = order
+        self._back: list[_Part] = []
+        self._fresh: list[_Part] = []
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add_back(self, rows: KeyedRows) -> None:
+        """Rows that were delivered before: they go before all others, by position."""
+        if len(rows):
+            rows = KeyedRows.concat([*[part.rows.take(part.places) for part in self._back], rows])
+            self._came(rows)
+            self._back = [_part_of(self._order.ordered(rows))]
+
+    def add_fresh(self, rows: KeyedRows) -> None:
+        """Rows that never were, behind the others."""
+        if not len(rows):
+            return
+        self._came(rows)
+        while self._fresh and 2 * len(rows) >= len(self._fresh[-1].places):
+            last = self._fresh.pop()
+            rows = KeyedRows.concat([last.rows.take(last.places), rows])
+        self._fresh.append(_part_of(rows))
+
+    def _came(self, rows: KeyedRows) -> None:
+        fresh = ~contained(rows.keys, self.keys)
+        self.keys |= bitmap_of(rows.keys)
+        np.add.at(self.by_slot, slots_of(rows.key_hash())[fresh], np.uint32(1))
+
+    def take(self, choose: Choose) -> tuple[KeyedRows, U16]:
+        """Removes the rows that somebody receives: (these in order, who receives each). O(what waits)."""
+        taken, receivers = [], [np.empty(0, np.uint16)]
+        for part in (*self._back, *self._fresh):
+            consumers = choose(part.rows, part.places, part.slots[part.places])
+            chosen = consumers != 0
+            if chosen.any():
+                taken.append(part.take(chosen))
+                receivers.append(consumers[chosen])
+        self._tidy()
+        rows = KeyedRows.concat(taken)
+        self._left(rows)
+        return rows, np.concatenate(receivers)
+
+    def remove(self, keys: BitMap64) -> KeyedRows:
+        """Removes and returns the rows of a set. O(what waits)."""
+        if not self.keys.intersect(keys):
+            return KeyedRows.empty()
+        taken = [
+            part.take(contained(part.rows.keys[part.places], keys))
+            for part in (*self._back, *self._fresh)
+            if len(part.places)
+        ]
+        self._tidy()
+        rows = KeyedRows.concat(taken)
+        self._left(rows)
+        return rows
+
+    def of_slots(self, keys: BitMap64, are_meant: Callable[[U16], Mask]) -> BitMap64:
+        """Those of the positions that wait and whose slots are meant. O(what waits)."""
+        found = BitMap64()
+        if self.keys.intersect(keys):
+            for part in (*self._back, *self._fresh):
+                places = part.places[are_meant(part.slots[part.places])]
+                found |= bitmap_of(part.rows.keys[places]) & keys
+        return found
+
+    def _left(self, rows: KeyedRows) -> None:
+        if len(rows):
+            self.keys -= bitmap_of(rows.keys)
+            np.subtract.at(self.by_slot, slots_of(rows.key_hash()), np.uint32(1))
+
+    def _tidy(self) -> None:
+        self._back = [part for part in self._back if len(part.places)]
+        self._fresh = [part for part in self._fresh if len(part.places)]
+
+    def first_ms(self, from_ms: int) -> int | None:
+        """The earliest time of a row from a time on; None when there is none. O(what waits)."""
+        times = [
+            first_time_ms(part.rows.rows.deliver_at_ms[part.places], from_ms) for part in (*self._back, *self._fresh)
+        ]
+        return min((time_ms for time_ms in times if time_ms is not None), default=None)
