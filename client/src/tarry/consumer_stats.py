@@ -8,14 +8,14 @@ Does not own: the meaning of a field, which is the comment on it in `proto/tarry
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from tarry import key_order
 from tarry.inspection import Page
 from tarry.v1 import inspect_pb2
 
 
-class Position(NamedTuple):
+@dataclasses.dataclass(frozen=True, order=True)
+class Position:
     """A position of a log."""
 
     ledger_id: int

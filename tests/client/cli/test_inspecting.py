@@ -70,7 +70,17 @@ def test_stats_say_what_to_add_again(daemon: FakeDaemon, run: Run) -> None:
 
 def test_subscriptions_are_listed_with_their_policies(daemon: FakeDaemon, run: Run) -> None:
     first, last = inspect_pb2.ListSubscriptionsResponse(next_page_token="a"), inspect_pb2.ListSubscriptionsResponse()
-    first.subscriptions.add(subscription="a", own_pending=7, backlog=3, in_flight=2, leased=1, nacked=1, dead_letters=5)
+    first.subscriptions.add(
+        subscription="a",
+        own_pending=7,
+        backlog=3,
+        in_flight=2,
+        leased=1,
+        nacked=1,
+        dead_letters=5,
+        waiting=6,
+        consumers=8,
+    )
     one = last.subscriptions.add(subscription="b")
     one.policy.lease_ms = 90_000
     one.policy.properties["team"] = "gates"
@@ -78,8 +88,8 @@ def test_subscriptions_are_listed_with_their_policies(daemon: FakeDaemon, run: R
     one.policy.max_redeliver_count, one.policy.ack_timeout_ms, one.policy.nack_precision_bits = 3, 60_000, 0
     daemon.script("ListSubscriptions", answer(first), answer(last))
     assert run("subscriptions", "t").stdout.splitlines()[1:] == [
-        "a\t7\t3\t2\t1\t1\t5\t0\t0\t-\t-\t-\t-\t-\t-\t-\t-",
-        "b\t0\t0\t0\t0\t0\t0\t0\t0\t-\t1m30s\tladder\t3\t1m\t0\t-\tteam=gates",
+        "a\t7\t3\t2\t1\t1\t5\t6\t0\t8\t0\t-\t-\t-\t-\t-\t-\t-\t-",
+        "b\t0\t0\t0\t0\t0\t0\t0\t0\t0\t0\t-\t1m30s\tladder\t3\t1m\t0\t-\tteam=gates",
     ]
     daemon.script("ListSubscriptions", answer(first), answer(last))
     parsed = [json.loads(line) for line in run("subscriptions", "t", "--json").stdout.splitlines()]

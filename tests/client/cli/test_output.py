@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import enum
+import json
 import sys
 
 import pytest
@@ -59,6 +61,25 @@ def test_a_table_without_rows_is_a_note(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_time_in_a_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     output.table("Times", ("at",), [(output.At(1_896_091_200_123),), (output.At(None),)], empty="none")
     assert capsys.readouterr().out.splitlines() == ["at", output.time_text(1_896_091_200_123), "-"]
+
+
+def test_a_list_in_a_table_is_whole_in_a_pipe_and_short_in_a_terminal() -> None:
+    ranges = tuple(f"{first}-{first + 9}" for first in range(0, 50, 10))
+    assert (str(output.Several(())), output.Several(()).short) == ("-", "-")
+    assert output.Several(ranges[:3]).short == str(output.Several(ranges[:3])) == "0-9, 10-19, 20-29"
+    assert str(output.Several(ranges)) == "0-9, 10-19, 20-29, 30-39, 40-49"
+    assert output.Several(ranges).short == "0-9, 10-19, 20-29 and 2 more"
+    assert str(output.Several(ranges[:2], is_all=False)) == "0-9, 10-19, ..."
+    assert output.Several(ranges, is_all=False).short == "0-9, 10-19, 20-29 and many more"
+
+
+class Form(enum.IntEnum):
+    ROUND_ONE = 1
+
+
+def test_json_has_names_for_the_members_of_an_enum(capsys: pytest.CaptureFixture[str]) -> None:
+    output.as_json({"form": Form.ROUND_ONE, "forms": [(1, Form.ROUND_ONE)], "none": None})
+    assert json.loads(capsys.readouterr().out) == {"form": "round_one", "forms": [[1, "round_one"]], "none": None}
 
 
 @pytest.mark.parametrize("text", ["0ms", "1ms", "1500ms", "1s", "30s", "1m30s", "1h", "12h", "7d", "1d1s"])

@@ -11,6 +11,7 @@ import importlib.metadata
 import click
 
 from tarry.cli import (
+    consumers,
     dead_letters,
     dispatching,
     inspecting,
@@ -57,6 +58,7 @@ for command in (
     inspecting.topics,
     inspecting.stats,
     inspecting.subscriptions,
+    consumers.consumers,
     inspecting.buckets,
     pending.scheduled,
     pending.histogram,

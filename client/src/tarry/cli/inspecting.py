@@ -115,7 +115,7 @@ def _subscription_table(
     topic: str, subscriptions: Sequence[inspection.SubscriptionStats], *, with_policies: bool = False
 ) -> None:
     names = ["subscription", "own pending", "backlog", "in flight", "leased", "nacked", "dead letters"]
-    names += ["dispatchers", "permits"]
+    names += ["waiting", "dispatchers", "consumers", "permits"]
     listed = []
     for each in subscriptions:
         shown = [
@@ -126,7 +126,9 @@ def _subscription_table(
             each.leased,
             each.nacked,
             each.dead_letters,
+            each.waiting,
             each.dispatchers,
+            each.consumers,
             each.permits,
         ]
         if with_policies:
@@ -150,7 +152,8 @@ def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> Non
     """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
 
     Own pending rows are those that were added for a subscription alone and are not due yet. Nacked ones are in the
-    backlog and wait for their redelivery; dead letters were given up, `tarry dead-letters` shows them.
+    backlog and wait for their redelivery; dead letters were given up, `tarry dead-letters` shows them. Waiting ones
+    wait for their key, `tarry consumers` shows why.
 
     \b
     Examples:

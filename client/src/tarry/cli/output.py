@@ -38,6 +38,8 @@ EXIT_NOT_ALL = 4
 
 # Wider than any table.
 _WIDTH_MAX = 100_000
+# Of a list a terminal shows so many.
+_SHORT_LIST = 3
 
 
 def as_json(value: object) -> None:
@@ -70,6 +72,24 @@ class At:
     @property
     def short(self) -> str:
         return str(self)[: len("2030-01-31 12:00:00")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """A list in a table: in a terminal the first of it, in a pipe all that is known. `is_all`: there are no more."""
+
+    texts: tuple[str, ...]
+    is_all: bool = True
+
+    def __str__(self) -> str:
+        return ", ".join(self.texts if self.is_all else (*self.texts, "...")) or "-"
+
+    @property
+    def short(self) -> str:
+        if len(self.texts) <= _SHORT_LIST:
+            return str(self)
+        more = f"{len(self.texts) - _SHORT_LIST:,} more" if self.is_all else "many more"
+        return f"{', '.join(self.texts[:_SHORT_LIST])} and {more}"
 
 
 def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
@@ -312,6 +332,6 @@ def _is_number(value: object) -> bool:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, At):
-        return value.short
+    if isinstance(value, (At, Several)):
+        return rich.markup.escape(value.short)
     return f"{value:,}" if _is_number(value) else rich.markup.escape(str(value))
