@@ -1,23 +1,52 @@
-"""The hash of ordering keys, the one that every producer of a topic must use.
+"""The hash by which messages are ordered, the one that every producer of a topic must use.
 
-Owns: Murmur3 32-bit with seed 0 over the key's bytes.
-Does not own: which key a message has; what the daemon does with the hash.
+Owns: what of a message is hashed, its ordering key before its key, and the hash: Murmur3 32-bit, x86, with seed 0.
+Does not own: which keys a message has; which consumer gets a hash: the daemon divides the low 16 bits among them.
+
+`docs/PROTOCOL.md` has the rule and test vectors for other languages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import mmh3
 import numpy as np
 from numpy.typing import NDArray
 
+from tarry import errors
 
-def key_hash(keys: str | bytes | Iterable[str | bytes | None]) -> NDArray[np.uint32]:
-    """Murmur3 32-bit, seed 0, of each key. Text is hashed as UTF-8; None (no key) is 0.
+Key: TypeAlias = str | bytes | None
+"""Text is its UTF-8. None: the message has none; an empty one is one, with the hash 0."""
 
-    One key gives a column of length 1.
+
+def key_hash(keys: Key | Iterable[Key] = None, *, ordering_keys: Key | Iterable[Key] = None) -> NDArray[np.uint32]:
+    """The hash of each message's ordering key, or of its key when it has none, or else 0.
+
+    One key, or one ordering key, is that of all messages; alone it gives a column of length 1. Raises InvalidArgument
+    when there are several of both, and not as many.
+
+    Example: `key_hash(["N14228", "N24211"], ordering_keys=[None, "LAX"])`
     """
-    if isinstance(keys, (str, bytes)):
-        keys = (keys,)
-    return np.fromiter((0 if key is None else mmh3.hash(key, 0, signed=False) for key in keys), dtype=np.uint32)
+    of_messages, before_them = _listed(keys), _listed(ordering_keys)
+    rows = max(len(of_messages), len(before_them)) if of_messages and before_them else 0
+    if {len(of_messages), len(before_them)} - {1, rows}:
+        raise errors.InvalidArgument(
+            f"ordering_keys has {len(before_them)} rows and keys has {len(of_messages)}; give as many, or one"
+        )
+    pairs = zip(_for_each(before_them, rows), _for_each(of_messages, rows), strict=True)
+    return np.fromiter((_hash(key if first is None else first) for first, key in pairs), dtype=np.uint32, count=rows)
+
+
+def _listed(keys: Key | Iterable[Key]) -> list[Key]:
+    return [keys] if keys is None or isinstance(keys, (str, bytes)) else list(keys)
+
+
+def _for_each(keys: list[Key], rows: int) -> Iterable[Key]:
+    return itertools.repeat(keys[0], rows) if len(keys) == 1 else keys
+
+
+def _hash(key: Key) -> int:
+    return 0 if key is None else mmh3.hash(key, 0, signed=False)
