@@ -50,7 +50,7 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.state: receiving.Receiving[Answer] = receiving.Receiving(
+        self.state: receiving.SharedReceiving[Answer] = receiving.SharedReceiving(
             "topic", "sub", permits=PERMITS, rows_max=3, policy=retry.RetryPolicy(uniform=lambda low, high: 0.0)
         )
         self.connection: Connection | None = None
@@ -113,8 +113,7 @@ class Story:
         for row in response.messages.entry_id:
             self.received[row] += 1
         read = receiving.read(response.SerializeToString())
-        _, settled = self.state.received(read)
-        if settled is not None:
+        for settled in self.state.received(read)[1]:
             settled.answer.results.append(settled)
             self.state.remove(settled.request_id)
 

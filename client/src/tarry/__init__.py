@@ -33,6 +33,7 @@ from tarry.errors import (
     OutcomeUnknown,
     OutOfRange,
     PermissionDenied,
+    PlanLost,
     ResourceExhausted,
     TarryError,
     Unauthenticated,
@@ -56,6 +57,8 @@ from tarry.inspection import (
     TopicSummary,
 )
 from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, Planned, TakenBack
+from tarry.key_shared_subscription import KeySharedSubscription
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
 from tarry.redelivery import (
     ConstantDelay,
@@ -95,6 +98,7 @@ from tarry.subscription import Subscription
 
 __all__ = [
     "DEFAULT_TARGET",
+    "HELD",
     "NO_BATCH_INDEX",
     "Aborted",
     "AddResult",
@@ -111,7 +115,9 @@ __all__ = [
     "Client",
     "Closed",
     "ConstantDelay",
+    "Consumer",
     "ConsumerAfterMarkDelete",
+    "ConsumerBatch",
     "ConsumerPage",
     "ConsumerStats",
     "Contained",
@@ -138,6 +144,7 @@ __all__ = [
     "KeyOrder",
     "KeySharedPolicy",
     "KeySharedStats",
+    "KeySharedSubscription",
     "Leased",
     "LinearDelay",
     "Merged",
@@ -149,6 +156,9 @@ __all__ = [
     "OutcomeUnknown",
     "Page",
     "PermissionDenied",
+    "PlanAgain",
+    "PlanLost",
+    "Planned",
     "Position",
     "PositionRange",
     "Positions",
@@ -167,6 +177,7 @@ __all__ = [
     "SubscriptionPage",
     "SubscriptionPolicy",
     "SubscriptionStats",
+    "TakenBack",
     "TarryError",
     "TopicDeleted",
     "TopicLocation",

@@ -69,7 +69,7 @@ class Batch:
     @staticmethod
     def from_columns(received: wire.MessagesColumns, number: int) -> Batch:
         """Received now."""
-        return Batch(**_columns_of(received), number=number)
+        return Batch(**columns_of(received), number=number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -88,7 +88,7 @@ class Leased(Batch):
     def from_response(response: dispatch_pb2.GetScheduledMessagesResponse) -> Leased:
         """Received now."""
         return Leased(
-            **_columns_of(wire.messages_columns(response.messages)),
+            **columns_of(wire.messages_columns(response.messages)),
             number=0,
             lease_ms=response.lease_ms,
             rebuild_needed=tuple(results.RebuildNeeded.from_message(each) for each in response.rebuild_needed),
@@ -103,6 +103,10 @@ HandedOut: TypeAlias = (
 """A batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index])."""
 
 
+_NO_ROWS = np.empty(0, dtype=np.uint64)
+NOTHING = columns.Positions(_NO_ROWS, _NO_ROWS, _NO_ROWS)
+
+
 def positions_of(given: HandedOut, batch_index: columns.Column | None = None) -> columns.Positions:
     """The columns of what is acknowledged, of one length; `batch_index` takes the place of theirs.
 
@@ -113,7 +117,8 @@ def positions_of(given: HandedOut, batch_index: columns.Column | None = None) ->
     return given.positions if isinstance(given, Batch) else columns.positions(*given)
 
 
-def _columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
+def columns_of(received: wire.MessagesColumns) -> dict[str, Any]:
+    """What any kind of batch has of them: they are received now."""
     counts = received.redelivery_count
     return {
         "epoch": received.epoch,
@@ -163,17 +168,21 @@ class HeldPositions:
         if isinstance(given, Batch):
             self._give_back_batch(given)
         else:
-            self._give_back_positions(given)
+            for part in self.find(given):
+                self._give_back_batch(part)
         return before - self._rows
+
+    def find(self, positions: columns.Positions) -> list[Batch]:
+        """What is held of these positions, oldest batch first."""
+        return among(self.batches(), positions)
+
+    def batches(self) -> list[Batch]:
+        """Everything held, oldest batch first."""
+        return [share.batch if share.left is None else share.batch.take(share.left) for share in self._shares.values()]
 
     def positions(self) -> columns.Positions:
         """Everything held, oldest batch first."""
-        return concatenate(
-            [
-                share.batch.positions if share.left is None else share.batch.positions.take(share.left)
-                for share in self._shares.values()
-            ]
-        )
+        return concatenate([part.positions for part in self.batches()])
 
     def _give_back_batch(self, batch: Batch) -> None:
         share = self._shares.get(batch.number)
@@ -186,18 +195,6 @@ class HeldPositions:
         left[batch.rows] = False
         self._drop(batch.number, share.count - int(np.count_nonzero(left)))
 
-    def _give_back_positions(self, positions: columns.Positions) -> None:
-        shares = list(self._shares.items())
-        found = members(concatenate([share.batch.positions for _, share in shares]), positions)
-        first = 0
-        for number, share in shares:
-            rows = found[first : first + len(share.batch)]
-            first += len(share.batch)
-            if rows.any():
-                left = share.marks()
-                left[rows] = False
-                self._drop(number, share.count - int(np.count_nonzero(left)))
-
     def _drop(self, number: int, rows: int) -> None:
         share = self._shares[number]
         share.count -= rows
@@ -209,8 +206,7 @@ class HeldPositions:
 def concatenate(parts: list[columns.Positions]) -> columns.Positions:
     """One set of columns from many."""
     if not parts:
-        nothing = np.empty(0, dtype=np.uint64)
-        return columns.Positions(nothing, nothing, nothing)
+        return NOTHING
     if len(parts) == 1:
         return parts[0]
     return columns.Positions(
@@ -221,6 +217,15 @@ def concatenate(parts: list[columns.Positions]) -> columns.Positions:
         if all(part.batch_index is None for part in parts)
         else np.concatenate([part.batch_indexes() for part in parts]),
     )
+
+
+def among(batches: list[Batch], positions: columns.Positions) -> list[Batch]:
+    """The rows of the batches that are among the positions; of batches without any nothing."""
+    if not batches:
+        return []
+    found = members(concatenate([part.positions for part in batches]), positions)
+    begins = np.cumsum([len(part) for part in batches])[:-1]
+    return [part.take(rows) for part, rows in zip(batches, np.split(found, begins), strict=True) if rows.any()]
 
 
 def members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:

@@ -2,16 +2,31 @@
 
 Owns: the calls that a program makes, their arguments, defaults and meaning. `tarry.aio.Client` has the same.
 Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams (`tarry.add_stream`,
-`tarry.subscription`).
+`tarry.subscription`, `tarry.key_shared_subscription`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
-from tarry import add_stream, batch, calls, columns, connections, inspecting, operating, policies, results, retry
-from tarry.subscription import Subscription
+from tarry import (
+    add_stream,
+    batch,
+    calls,
+    columns,
+    connections,
+    inspecting,
+    key_shared,
+    operating,
+    policies,
+    results,
+    retry,
+)
+from tarry.key_shared_subscription import KeySharedSubscription
+from tarry.subscription import Receiver, Subscription
 
 DEFAULT_TARGET = "127.0.0.1:7461"
 DEFAULT_TIMEOUT_S = 30.0
@@ -51,7 +66,7 @@ class Client(inspecting.Inspecting, operating.Operating):
             rows_max=rows_per_request,
             bytes_max=request_bytes,
         )
-        self._streams: weakref.WeakSet[add_stream.AddStream | Subscription] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[add_stream.AddStream | Receiver[Any]] = weakref.WeakSet()
 
     # The publish path.
 
@@ -250,12 +265,33 @@ class Client(inspecting.Inspecting, operating.Operating):
         if create:
             self.create_subscription(topic, subscription, timeout_s=timeout_s)
         opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
-        self._streams.add(opened)
-        try:
-            opened.wait_until_open(deadline)
-        except BaseException:
-            opened.close()
-            raise
+        self._wait_until_open(opened, deadline)
+        return opened
+
+    def subscribe_key_shared(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        consumers: Sequence[key_shared.Consumer],
+        create: bool = False,
+        timeout_s: float | None = None,
+    ) -> KeySharedSubscription:
+        """Opens a subscription for consumers that share its keys in order, and returns when its stream is open.
+
+        `consumers`: those that are there from the beginning, each with its permits; others may join and leave.
+        `create`: create the subscription, and the topic, if they do not exist, with the daemon's defaults of how keys
+        are shared (`tarry.KeySharedPolicy`).
+        Either all open streams of a subscription are KEY_SHARED or none: DeadlineExceeded when one of the other kind,
+        or a lease, stays open. The rest as `subscribe`.
+
+        Example: `client.subscribe_key_shared("flights", "gates", consumers=[tarry.Consumer("a"), tarry.Consumer("b")])`
+        """
+        deadline = self._calls.deadline(timeout_s)
+        if create:
+            self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = KeySharedSubscription(self._connections, self._calls, topic, subscription, consumers=consumers)
+        self._wait_until_open(opened, deadline)
         return opened
 
     def get(
@@ -432,3 +468,11 @@ class Client(inspecting.Inspecting, operating.Operating):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
+        self._streams.add(opened)
+        try:
+            opened.wait_until_open(deadline)
+        except BaseException:
+            opened.close()
+            raise

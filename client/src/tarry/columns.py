@@ -202,14 +202,20 @@ class NackColumns:
     def requests(self, rows_max: int) -> Iterator[NackColumns]:
         """Cuts them into requests of at most so many rows."""
         for first in range(0, self.positions.rows, rows_max):
-            rows = slice(first, first + rows_max)
-            yield dataclasses.replace(
-                self,
-                positions=self.positions.take(rows),
-                delay_ms=None if self.delay_ms is None else _cut(self.delay_ms, rows),
-                delay_level=None if self.delay_level is None else _cut(self.delay_level, rows),
-                key_hash=None if self.key_hash is None else _cut(self.key_hash, rows),
-            )
+            yield self.take(slice(first, first + rows_max))
+
+    def take(self, rows: slice | NDArray[Any]) -> NackColumns:
+        """Some of the rows."""
+        return dataclasses.replace(
+            self,
+            positions=self.positions.take(rows),
+            **{
+                # Of one position the column for all is that for it.
+                name: column[rows] if len(column) == self.positions.rows else column
+                for name in ("delay_ms", "delay_level", "key_hash")
+                if (column := getattr(self, name)) is not None
+            },
+        )
 
 
 def nack_columns(
@@ -233,6 +239,39 @@ def nack_columns(
                 f"{name} has {len(column)} rows; it must have 1 or {given.rows}, as the positions"
             )
     return NackColumns(given, delay, level, hashes, reject, reason)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanColumns:
+    """Messages of the log that are planned: columns of one length, `entry_id`, or of length 1."""
+
+    ledger_id: NDArray[np.uint64]
+    entry_id: NDArray[np.uint64]
+    key_hash: NDArray[np.uint32] | None
+
+    def __len__(self) -> int:
+        return len(self.entry_id)
+
+    def requests(self, rows_max: int) -> Iterator[PlanColumns]:
+        """Cuts them into requests of at most so many rows."""
+        for first in range(0, len(self), rows_max):
+            rows = slice(first, first + rows_max)
+            hashes = None if self.key_hash is None else _cut(self.key_hash, rows)
+            yield PlanColumns(_cut(self.ledger_id, rows), self.entry_id[rows], hashes)
+
+    def whole(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32]]:
+        """Ledgers, entries and hashes, each of full length."""
+        rows = len(self)
+        hashes = np.zeros(1, np.uint32) if self.key_hash is None else self.key_hash
+        return np.broadcast_to(self.ledger_id, rows), self.entry_id, np.broadcast_to(hashes, rows)
+
+
+def plan_columns(ledger_id: Column, entry_id: Column, key_hash: Column | None) -> PlanColumns:
+    """Checks and converts messages to plan. Raises InvalidArgument as `add_columns`."""
+    ledger, entry = u64("ledger_id", ledger_id), u64("entry_id", entry_id)
+    hashes = None if key_hash is None else u32("key_hash", key_hash)
+    rows = _rows_of(ledger_id=ledger, entry_id=entry, key_hash=hashes)
+    return PlanColumns(ledger, np.broadcast_to(entry, rows), hashes)
 
 
 def check_unsigned(name: str, value: int, *, bits: int) -> None:

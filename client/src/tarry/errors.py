@@ -94,6 +94,10 @@ class Aborted(TarryError):
     code = grpc.StatusCode.ABORTED
 
 
+class PlanLost(Aborted):
+    """The stream that messages were planned on has ended (`KeySharedSubscription.plan`)."""
+
+
 class Unavailable(TarryError):
     """The daemon cannot be reached, or cannot reach its store, or is starting or stopping.
 

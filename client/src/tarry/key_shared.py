@@ -1,115 +1,120 @@
-"""How consumers of a subscription share keys.
+"""What a dispatcher of a KEY_SHARED subscription says and is told.
 
-Owns: the policy of key order and ranges of hash slots as frozen values, to and from their messages.
-Does not own: limits, defaults and the sharing, which are the daemon's; the hash of a key (`tarry.hashing`); what is
-seen of consumers (`tarry.consumer_stats`).
+Owns: its consumers, and what `tarry.KeySharedSubscription` gives: batches of one consumer, what is taken back, plans.
+Does not own: who gets what, which the daemon decides; permits and streams (`tarry.key_shared_receiving`); policies of
+key order (`tarry.key_order`); what is seen of consumers (`tarry.consumer_stats`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from typing import TypeVar
+from typing import TypeAlias
 
-from tarry import errors
-from tarry.v1 import policy_pb2
+import numpy as np
+from numpy.typing import NDArray
 
-E = TypeVar("E", bound=enum.IntEnum)
+from tarry import batch, columns, errors, key_order, wire
+from tarry.v1 import dispatch_pb2
 
-
-class HashSelector(enum.IntEnum):
-    """Which consumer has a hash slot."""
-
-    AUTO_SPLIT = policy_pb2.HASH_SELECTOR_AUTO_SPLIT
-    """One range each: who joins has half of the largest one, who leaves gives its range to a neighbour."""
-    CONSISTENT_HASHING = policy_pb2.HASH_SELECTOR_CONSISTENT_HASHING
-    """Each has points on a ring: who joins or leaves moves few slots of everybody, evenly."""
-    STICKY = policy_pb2.HASH_SELECTOR_STICKY
-    """The ranges that each says."""
+HELD = 0
+"""In `Planned.consumer_id`: nobody yet. It comes by itself when it is free."""
 
 
-class KeyOrder(enum.IntEnum):
-    """What keeps the order of keys when slots move from one consumer to another."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Consumer:
+    """A receiver behind a dispatcher. Each object is a consumer of its own, also with the name of another.
 
-    DRAINING_HASHES = policy_pb2.KEY_ORDER_DRAINING_HASHES
-    """A hash goes to its new consumer when the old one has nothing unacknowledged of it; others do not wait."""
-    LAST_SENT_POSITION = policy_pb2.KEY_ORDER_LAST_SENT_POSITION
-    """A consumer that joined receives nothing behind the last sent position of then, until everything up to it is
-    acknowledged (PIP-282)."""
+    Example: `tarry.Consumer("gate-1", permits=500, address="10.0.0.7:4711")`
+    """
+
+    name: str = dataclasses.field(kw_only=False)
+    """1 to 255 bytes of UTF-8. With CONSISTENT_HASHING one that comes back with its name has about the same keys."""
+    permits: int = 1_000
+    """How many positions it may have received and neither acknowledged nor released."""
+    address: str = ""
+    """Where it is connected from, shown to people."""
+    hash_ranges: tuple[key_order.HashRange, ...] = ()
+    """STICKY: its slots, at least one range. Otherwise none."""
+
+    def message(self, consumer_id: int, permits: int) -> dispatch_pb2.Consumer:
+        """Raises InvalidArgument: a value that a field cannot hold."""
+        wire.utf8("name", self.name)
+        wire.utf8("address", self.address)
+        try:
+            return dispatch_pb2.Consumer(
+                consumer_id=consumer_id,
+                name=self.name,
+                address=self.address,
+                permits=permits,
+                hash_ranges=[each.to_message() for each in self.hash_ranges],
+            )
+        except (AttributeError, TypeError, ValueError) as wrong:
+            raise errors.InvalidArgument(f"consumer is {self!r}; a field cannot hold it: {wrong}") from wrong
 
 
-class NackOrder(enum.IntEnum):
-    """What becomes of the later positions of a key when one is negatively acknowledged."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ConsumerBatch(batch.Batch):
+    """Positions for one consumer, in the order in which it is to have them.
 
-    SKIP = policy_pb2.NACK_ORDER_SKIP
-    """They go on."""
-    BLOCK_KEY = policy_pb2.NACK_ORDER_BLOCK_KEY
-    """They wait until it is acknowledged or a dead letter, or for `nack_block_max_ms`."""
+    Those that were planned and never delayed have 0 in `deliver_at_ms`.
+    """
+
+    consumer: Consumer
+    consumer_id: int
+    """Its number on the stream, which `tarry consumers` shows; no other one of this subscription has it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TakenBack:
+    """What a consumer received and must not go on with: it comes again, here or elsewhere, if it is still there.
+
+    Acknowledgements of it are ignored until then. So it is with `nack_order` BLOCK_KEY behind a position that was
+    negatively acknowledged, and, after another stream had to be opened, with what another consumer has keys of by now.
+    """
+
+    consumer: Consumer
+    consumer_id: int
+    positions: columns.Positions
+    epoch: int
+
+    def __len__(self) -> int:
+        return self.positions.rows
 
 
 @dataclasses.dataclass(frozen=True)
-class HashRange:
-    """Hash slots from the first to the last, both included, 0 to 65,535. Example: `HashRange(0, 32_767)`."""
+class PlanAgain:
+    """Another stream is open, and what was planned on the one before and came to nobody yet is forgotten.
 
-    first: int
-    last: int
-
-    def to_message(self) -> policy_pb2.HashRange:
-        """Raises InvalidArgument: a value that the field cannot hold."""
-        try:
-            return policy_pb2.HashRange(first=self.first, last=self.last)
-        except (TypeError, ValueError) as wrong:
-            raise errors.InvalidArgument(f"hash range is {self!r}; a field cannot hold it: {wrong}") from wrong
-
-    @staticmethod
-    def from_message(message: policy_pb2.HashRange) -> HashRange:
-        return HashRange(message.first, message.last)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeySharedPolicy:
-    """How KEY_SHARED streams share keys. A field that is None has the daemon's default.
-
-    Example: `KeySharedPolicy(selector=tarry.HashSelector.STICKY, nack_order=tarry.NackOrder.BLOCK_KEY)`.
+    Plan everything from the mark-delete position on that is not acknowledged, the first time with `anew=True`; until
+    then plans fail with PlanLost. What consumers hold of it stays with them and comes in no batch again.
     """
 
-    selector: HashSelector | None = None
-    """None: CONSISTENT_HASHING."""
-    points_per_consumer: int | None = None
-    """Of CONSISTENT_HASHING alone: 1 to 1,000, None: 100."""
-    order: KeyOrder | None = None
-    """None: DRAINING_HASHES."""
-    allow_out_of_order_delivery: bool = False
-    """Positions go to the consumer that has their slot now: neither of the two orders is kept. Not with BLOCK_KEY."""
-    nack_order: NackOrder | None = None
-    """None: SKIP."""
-    nack_block_max_ms: int | None = None
-    """Of BLOCK_KEY alone: for how long a hash waits for a position that is not acknowledged after all; 1 ms to 12
-    hours, None: 10 minutes."""
+    epoch: int
 
-    def to_message(self) -> policy_pb2.KeySharedPolicy:
-        """Raises InvalidArgument: a value that the field cannot hold."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        try:
-            return policy_pb2.KeySharedPolicy(**fields)
-        except (TypeError, ValueError) as wrong:
-            raise errors.InvalidArgument(f"key_shared is {self!r}; a field cannot hold it: {wrong}") from wrong
+
+Event: TypeAlias = ConsumerBatch | TakenBack | PlanAgain
+"""What `KeySharedSubscription.receive` gives, in the order in which the daemon decided it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    """Who receives messages that are not delayed."""
+
+    consumer_id: NDArray[np.uint32]
+    """One per position, in the order of the call; `tarry.HELD` where nobody receives it yet."""
+    batches: tuple[ConsumerBatch, ...]
+    """What consumers receive now, and did not hold before. Acknowledge them as what is received."""
+
+    @property
+    def is_held(self) -> NDArray[np.bool_]:
+        """Which positions come later, by `receive`."""
+        held: NDArray[np.bool_] = self.consumer_id == HELD
+        return held
 
     @staticmethod
-    def from_message(message: policy_pb2.KeySharedPolicy) -> KeySharedPolicy:
-        return KeySharedPolicy(
-            selector=_known(HashSelector, "selector", message.selector),
-            points_per_consumer=message.points_per_consumer if message.HasField("points_per_consumer") else None,
-            order=_known(KeyOrder, "order", message.order),
-            allow_out_of_order_delivery=message.allow_out_of_order_delivery,
-            nack_order=_known(NackOrder, "nack_order", message.nack_order),
-            nack_block_max_ms=message.nack_block_max_ms if message.HasField("nack_block_max_ms") else None,
+    def merge(parts: list[Planned]) -> Planned:
+        """One of the answers to the requests of one call."""
+        return Planned(
+            np.concatenate([part.consumer_id for part in parts]),
+            tuple(each for part in parts for each in part.batches),
         )
-
-
-def _known(kind: type[E], name: str, number: int) -> E | None:
-    """None for unspecified."""
-    try:
-        return kind(number) if number else None
-    except ValueError:
-        raise errors.Internal(f"key_shared.{name} is {number}; this version of the client does not know it") from None

@@ -2,13 +2,14 @@
 
 Owns: the permits, what is held and declared when a stream is opened again, requests until they are durable
 (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner still sends.
-Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); who waits for what
-(`tarry.subscription`, `tarry.aio.subscription`).
+Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); consumers and plans
+(`tarry.key_shared_receiving`); who waits for what (`tarry.subscription`, `tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
 batch is acknowledged, positively or negatively (not only when that is durable), or released; they are granted again in
 portions, at least a quarter of all unless the daemon has none left. When requests about eight times `permits` positions
-wait to become durable, no more are granted until some are.
+wait to become durable, no more are granted until some are. Each receiver of a stream has a window of them; the one of a
+SHARED subscription is receiver 0.
 
 Reopening. `Open` declares every position that is held and every one whose acknowledgement is not known to be durable:
 they stay in flight and are not sent again. After `Opened` these requests are sent again.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from tarry import batch, columns, errors, results, retry, streams, wire
@@ -42,46 +43,91 @@ _UNCONFIRMED_PER_PERMIT = 8
 _GRANTS_PER_WINDOW = 4
 
 Answer = TypeVar("Answer")
+Received = TypeVar("Received")
 Rows = TypeVar("Rows", columns.Positions, columns.NackColumns)
 Settled: TypeAlias = streams.Settled[Answer, Any]
 
 
 @dataclasses.dataclass(slots=True)
-class _Unconfirmed(Generic[Answer]):
-    """A request that is not known to be durable."""
+class Window:
+    """What one receiver may be sent, and what it holds."""
 
-    positions: columns.Positions
-    message: bytes
+    permits: int
+    granted: int = 0
+    held: batch.HeldPositions = dataclasses.field(default_factory=batch.HeldPositions)
+
+    @property
+    def free(self) -> int:
+        """Permits that are neither used nor granted; below 0 when more came than was granted."""
+        return self.permits - len(self.held) - self.granted
+
+    @property
+    def is_worth_a_grant(self) -> bool:
+        free = self.free
+        return free > 0 and (self.granted == 0 or free * _GRANTS_PER_WINDOW >= self.permits)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Request(Generic[Answer]):
+    """A request that is not known to be done."""
+
+    request_id: int
+    encode: Callable[[int, Any], bytes]
+    rows: Any
+    """What `encode` encodes; of no use where the request names no positions."""
     answer: Answer
     read: Callable[[dispatch_pb2.Done], object]
-    gives_back: bool
-    """Whether the positions are held no longer."""
+    positions: columns.Positions = batch.NOTHING
+    size_rows: int = 0
+    """Positions that it had at first."""
+    leaving: list[tuple[int, batch.Batch]] = dataclasses.field(default_factory=list)
+    """What is held no longer because of it, by receiver."""
     attempt: int = 1
+
+    def message(self) -> bytes:
+        return self.encode(self.request_id, self.rows)
+
+    def leave_out(self, taken_back: columns.Positions) -> None:
+        """The daemon ignores what it took back before it read this: it is not to be repeated."""
+        stays = ~batch.members(self.positions, taken_back)
+        if not stays.all():
+            self.rows, self.positions = self.rows.take(stays), self.positions.take(stays)
+            self.leaving = without(self.leaving, taken_back)
+
+    def settled(self, done: dispatch_pb2.Done) -> Settled[Answer]:
+        done.ignored += self.size_rows - self.positions.rows
+        return streams.Settled(self.request_id, self.answer, self.read(done), None)
+
+
+def without(held: list[tuple[int, batch.Batch]], positions: columns.Positions) -> list[tuple[int, batch.Batch]]:
+    """What is left of them, by receiver."""
+    left = [(receiver, part.take(~batch.members(part.positions, positions))) for receiver, part in held]
+    return [(receiver, part) for receiver, part in left if len(part)]
 
 
 def _ignored(done: dispatch_pb2.Done) -> int:
     return done.ignored
 
 
-class Receiving(Generic[Answer]):
-    """`Answer` is the driver's kind of future, made by it and given back in what is settled."""
+class Receiving(Generic[Answer, Received]):
+    """What all kinds of subscriptions have alike.
+
+    `Answer` is the driver's kind of future, made by it and given back in what is settled; `Received` is what `take`
+    gives.
+    """
 
     def __init__(
-        self, topic: str, subscription: str, *, permits: int, rows_max: int, policy: retry.RetryPolicy
+        self, topic: str, subscription: str, windows: dict[int, Window], *, rows_max: int, policy: retry.RetryPolicy
     ) -> None:
         """Raises InvalidArgument."""
-        if not 1 <= permits <= PERMITS_MAX:
-            raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
-        self._permits = permits
+        self._windows = windows
         self._rows_max = rows_max
         self._policy = policy
-        self._inbox: deque[batch.Batch] = deque()
-        self._held = batch.HeldPositions()
-        self._unconfirmed: dict[int, _Unconfirmed[Answer]] = {}
+        self._inbox: deque[Received] = deque()
+        self._unconfirmed: dict[int, Request[Answer]] = {}
         self._unconfirmed_rows = 0
-        self._granted = 0
         self._last_request_id = 0
         self._last_batch = 0
         self._opening: streams.Sending | None = None
@@ -96,11 +142,11 @@ class Receiving(Generic[Answer]):
     @property
     def held(self) -> int:
         """Positions received, and neither acknowledged nor released."""
-        return len(self._held)
+        return sum(len(window.held) for window in self._windows.values())
 
     @property
     def has_news(self) -> bool:
-        """Whether `take` has a batch, or tells that there will be none."""
+        """Whether `take` has something, or tells that there will be nothing."""
         return bool(self._inbox) or self.ended is not None or self.closed
 
     @property
@@ -108,8 +154,8 @@ class Receiving(Generic[Answer]):
         """Whether every request is durable, or `raise_ended` tells that it will not be."""
         return not self._unconfirmed or self.ended is not None
 
-    def take(self) -> batch.Batch | None:
-        """The next batch; None when there is none yet, or when it is closed. Raises what ended it."""
+    def take(self) -> Received | None:
+        """The next of what came; None when there is none yet, or when it is closed. Raises what ended it."""
         if self.closed:
             return None
         if self._inbox:
@@ -133,12 +179,12 @@ class Receiving(Generic[Answer]):
         """Sends acknowledgements, each with an answer that `promise` makes. Raises InvalidArgument, what ended it."""
         positions = batch.positions_of(given)
         self._check_open()
-        answers = [
-            self._request(wire.encode_acknowledge, part, part, _ignored, promise)
+        requests = [
+            self._name_positions(wire.encode_acknowledge, part, part, _ignored, promise())
             for part in columns.parts(positions, self._rows_max)
         ]
-        self._give_back(given, positions)
-        return answers
+        self._give_back(given, positions, requests)
+        return [request.answer for request in requests]
 
     def nack(
         self,
@@ -158,20 +204,20 @@ class Receiving(Generic[Answer]):
             positions, delay_ms=delay_ms, delay_level=delay_level, key_hash=key_hash, reject=reject, reason=reason
         )
         self._check_open()
-        answers = [
-            self._request(wire.encode_nack, part, part.positions, results.Nacked.from_message, promise)
+        requests = [
+            self._name_positions(wire.encode_nack, part, part.positions, results.Nacked.from_message, promise())
             for part in nack.requests(self._rows_max)
         ]
         # Of a message of a batch the entry as a whole stays here.
-        self._give_back(given if batch_index is None else positions, positions)
-        return answers
+        self._give_back(given if batch_index is None else positions, positions, requests)
+        return [request.answer for request in requests]
 
     def extend(self, given: batch.HandedOut, promise: Callable[[], Answer]) -> list[Answer]:
         """Sends extensions of the ack time-out, as `acknowledge`; the positions stay here."""
         positions = batch.positions_of(given)
         self._check_open()
         return [
-            self._request(wire.encode_extend, part, part, _ignored, promise, gives_back=False)
+            self._name_positions(wire.encode_extend, part, part, _ignored, promise()).answer
             for part in columns.parts(positions, self._rows_max)
         ]
 
@@ -182,51 +228,48 @@ class Receiving(Generic[Answer]):
         if self._sending is not None:
             for part in columns.parts(positions, self._rows_max):
                 self._sending.put(wire.encode_acknowledge(0, part))
-        self._give_back(given, positions)
+        self._give_back(given, positions, [])
 
     def release(self, given: batch.Batch) -> None:
         """Takes the permits back. Raises what ended it."""
         self._check_open()
-        self._give_back(given, given.positions)
+        self._give_back(given, given.positions, [])
 
     # What happens to the stream.
 
     def opened(self, sending: streams.Sending) -> None:
         """A stream has begun: it is opened with what is held. Nothing else is sent before it is answered."""
-        held = self._held.positions()
-        leaving = batch.concatenate([each.positions for each in self._unconfirmed.values() if each.gives_back])
-        # What was redelivered before its negative acknowledgement was answered is both.
-        declared = batch.concatenate([held, leaving.take(~batch.members(leaving, held))])
         self._opening = sending
-        sending.put(wire.encode_open(self._topic, self._subscription, dispatch_pb2.SUBSCRIPTION_TYPE_SHARED, declared))
+        sending.put(self._open())
 
-    def received(self, response: Response) -> tuple[bool, Settled[Answer] | None]:
-        """Whether the answer shows progress, and the request that is settled now, if any.
+    def received(self, response: Response) -> tuple[bool, list[Settled[Answer]]]:
+        """Whether the answer shows progress, and the requests that are settled now.
 
         Raises Unavailable, NotOwner: the stream is of no use any more.
         """
         if isinstance(response, wire.MessagesColumns):
-            return self._take_in(response), None
+            return self._take_in(response), []
         match response.WhichOneof("response"):
             case "messages":
-                return self._take_in(wire.messages_columns(response.messages)), None
+                return self._take_in(wire.messages_columns(response.messages)), []
             case "done":
                 settled = self._settled(response.done)
-                return settled is not None and settled.error is None, settled
+                return settled is not None and settled.error is None, [] if settled is None else [settled]
             case "opened":
-                self._start(response.opened)
+                return False, self._start(response.opened)
             case "moved":
                 owner = response.moved.owner_address
                 raise errors.NotOwner(
                     f"topic {self._topic.decode()!r} moved to {owner or 'an unknown owner'}", owner_address=owner
                 )
         # Or a kind of answer that this version does not know.
-        return False, None
+        return False, []
 
-    def interrupted(self, error: errors.TarryError) -> None:
-        """The stream is gone and will be opened again."""
+    def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
+        """The stream is gone and will be opened again: the requests that cannot be repeated."""
         self._opening = self._sending = None
         self.last_error = error
+        return []
 
     def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
         """There will be no other stream: every request that is not durable."""
@@ -236,88 +279,179 @@ class Receiving(Generic[Answer]):
 
     def remove(self, request_id: int) -> None:
         """Its answer is settled."""
-        request = self._unconfirmed.pop(request_id)
-        self._unconfirmed_rows -= request.positions.rows
-        self._grant()
+        was_bounded = self._is_bounded
+        self._unconfirmed_rows -= self._unconfirmed.pop(request_id).size_rows
+        if was_bounded:
+            self._grant(self._windows.items())
+
+    # What kinds of subscriptions do each in its way.
+
+    def _open(self) -> bytes:
+        """The bytes of the first message of a stream: everything held, and what is not known to be acknowledged."""
+        raise NotImplementedError
+
+    def _take_in(self, messages: wire.MessagesColumns) -> bool:
+        """Whether it is of the owner."""
+        raise NotImplementedError
+
+    def _receiver_of(self, given: batch.Batch) -> int | None:
+        """None when it is not there any more."""
+        raise NotImplementedError
+
+    # What they share.
 
     def _check_open(self) -> None:
         if self.closed:
             raise errors.Closed("the subscription is closed")
         self.raise_ended()
 
-    def _request(
+    def _name_positions(
         self,
         encode: Callable[[int, Rows], bytes],
         rows: Rows,
         positions: columns.Positions,
         read: Callable[[dispatch_pb2.Done], object],
-        promise: Callable[[], Answer],
-        *,
-        gives_back: bool = True,
-    ) -> Answer:
+        answer: Answer,
+    ) -> Request[Answer]:
+        """Sends a request about positions."""
+        number = self._next_request_id()
+        return self._send(Request(number, encode, rows, answer, read, positions, positions.rows))
+
+    def _next_request_id(self) -> int:
         self._last_request_id += 1
-        request = _Unconfirmed(positions, encode(self._last_request_id, rows), promise(), read, gives_back)
-        self._unconfirmed[self._last_request_id] = request
-        self._unconfirmed_rows += positions.rows
+        return self._last_request_id
+
+    def _send(self, request: Request[Answer]) -> Request[Answer]:
+        """Sends it now, and on every stream until it is answered."""
+        self._unconfirmed[request.request_id] = request
+        self._unconfirmed_rows += request.size_rows
         if self._sending is not None:
-            self._sending.put(request.message)
-        return request.answer
+            self._sending.put(request.message())
+        return request
 
-    def _give_back(self, given: batch.HandedOut, positions: columns.Positions) -> None:
-        self._held.give_back(given if isinstance(given, batch.Batch) else positions)
-        self._grant()
+    def _give_back(self, given: batch.HandedOut, positions: columns.Positions, requests: list[Request[Answer]]) -> None:
+        """The positions are held no longer; the requests say why."""
+        if isinstance(given, batch.Batch):
+            receiver = self._receiver_of(given)
+            leaving = [] if receiver is None else [(receiver, given)]
+        else:
+            leaving = [(number, part) for number, each in self._windows.items() for part in each.held.find(positions)]
+        for number, part in leaving:
+            self._windows[number].held.give_back(part)
+        for request in requests:
+            request.leaving = leaving
+            if len(requests) > 1:
+                request.leaving = [
+                    (number, found) for number, part in leaving for found in batch.among([part], request.positions)
+                ]
+        self._grant((number, self._windows[number]) for number, _ in leaving)
 
-    def _grant(self) -> None:
+    def _declared(self) -> tuple[list[tuple[int, batch.Batch]], list[tuple[int, batch.Batch]]]:
+        """What is declared when a stream is opened, by receiver: what is held, and what may be acknowledged by now."""
+        held = [(number, part) for number, window in self._windows.items() for part in window.held.batches()]
+        leaving = [
+            (number, part)
+            for request in self._unconfirmed.values()
+            for number, part in request.leaving
+            if number in self._windows
+        ]
+        # What was redelivered before its negative acknowledgement was answered is both.
+        return held, without(leaving, batch.concatenate([part.positions for _, part in held]))
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether so much waits to become durable that nothing more is granted."""
+        permits = sum(window.permits for window in self._windows.values())
+        return self._unconfirmed_rows >= _UNCONFIRMED_PER_PERMIT * permits
+
+    def _grant(self, windows: Iterable[tuple[int, Window]]) -> None:
         """Sends the permits that are free, when they are worth a message."""
-        free = self._permits - len(self._held) - self._granted
-        worth_it = self._granted == 0 or free * _GRANTS_PER_WINDOW >= self._permits
-        bounded = self._unconfirmed_rows < _UNCONFIRMED_PER_PERMIT * self._permits
-        if self._sending is None or free <= 0 or not worth_it or not bounded:
+        if self._sending is None or self._is_bounded:
             return
-        self._granted += free
-        self._sending.put(wire.encode_flow(free))
+        for receiver, window in windows:
+            if window.is_worth_a_grant:
+                free = window.free
+                window.granted += free
+                self._sending.put(wire.encode_flow(free, receiver))
 
-    def _start(self, opened: dispatch_pb2.Opened) -> None:
+    def _start(self, opened: dispatch_pb2.Opened) -> list[Settled[Answer]]:
         """The stream is open: requests go out again, and permits for all that is not held."""
         if opened.epoch < self.epoch:
             raise errors.Unavailable(f"a former owner answered, of epoch {opened.epoch}; {self.epoch} was seen")
         self.epoch = opened.epoch
         self._sending = self._opening
-        self._granted = 0
-        if self._sending is not None:
-            for request in self._unconfirmed.values():
-                self._sending.put(request.message)
-        self._grant()
+        settled = [each for request in self._unconfirmed.values() if (each := self._repeat(request)) is not None]
+        self._grant(self._windows.items())
         self.streams_opened += 1
         self.rebuild_needed = tuple(results.RebuildNeeded.from_message(each) for each in opened.rebuild_needed)
+        return settled
 
-    def _take_in(self, messages: wire.MessagesColumns) -> bool:
-        self._granted = max(0, self._granted - len(messages.entry_id))
-        if messages.epoch < self.epoch:
-            self._grant()
+    def _repeat(self, request: Request[Answer]) -> Settled[Answer] | None:
+        """Sends it on a new stream; or what it is settled with because there is nothing to ask for any more."""
+        if request.size_rows and not request.positions.rows:
+            return request.settled(dispatch_pb2.Done())
+        if self._sending is not None:
+            self._sending.put(request.message())
+        return None
+
+    def _is_of_owner(self, epoch: int) -> bool:
+        """Whether an answer with this epoch counts."""
+        if epoch < self.epoch:
             return False
-        self.epoch = messages.epoch
-        self._last_batch += 1
-        received = batch.Batch.from_columns(messages, self._last_batch)
-        self._held.add(received)
-        self._inbox.append(received)
+        self.epoch = epoch
         return True
 
     def _settled(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
         request = self._unconfirmed.get(done.request_id)
-        if done.epoch < self.epoch:
-            return None
-        self.epoch = done.epoch
-        if request is None:
+        if not self._is_of_owner(done.epoch) or request is None:
             return None
         if not done.HasField("error"):
-            return streams.Settled(done.request_id, request.answer, request.read(done), None)
+            return request.settled(done)
         error = errors.from_status(done.error)
         if isinstance(error, errors.NotOwner):
             raise error
         if errors.is_retryable(error) and self._sending is not None:
-            self._sending.put_after(self._policy.delay_s(error, request.attempt), request.message)
+            self._sending.put_after(self._policy.delay_s(error, request.attempt), request.message())
             request.attempt += 1
             self.last_error = error
             return None
         return streams.Settled(done.request_id, request.answer, None, error)
+
+
+class SharedReceiving(Receiving[Answer, batch.Batch]):
+    """Of a SHARED subscription: one receiver, any position."""
+
+    def __init__(
+        self, topic: str, subscription: str, *, permits: int, rows_max: int, policy: retry.RetryPolicy
+    ) -> None:
+        """Raises InvalidArgument."""
+        check_permits(permits)
+        self._window = Window(permits)
+        super().__init__(topic, subscription, {0: self._window}, rows_max=rows_max, policy=policy)
+
+    def _open(self) -> bytes:
+        held, leaving = self._declared()
+        self._window.granted = 0
+        positions = batch.concatenate([part.positions for _, part in held + leaving])
+        return wire.encode_open(self._topic, self._subscription, dispatch_pb2.SUBSCRIPTION_TYPE_SHARED, positions)
+
+    def _take_in(self, messages: wire.MessagesColumns) -> bool:
+        window = self._window
+        window.granted = max(0, window.granted - len(messages.entry_id))
+        if not self._is_of_owner(messages.epoch):
+            self._grant(self._windows.items())
+            return False
+        self._last_batch += 1
+        received = batch.Batch.from_columns(messages, self._last_batch)
+        window.held.add(received)
+        self._inbox.append(received)
+        return True
+
+    def _receiver_of(self, given: batch.Batch) -> int | None:
+        return 0
+
+
+def check_permits(permits: int) -> None:
+    """Raises InvalidArgument."""
+    if not 1 <= permits <= PERMITS_MAX:
+        raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")

@@ -1,7 +1,8 @@
 """Receiving what is due and acknowledging it, through broken streams and changes of owner.
 
-Owns: waiting, in the caller's thread, and settling futures in the session's.
-Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.session`).
+Owns: waiting, in the caller's thread, and settling futures in the session's; what all subscriptions have alike.
+Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.session`); consumers and
+plans (`tarry.key_shared_subscription`).
 """
 
 from __future__ import annotations
@@ -10,31 +11,30 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from tarry import batch, calls, columns, connections, errors, futures, receiving, results, retry, session, streams
 
 R = TypeVar("R")
+Received = TypeVar("Received")
 
 
-class Subscription:
-    """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
-
-    Leaving it waits until every acknowledgement, also every negative one, is durable, for the client's `timeout_s` at
-    most. Safe to use from several threads. A failure that no retry cures (the subscription was deleted, say) is raised
-    from the iteration, after what was received before it.
-    """
+class Receiver(Generic[Received]):
+    """What `Subscription` and `KeySharedSubscription` have alike; `Received` is what they give."""
 
     def __init__(
-        self, shared: connections.Connections, known: calls.Calls, topic: str, subscription: str, *, permits: int
+        self,
+        shared: connections.Connections,
+        known: calls.Calls,
+        topic: str,
+        subscription: str,
+        state: receiving.Receiving[Future[Any], Received],
     ) -> None:
         self._timeout_s = known.timeout_s
         # Guards the state, and is not held while a future is settled. Only the session's thread settles futures and
-        # removes acknowledgements.
+        # removes requests.
         self._changed = threading.Condition()
-        self._state: receiving.Receiving[Future[Any]] = receiving.Receiving(
-            topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
-        )
+        self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
         self._session = session.Session(shared, self._lifetime, receiving.METHOD, self)
@@ -43,12 +43,12 @@ class Subscription:
     @property
     def epoch(self) -> int:
         """The highest epoch seen; 0 before the first stream is open."""
-        return self._state.epoch
+        return self._receiving.epoch
 
     @property
     def streams_opened(self) -> int:
         """How often a stream was opened: more than 1 after a reconnect."""
-        return self._state.streams_opened
+        return self._receiving.streams_opened
 
     @property
     def rebuild_needed(self) -> tuple[results.RebuildNeeded, ...]:
@@ -56,16 +56,17 @@ class Subscription:
 
         Example: `for lost in subscription.rebuild_needed: add_again(lost.first_ledger_id, lost.last_ledger_id)`
         """
-        return self._state.rebuild_needed
+        return self._receiving.rebuild_needed
 
     @property
     def held(self) -> int:
         """Positions received, and neither acknowledged nor released."""
-        return self._state.held
+        with self._changed:
+            return self._receiving.held
 
     def wait_until_open(self, deadline: retry.Deadline) -> None:
         """Waits for the first stream. Raises what refused it, or DeadlineExceeded."""
-        state = self._state
+        state = self._receiving
         with self._changed:
             if not self._changed.wait_for(
                 lambda: state.streams_opened or state.ended is not None, deadline.remaining_s()
@@ -74,23 +75,23 @@ class Subscription:
             if not state.streams_opened:
                 state.raise_ended()
 
-    def __iter__(self) -> Iterator[batch.Batch]:
+    def __iter__(self) -> Iterator[Received]:
         return self
 
-    def __next__(self) -> batch.Batch:
+    def __next__(self) -> Received:
         received = self.receive()
         if received is None:
             raise StopIteration
         return received
 
-    def receive(self, timeout_s: float | None = None) -> batch.Batch | None:
-        """The next batch; None when none came in time, or when the subscription was closed.
+    def receive(self, timeout_s: float | None = None) -> Received | None:
+        """What came next; None when nothing came in time, or when the subscription was closed.
 
         Example: `if (batch := subscription.receive(1.0)) is not None: subscription.ack(batch)`
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._state.has_news, timeout_s)
-            return self._state.take()
+            self._changed.wait_for(lambda: self._receiving.has_news, timeout_s)
+            return self._receiving.take()
 
     def ack(self, given: batch.HandedOut) -> Future[int]:
         """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
@@ -102,8 +103,8 @@ class Subscription:
         Example: `subscription.ack(batch).result()`
         """
         with self._changed:
-            parts = self._state.acknowledge(given, futures.promise)
-        return _whole(parts, sum)
+            parts = self._receiving.acknowledge(given, futures.promise)
+        return whole(parts, sum)
 
     def nack(
         self,
@@ -121,7 +122,7 @@ class Subscription:
         Example: `subscription.nack(batch.take([0]), delay_ms=10_000)`
         """
         with self._changed:
-            parts = self._state.nack(
+            parts = self._receiving.nack(
                 given,
                 futures.promise,
                 delay_ms=delay_ms,
@@ -129,7 +130,7 @@ class Subscription:
                 batch_index=batch_index,
                 key_hash=key_hash,
             )
-        return _whole(parts, results.Nacked.merge)
+        return whole(parts, results.Nacked.merge)
 
     def reject(
         self,
@@ -144,10 +145,10 @@ class Subscription:
         Example: `subscription.reject(batch.take([0]), "no such gate")`
         """
         with self._changed:
-            parts = self._state.nack(
+            parts = self._receiving.nack(
                 given, futures.promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
             )
-        return _whole(parts, results.Nacked.merge)
+        return whole(parts, results.Nacked.merge)
 
     def extend(self, given: batch.HandedOut) -> Future[int]:
         """Begins the ack time-out of positions anew. Only where the policy has one (`ack_timeout_ms`) it matters.
@@ -157,13 +158,13 @@ class Subscription:
         Example: `subscription.extend(batch).result()`
         """
         with self._changed:
-            parts = self._state.extend(given, futures.promise)
-        return _whole(parts, sum)
+            parts = self._receiving.extend(given, futures.promise)
+        return whole(parts, sum)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
         """Acknowledges without an answer: nothing is repeated, and what is lost on the way is handed out again."""
         with self._changed:
-            self._state.acknowledge_unconfirmed(given)
+            self._receiving.acknowledge_unconfirmed(given)
 
     def release(self, given: batch.Batch) -> None:
         """Takes the permits back without acknowledging.
@@ -172,7 +173,7 @@ class Subscription:
         after the stream ends, also when it is this library that opens another.
         """
         with self._changed:
-            self._state.release(given)
+            self._receiving.release(given)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Waits until every acknowledgement, also every negative one, is durable.
@@ -180,9 +181,9 @@ class Subscription:
         Raises DeadlineExceeded, or the failure that ended the subscription.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._state.is_confirmed, timeout_s):
-                raise self._state.unconfirmed(timeout_s)
-            self._state.raise_ended()
+            if not self._changed.wait_for(lambda: self._receiving.is_confirmed, timeout_s):
+                raise self._receiving.unconfirmed(timeout_s)
+            self._receiving.raise_ended()
 
     def close(self) -> None:
         """Ends the stream at once; idempotent.
@@ -190,18 +191,18 @@ class Subscription:
         What is not acknowledged is handed out again, and unsettled futures fail with Closed.
         """
         with self._changed:
-            self._state.closed = True
+            self._receiving.closed = True
             self._changed.notify_all()
         self._session.close()
 
-    def __enter__(self) -> Subscription:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None and not self._state.closed:
+            if kind is None and not self._receiving.closed:
                 self.flush(self._timeout_s)
         finally:
             self.close()
@@ -209,28 +210,28 @@ class Subscription:
     # The session's handler.
 
     def wait_until_wanted(self) -> bool:
-        return not self._state.closed
+        return not self._receiving.closed
 
     def opened(self, sending: streams.Sending) -> None:
         with self._changed:
-            self._state.opened(sending)
+            self._receiving.opened(sending)
 
     def received(self, response: receiving.Response) -> bool:
         with self._changed:
-            is_progress, settled = self._state.received(response)
-            if settled is None:
+            is_progress, settled = self._receiving.received(response)
+            if not settled:
                 self._changed.notify_all()
-        if settled is not None:
-            self._settle((settled,))
+        self._settle(settled)
         return is_progress
 
     def interrupted(self, error: errors.TarryError) -> None:
         with self._changed:
-            self._state.interrupted(error)
+            lost = self._receiving.interrupted(error)
+        self._settle(lost)
 
     def failed(self, error: errors.TarryError) -> None:
         with self._changed:
-            left = self._state.failed(error)
+            left = self._receiving.failed(error)
             self._changed.notify_all()
         self._settle(left)
 
@@ -238,14 +239,31 @@ class Subscription:
         for each in settled:
             futures.settle(each)
             with self._changed:
-                self._state.remove(each.request_id)
+                self._receiving.remove(each.request_id)
                 self._changed.notify_all()
 
 
-def _whole(parts: list[Future[R]], combine: Callable[[list[R]], R]) -> Future[R]:
+class Subscription(Receiver[batch.Batch]):
+    """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
+
+    Leaving it waits until every acknowledgement, also every negative one, is durable, for the client's `timeout_s` at
+    most. Safe to use from several threads. A failure that no retry cures (the subscription was deleted, say) is raised
+    from the iteration, after what was received before it.
+    """
+
+    def __init__(
+        self, shared: connections.Connections, known: calls.Calls, topic: str, subscription: str, *, permits: int
+    ) -> None:
+        state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
+            topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
+        )
+        super().__init__(shared, known, topic, subscription, state)
+
+
+def whole(parts: list[Future[R]], combine: Callable[[list[R]], R]) -> Future[R]:
     """One future of a call that was sent as several requests."""
     if len(parts) == 1:
         return parts[0]
-    whole: Future[R] = futures.promise()
-    futures.join(parts, combine, whole)
-    return whole
+    joined: Future[R] = futures.promise()
+    futures.join(parts, combine, joined)
+    return joined

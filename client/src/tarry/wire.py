@@ -25,10 +25,9 @@ _VARINT = 0
 _MESSAGES_TAG = 2 << 3 | _LENGTH_DELIMITED
 _EPOCH_TAG = 1 << 3 | _VARINT
 _POSITION_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (2, 3, 4))
-_KEY_HASH_TAG, _REDELIVERY_COUNT_TAG, _BATCH_INDEX_TAG = (number << 3 | _LENGTH_DELIMITED for number in (5, 6, 7))
-_MESSAGES_COLUMNS = dict.fromkeys(_POSITION_TAGS, np.dtype("<u8")) | dict.fromkeys(
-    (_KEY_HASH_TAG, _REDELIVERY_COUNT_TAG, _BATCH_INDEX_TAG), np.dtype("<u4")
-)
+# Key hash, redelivery count, batch index, consumer.
+_OTHER_TAGS = tuple(number << 3 | _LENGTH_DELIMITED for number in (5, 6, 7, 8))
+_MESSAGES_COLUMNS = dict.fromkeys(_POSITION_TAGS, np.dtype("<u8")) | dict.fromkeys(_OTHER_TAGS, np.dtype("<u4"))
 _NO_ROWS = np.empty(0, dtype=np.uint64)
 
 U64Column = NDArray[np.uint64]
@@ -86,16 +85,37 @@ def encode_stream_add(request_id: int, add: bytes) -> bytes:
     return b"".join((_number(1, request_id), *_field(2, add)))
 
 
-def encode_open(topic: bytes, subscription: bytes, kind: int, held: columns.Positions) -> bytes:
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class OpenConsumers:
+    """What the `Open` of a KEY_SHARED subscription has besides; columns as long as that of the held positions."""
+
+    consumers: Sequence[dispatch_pb2.Consumer]
+    held_consumer_id: U32Column
+    held_key_hash: U32Column | None
+    """None when no position that Tarry planned is held."""
+
+
+def encode_open(
+    topic: bytes, subscription: bytes, kind: int, held: columns.Positions, by_key: OpenConsumers | None = None
+) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Open`; both names are UTF-8, `kind` is the enum's number."""
     pieces = [*_field(1, topic), *_field(2, subscription), _number(3, kind)]
     pieces += _positions(4, held)
+    if by_key is not None:
+        for consumer in by_key.consumers:
+            pieces += _field(8, consumer.SerializeToString())
+        pieces += _column(9, by_key.held_consumer_id)
+        if by_key.held_key_hash is not None:
+            pieces += _column(10, by_key.held_key_hash)
     return _message(1, pieces)
 
 
-def encode_flow(permits: int) -> bytes:
-    """The bytes of a `SubscribeRequest` that holds a `Flow`."""
-    return _message(2, [_number(1, permits)])
+def encode_flow(permits: int, consumer_id: int = 0) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds a `Flow`; `consumer_id` 0: of a SHARED subscription."""
+    pieces: list[_Piece] = [_number(1, permits)]
+    if consumer_id:
+        pieces.append(_number(2, consumer_id))
+    return _message(2, pieces)
 
 
 def encode_acknowledge(request_id: int, positions: columns.Positions) -> bytes:
@@ -111,6 +131,31 @@ def encode_nack(request_id: int, nack: columns.NackColumns) -> bytes:
 def encode_extend(request_id: int, positions: columns.Positions) -> bytes:
     """The bytes of a `SubscribeRequest` that holds an `Extend`."""
     return _message(5, [*_request_id(request_id), *_positions(2, positions)])
+
+
+def encode_add_consumer(request_id: int, consumer: dispatch_pb2.Consumer) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds an `AddConsumer`."""
+    return _message(6, [*_request_id(request_id), *_field(2, consumer.SerializeToString())])
+
+
+def encode_remove_consumer(request_id: int, consumer_id: int) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds a `RemoveConsumer`."""
+    return _message(7, [*_request_id(request_id), _number(2, consumer_id)])
+
+
+def encode_plan(request_id: int, plan: columns.PlanColumns) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds a `PlanDispatch`."""
+    pieces = [*_request_id(request_id), *_column(2, plan.ledger_id), *_column(3, plan.entry_id)]
+    if plan.key_hash is not None:
+        pieces += _column(4, plan.key_hash)
+    return _message(8, pieces)
+
+
+def encode_mark_delete(request_id: int, position: tuple[int, int]) -> bytes:
+    """The bytes of a `SubscribeRequest` that holds a `MarkDelete`."""
+    ledger_id, entry_id = position
+    numbers = [_number(field, value) for field, value in ((2, ledger_id), (3, entry_id)) if value]
+    return _message(9, [*_request_id(request_id), *numbers])
 
 
 def encode_nack_request(topic: bytes, subscription: bytes, nack: columns.NackColumns) -> bytes:
@@ -172,6 +217,13 @@ class MessagesColumns:
     """None when all are 0."""
     batch_index: U32Column | None = None
     """None when all rows are entries as a whole."""
+    consumer_id: U32Column | None = None
+    """KEY_SHARED: who receives each; otherwise None."""
+
+    def take(self, rows: NDArray[Any]) -> MessagesColumns:
+        """Some of the rows."""
+        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
+        return dataclasses.replace(self, **{name: column[rows] for name, column in given if column is not None})
 
 
 def messages_columns(messages: dispatch_pb2.Messages) -> MessagesColumns:
@@ -183,7 +235,7 @@ def messages_columns(messages: dispatch_pb2.Messages) -> MessagesColumns:
         decode_u64(messages.deliver_at_ms),
         *(
             decode_u32(field) if field else None
-            for field in (messages.key_hash, messages.redelivery_count, messages.batch_index)
+            for field in (messages.key_hash, messages.redelivery_count, messages.batch_index, messages.consumer_id)
         ),
     )
 
@@ -218,7 +270,7 @@ def decode_messages(response: bytes) -> MessagesColumns | None:
     except (IndexError, OverflowError):
         return None
     ledger_id, entry_id, deliver_at_ms = (columns_read.get(tag, _NO_ROWS) for tag in _POSITION_TAGS)
-    others = (columns_read.get(tag) for tag in (_KEY_HASH_TAG, _REDELIVERY_COUNT_TAG, _BATCH_INDEX_TAG))
+    others = (columns_read.get(tag) for tag in _OTHER_TAGS)
     return MessagesColumns(epoch, ledger_id, entry_id, deliver_at_ms, *others)
 
 

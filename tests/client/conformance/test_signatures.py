@@ -14,6 +14,7 @@ PAIRS = [
     (tarry.Client, tarry.aio.Client),
     (tarry.AddStream, tarry.aio.AddStream),
     (tarry.Subscription, tarry.aio.Subscription),
+    (tarry.KeySharedSubscription, tarry.aio.KeySharedSubscription),
 ]
 
 

@@ -1,7 +1,8 @@
 """The client for programs on an asyncio event loop.
 
-Owns: `Client`, `AddStream` and `Subscription` with the names, arguments, defaults, failures and behaviour of those in
-`tarry`; what waits there is awaited here. Batches, results, policies and failures are the same classes.
+Owns: `Client`, `AddStream`, `Subscription` and `KeySharedSubscription` with the names, arguments, defaults, failures
+and behaviour of those in `tarry`; what waits there is awaited here. Batches, results, policies and failures are the
+same classes.
 Does not own: any rule: requests, retries, permits and what is held are decided by the code that `tarry` uses.
 
 A client belongs to the event loop that it is first used on, and is used by that loop's thread alone.
@@ -17,6 +18,7 @@ A client belongs to the event loop that it is first used on, and is used by that
 
 from tarry.aio.add_stream import AddStream
 from tarry.aio.client import Client
+from tarry.aio.key_shared_subscription import KeySharedSubscription
 from tarry.aio.subscription import Opening, Subscription
 
-__all__ = ["AddStream", "Client", "Opening", "Subscription"]
+__all__ = ["AddStream", "Client", "KeySharedSubscription", "Opening", "Subscription"]

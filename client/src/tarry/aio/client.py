@@ -2,17 +2,20 @@
 
 Owns: the calls, with the names, arguments, defaults and meaning of `tarry.Client`'s.
 Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams
-(`tarry.aio.add_stream`, `tarry.aio.subscription`).
+(`tarry.aio.add_stream`, `tarry.aio.subscription`, `tarry.aio.key_shared_subscription`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
-from tarry import batch, calls, client, columns, policies, results, retry
+from tarry import batch, calls, client, columns, key_shared, policies, results, retry
 from tarry.aio import add_stream, connections, inspecting, operating
-from tarry.aio.subscription import Opening, Subscription
+from tarry.aio.key_shared_subscription import KeySharedSubscription
+from tarry.aio.subscription import Opening, Receiver, Subscription
 
 
 class Client(inspecting.Inspecting, operating.Operating):
@@ -39,7 +42,7 @@ class Client(inspecting.Inspecting, operating.Operating):
             rows_max=rows_per_request,
             bytes_max=request_bytes,
         )
-        self._streams: weakref.WeakSet[add_stream.AddStream | Subscription] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[add_stream.AddStream | Receiver[Any]] = weakref.WeakSet()
 
     # The publish path.
 
@@ -184,12 +187,29 @@ class Client(inspecting.Inspecting, operating.Operating):
         permits: int = 10_000,
         create: bool = False,
         timeout_s: float | None = None,
-    ) -> Opening:
+    ) -> Opening[Subscription]:
         """As `tarry.Client.subscribe`: `await` it, or enter it with `async with`.
 
         Example: `async with client.subscribe("flights", "departures") as due: await due.ack(await due.receive())`
         """
         return Opening(lambda: self._open(topic, subscription, permits=permits, create=create, timeout_s=timeout_s))
+
+    def subscribe_key_shared(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        consumers: Sequence[key_shared.Consumer],
+        create: bool = False,
+        timeout_s: float | None = None,
+    ) -> Opening[KeySharedSubscription]:
+        """As `tarry.Client.subscribe_key_shared`: `await` it, or enter it with `async with`.
+
+        Example: `gates = await client.subscribe_key_shared("flights", "gates", consumers=[tarry.Consumer("a")])`
+        """
+        return Opening(
+            lambda: self._open_key_shared(topic, subscription, consumers=consumers, create=create, timeout_s=timeout_s)
+        )
 
     async def get(
         self,
@@ -327,10 +347,29 @@ class Client(inspecting.Inspecting, operating.Operating):
         if create:
             await self.create_subscription(topic, subscription, timeout_s=timeout_s)
         opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
+        await self._wait_until_open(opened, deadline)
+        return opened
+
+    async def _open_key_shared(
+        self,
+        topic: str,
+        subscription: str,
+        *,
+        consumers: Sequence[key_shared.Consumer],
+        create: bool,
+        timeout_s: float | None,
+    ) -> KeySharedSubscription:
+        deadline = self._calls.deadline(timeout_s)
+        if create:
+            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = KeySharedSubscription(self._connections, self._calls, topic, subscription, consumers=consumers)
+        await self._wait_until_open(opened, deadline)
+        return opened
+
+    async def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
         self._streams.add(opened)
         try:
             await opened.wait_until_open(deadline)
         except BaseException:
             await opened.close()
             raise
-        return opened

@@ -1,0 +1,441 @@
+"""One KEY_SHARED subscription's side of its stream. No I/O, no threads, no waiting.
+
+Owns: the consumers and the permits of each, who holds what, what is taken back, plans.
+Does not own: what all subscriptions have alike (`tarry.receiving`); what the user sees of it (`tarry.key_shared`).
+
+Consumers. Their numbers are given here and never used twice. `Open` names those that have joined, with their permits;
+requests to join are repeated after it, requests to leave are done with the stream. What comes for a consumer that was
+removed is dropped.
+
+Plans go out one after the other, so that none overtakes one that was refused for now and is sent again. A stream that
+ends takes them with it: those that are not answered fail, and others are not accepted before the caller says that it
+plans anew. What came to consumers stays with them: it is declared with its hash when a stream is opened again.
+
+What is taken back leaves what is held, and the batches that nobody has taken yet; requests that name it are repeated
+without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import batch, columns, errors, key_shared, receiving, retry, streams, wire
+from tarry.receiving import Answer, Settled
+from tarry.v1 import dispatch_pb2
+
+_KIND = dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
+
+
+@dataclasses.dataclass(slots=True)
+class _Joined:
+    """A consumer that was not removed."""
+
+    consumer: key_shared.Consumer
+    is_known: bool
+    """Whether the daemon is known to have it."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Membership(receiving.Request[Answer]):
+    """A consumer joins or leaves."""
+
+    consumer_id: int = 0
+    joins: bool = False
+
+
+class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
+    """Of a KEY_SHARED subscription: several receivers, the positions of a key to one of them at a time."""
+
+    def __init__(
+        self,
+        topic: str,
+        subscription: str,
+        consumers: Sequence[key_shared.Consumer],
+        *,
+        rows_max: int,
+        policy: retry.RetryPolicy,
+    ) -> None:
+        """Raises InvalidArgument."""
+        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy)
+        self._consumers: dict[int, _Joined] = {}
+        self._last_consumer_id = 0
+        self._held_declared: list[tuple[int, batch.Batch]] = []
+        self._plans: deque[receiving.Request[Answer]] = deque()
+        self._plan_in_flight: int | None = None
+        self._has_planned = False
+        self._must_plan_anew = False
+        # By ledger the highest entry that was planned: what is behind it was not planned before.
+        self._planned_up_to: dict[int, int] = {}
+        for consumer in consumers:
+            self._admit(consumer, is_known=True)
+
+    @property
+    def consumers(self) -> tuple[key_shared.Consumer, ...]:
+        """Those that were not removed, in the order in which they were added."""
+        return tuple(each.consumer for each in self._consumers.values())
+
+    # What its user does.
+
+    def add_consumer(self, consumer: key_shared.Consumer, promise: Callable[[], Answer]) -> Answer:
+        """Has a consumer join. Raises InvalidArgument, what ended it."""
+        self._check_open()
+        number = self._admit(consumer, is_known=False)
+        self._windows[number].granted = consumer.permits
+        message = consumer.message(number, consumer.permits)
+        request_id = self._next_request_id()
+        joining = _Membership(request_id, wire.encode_add_consumer, message, promise(), _nothing, consumer_id=number)
+        joining.joins = True
+        return self._send(joining).answer
+
+    def remove_consumer(self, consumer: key_shared.Consumer, promise: Callable[[], Answer]) -> Answer:
+        """Has a consumer leave: it holds nothing any more. Raises InvalidArgument, what ended it."""
+        self._check_open()
+        number = next((number for number, each in self._consumers.items() if each.consumer is consumer), None)
+        if number is None:
+            raise errors.InvalidArgument(f"{consumer!r} is no consumer of this subscription")
+        self._dismiss(number)
+        request_id = self._next_request_id()
+        encode = wire.encode_remove_consumer
+        return self._send(_Membership(request_id, encode, number, promise(), _nothing, consumer_id=number)).answer
+
+    def plan(
+        self,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        key_hash: columns.Column | None,
+        promise: Callable[[], Answer],
+        *,
+        anew: bool,
+    ) -> list[Answer]:
+        """Asks who receives messages. Raises InvalidArgument, PlanLost, what ended it."""
+        asked = columns.plan_columns(ledger_id, entry_id, key_hash)
+        self._check_open()
+        if self._must_plan_anew and not anew:
+            raise _plan_lost()
+        self._must_plan_anew = False
+        plans = [
+            receiving.Request(self._next_request_id(), wire.encode_plan, part, promise(), _nothing)
+            for part in asked.requests(self._rows_max)
+        ]
+        self._plans.extend(plans)
+        self._send_plan()
+        return [each.answer for each in plans]
+
+    def mark_delete(self, ledger_id: int, entry_id: int, promise: Callable[[], Answer]) -> Answer:
+        """Tells up to where everything planned is acknowledged. Raises InvalidArgument, what ended it."""
+        columns.check_unsigned("ledger_id", ledger_id, bits=64)
+        columns.check_unsigned("entry_id", entry_id, bits=64)
+        self._check_open()
+        request_id = self._next_request_id()
+        place = (int(ledger_id), int(entry_id))
+        return self._send(receiving.Request(request_id, wire.encode_mark_delete, place, promise(), _nothing)).answer
+
+    def nack(
+        self,
+        given: batch.HandedOut,
+        promise: Callable[[], Answer],
+        *,
+        batch_index: columns.Column | None,
+        key_hash: columns.Column | None,
+        delay_ms: columns.Column | None = None,
+        delay_level: columns.Column | None = None,
+        reject: bool = False,
+        reason: str = "",
+    ) -> list[Answer]:
+        if key_hash is None and isinstance(given, key_shared.ConsumerBatch) and not given.deliver_at_ms.all():
+            # A daemon that knows nothing of the plan any more is to know the key all the same.
+            key_hash = given.key_hash
+        return super().nack(
+            given,
+            promise,
+            batch_index=batch_index,
+            key_hash=key_hash,
+            delay_ms=delay_ms,
+            delay_level=delay_level,
+            reject=reject,
+            reason=reason,
+        )
+
+    # What happens to the stream.
+
+    def received(self, response: receiving.Response) -> tuple[bool, list[Settled[Answer]]]:
+        if isinstance(response, dispatch_pb2.SubscribeResponse):
+            match response.WhichOneof("response"):
+                case "planned":
+                    settled = self._take_in_plan(response.planned)
+                    return bool(settled), settled
+                case "taken_back":
+                    return self._take_back(response.taken_back), []
+        return super().received(response)
+
+    def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
+        settled = super().interrupted(error)
+        self._plan_in_flight = None
+        if self._has_planned:
+            self._has_planned, self._must_plan_anew = False, True
+            settled += [streams.Settled(plan.request_id, plan.answer, None, _plan_lost()) for plan in self._plans]
+        return settled
+
+    def failed(self, error: errors.TarryError) -> list[Settled[Answer]]:
+        settled = super().failed(error)
+        return settled + [streams.Settled(plan.request_id, plan.answer, None, error) for plan in self._plans]
+
+    def remove(self, request_id: int) -> None:
+        plan = next((each for each in self._plans if each.request_id == request_id), None)
+        if plan is None:
+            super().remove(request_id)
+            return
+        self._plans.remove(plan)
+        if self._plan_in_flight == request_id:
+            self._plan_in_flight = None
+        self._send_plan()
+
+    def _open(self) -> bytes:
+        held, leaving = self._declared()
+        self._held_declared = held
+        declared = held + leaving
+        joined = []
+        for number, each in self._consumers.items():
+            if each.is_known:
+                window = self._windows[number]
+                window.granted = 0
+                window.granted = 0 if self._is_bounded else max(0, window.free)
+                joined.append(each.consumer.message(number, window.granted))
+        by_key = wire.OpenConsumers(
+            joined,
+            np.repeat(np.array([number for number, _ in declared], np.uint32), [len(part) for _, part in declared]),
+            _planned_hashes([part for _, part in declared]),
+        )
+        positions = batch.concatenate([part.positions for _, part in declared])
+        return wire.encode_open(self._topic, self._subscription, _KIND, positions, by_key)
+
+    def _start(self, opened: dispatch_pb2.Opened) -> list[Settled[Answer]]:
+        settled = super()._start(opened)
+        self._take_back_declared(wire.decode_indexes(opened.not_held))
+        if self._must_plan_anew:
+            self._inbox = deque(each for each in self._inbox if not isinstance(each, key_shared.PlanAgain))
+            self._inbox.append(key_shared.PlanAgain(self.epoch))
+        self._send_plan()
+        return settled
+
+    def _repeat(self, request: receiving.Request[Answer]) -> Settled[Answer] | None:
+        if isinstance(request, _Membership):
+            each = self._consumers.get(request.consumer_id)
+            if not request.joins or each is None or each.is_known:
+                return request.settled(dispatch_pb2.Done())
+        return super()._repeat(request)
+
+    def _settled(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
+        if done.request_id == self._plan_in_flight:
+            return self._plan_refused(done)
+        request = self._unconfirmed.get(done.request_id)
+        settled = super()._settled(done)
+        if settled is not None and isinstance(request, _Membership) and request.joins:
+            if settled.error is not None:
+                self._dismiss(request.consumer_id)
+            elif request.consumer_id in self._consumers:
+                self._consumers[request.consumer_id].is_known = True
+        return settled
+
+    # Consumers.
+
+    def _admit(self, consumer: key_shared.Consumer, *, is_known: bool) -> int:
+        """The number of a new consumer. Raises InvalidArgument."""
+        receiving.check_permits(consumer.permits)
+        if any(each.consumer is consumer for each in self._consumers.values()):
+            raise errors.InvalidArgument(f"{consumer!r} is there already; make another Consumer with that name")
+        number = self._last_consumer_id + 1
+        consumer.message(number, consumer.permits)
+        self._last_consumer_id = number
+        self._consumers[number] = _Joined(consumer, is_known)
+        self._windows[number] = receiving.Window(consumer.permits)
+        return number
+
+    def _dismiss(self, number: int) -> None:
+        self._consumers.pop(number, None)
+        self._windows.pop(number, None)
+        self._inbox = deque(
+            each for each in self._inbox if isinstance(each, key_shared.PlanAgain) or each.consumer_id != number
+        )
+
+    def _receiver_of(self, given: batch.Batch) -> int | None:
+        if isinstance(given, key_shared.ConsumerBatch) and given.consumer_id in self._windows:
+            return given.consumer_id
+        return None
+
+    # What comes.
+
+    def _take_in(self, messages: wire.MessagesColumns) -> bool:
+        if messages.consumer_id is None:
+            raise errors.Internal("the daemon sent rows of a KEY_SHARED subscription without their consumers")
+        is_of_owner = self._is_of_owner(messages.epoch)
+        for number, rows in _by_consumer(messages.consumer_id):
+            if number not in self._consumers:
+                continue
+            self._spend(number, len(rows))
+            if is_of_owner:
+                self._inbox.append(self._receive(number, messages.take(rows)))
+            else:
+                self._grant([(number, self._windows[number])])
+        return is_of_owner
+
+    def _spend(self, number: int, rows: int) -> None:
+        window = self._windows[number]
+        window.granted = max(0, window.granted - rows)
+
+    def _receive(self, number: int, messages: wire.MessagesColumns) -> key_shared.ConsumerBatch:
+        """They are held from now on."""
+        each = self._consumers[number]
+        each.is_known = True
+        self._last_batch += 1
+        received = key_shared.ConsumerBatch(
+            **batch.columns_of(messages), number=self._last_batch, consumer=each.consumer, consumer_id=number
+        )
+        self._windows[number].held.add(received)
+        return received
+
+    # What is taken back.
+
+    def _take_back(self, message: dispatch_pb2.TakenBack) -> bool:
+        if not self._is_of_owner(message.epoch):
+            return False
+        taken = columns.Positions(
+            wire.decode_u64(message.ledger_id),
+            wire.decode_u64(message.entry_id),
+            wire.decode_u64(message.deliver_at_ms),
+            wire.decode_u32(message.batch_index) if message.batch_index else None,
+        )
+        for request in self._unconfirmed.values():
+            request.leave_out(taken)
+        for number, rows in _by_consumer(wire.decode_u32(message.consumer_id)):
+            if number in self._consumers:
+                self._tell_taken_back(number, taken.take(rows))
+        return True
+
+    def _take_back_declared(self, not_held: NDArray[np.int64]) -> None:
+        """Of what was declared as held the consumers must not go on with these."""
+        first = 0
+        for number, part in self._held_declared:
+            rows = not_held[(not_held >= first) & (not_held < first + len(part))] - first
+            first += len(part)
+            if len(rows) and number in self._consumers:
+                self._tell_taken_back(number, part.take(rows).positions)
+        self._held_declared = []
+
+    def _tell_taken_back(self, number: int, taken: columns.Positions) -> None:
+        window = self._windows[number]
+        window.held.give_back(taken)
+        inbox: deque[key_shared.Event] = deque()
+        told = ~np.zeros(taken.rows, np.bool_)
+        for event in self._inbox:
+            if isinstance(event, key_shared.ConsumerBatch) and event.consumer_id == number:
+                told &= ~batch.members(taken, event.positions)
+                event = event.take(~batch.members(event.positions, taken))
+                if not len(event):
+                    continue
+            inbox.append(event)
+        self._inbox = inbox
+        if told.any():
+            consumer = self._consumers[number].consumer
+            self._inbox.append(key_shared.TakenBack(consumer, number, taken.take(told), self.epoch))
+        self._grant([(number, window)])
+
+    # Plans.
+
+    def _send_plan(self) -> None:
+        """The next one, when none is in flight."""
+        if self._sending is not None and self._plans and self._plan_in_flight is None:
+            self._plan_in_flight = self._plans[0].request_id
+            self._has_planned = True
+            self._sending.put(self._plans[0].message())
+
+    def _take_in_plan(self, planned: dispatch_pb2.Planned) -> list[Settled[Answer]]:
+        if not self._is_of_owner(planned.epoch) or planned.request_id != self._plan_in_flight:
+            return []
+        plan = self._plans[0]
+        asked: columns.PlanColumns = plan.rows
+        consumer_id = wire.decode_u32(planned.consumer_id)
+        if len(consumer_id) != len(asked):
+            raise errors.Internal(f"the daemon planned {len(consumer_id)} of {len(asked)} positions")
+        ledger_id, entry_id, key_hash = asked.whole()
+        nothing = np.zeros(len(asked), np.uint64)
+        messages = wire.MessagesColumns(planned.epoch, ledger_id, entry_id, nothing, key_hash)
+        again = self._planned_before(asked)
+        batches = []
+        for number, rows in _by_consumer(consumer_id):
+            if number == key_shared.HELD:
+                continue
+            if number not in self._consumers:
+                # It was removed, which the daemon did not know yet: the position waits for another one.
+                consumer_id[rows] = key_shared.HELD
+                continue
+            new = messages.take(rows)
+            if again:
+                new = new.take(~self._are_held(number, new))
+            if len(new.entry_id):
+                self._spend(number, len(new.entry_id))
+                batches.append(self._receive(number, new))
+        result = key_shared.Planned(consumer_id, tuple(batches))
+        return [streams.Settled(plan.request_id, plan.answer, result, None)]
+
+    def _planned_before(self, asked: columns.PlanColumns) -> bool:
+        """Whether some of them may have been planned before; from now on they were."""
+        ledger_id, entry_id, _ = asked.whole()
+        before = False
+        for ledger in np.unique(ledger_id).tolist():
+            entries = entry_id[ledger_id == ledger]
+            before |= int(entries.min()) <= self._planned_up_to.get(ledger, -1)
+            self._planned_up_to[ledger] = max(int(entries.max()), self._planned_up_to.get(ledger, -1))
+        return before
+
+    def _are_held(self, number: int, messages: wire.MessagesColumns) -> NDArray[np.bool_]:
+        positions = columns.Positions(messages.ledger_id, messages.entry_id, messages.deliver_at_ms)
+        return batch.members(positions, self._windows[number].held.positions())
+
+    def _plan_refused(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
+        if not self._is_of_owner(done.epoch):
+            return None
+        plan = self._plans[0]
+        error = errors.from_status(done.error)
+        if isinstance(error, errors.NotOwner):
+            raise error
+        if errors.is_retryable(error) and self._sending is not None:
+            self._sending.put_after(self._policy.delay_s(error, plan.attempt), plan.message())
+            plan.attempt += 1
+            self.last_error = error
+            return None
+        return streams.Settled(plan.request_id, plan.answer, None, error)
+
+
+def _nothing(done: dispatch_pb2.Done) -> None:
+    return None
+
+
+def _plan_lost() -> errors.PlanLost:
+    return errors.PlanLost(
+        "the stream that it was planned on has ended: plan again from the mark-delete position, "
+        "the first time with anew=True"
+    )
+
+
+def _by_consumer(consumer_id: NDArray[np.uint32]) -> Iterator[tuple[int, NDArray[np.intp]]]:
+    """Each consumer with its rows, in their order."""
+    order = np.argsort(consumer_id, kind="stable")
+    numbers, begins = np.unique(consumer_id[order], return_index=True)
+    yield from zip(numbers.tolist(), np.split(order, begins[1:]), strict=True)
+
+
+def _planned_hashes(parts: Iterable[batch.Batch]) -> NDArray[np.uint32] | None:
+    """The key hashes of what has no time, 0 for the others; None when all have one."""
+    hashes = [np.zeros(0, np.uint32)]
+    for part in parts:
+        hashes.append(np.zeros(len(part), np.uint32))
+        if part.key_hash is not None:
+            np.copyto(hashes[-1], part.key_hash, where=part.deliver_at_ms == 0)
+    column = np.concatenate(hashes)
+    return column if column.any() else None

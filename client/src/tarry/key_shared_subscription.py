@@ -1,0 +1,101 @@
+"""Receiving in the order of keys for several consumers, and planning what is not delayed.
+
+Owns: what a KEY_SHARED subscription has beside any other, for threads.
+Does not own: who receives what, permits, plans (`tarry.key_shared_receiving`); waiting and settling
+(`tarry.subscription`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from tarry import calls, columns, connections, futures, key_shared, key_shared_receiving, subscription
+
+
+class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
+    """Made by `Client.subscribe_key_shared`. A context manager, and an iterator of what comes until it is closed.
+
+    What comes: a `ConsumerBatch` for one consumer, `TakenBack`, `PlanAgain`, in the order in which the daemon decided
+    it. The rest is as `Subscription`; permits are those of each `Consumer`.
+
+    Example: `for event in subscription: match event: case tarry.ConsumerBatch(): send(event.consumer, event)`
+    """
+
+    _receiving: key_shared_receiving.KeySharedReceiving[Future[Any]]
+
+    def __init__(
+        self,
+        shared: connections.Connections,
+        known: calls.Calls,
+        topic: str,
+        subscription: str,
+        *,
+        consumers: Sequence[key_shared.Consumer],
+    ) -> None:
+        state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
+            topic, subscription, consumers, rows_max=known.rows_max, policy=known.policy
+        )
+        super().__init__(shared, known, topic, subscription, state)
+
+    @property
+    def consumers(self) -> tuple[key_shared.Consumer, ...]:
+        """Those that were not removed, in the order in which they were added."""
+        with self._changed:
+            return self._receiving.consumers
+
+    def add_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
+        """A consumer joins: keys move to it from the others.
+
+        The future is settled when it has joined. Raises InvalidArgument, also from the future: STICKY ranges that
+        another one has.
+
+        Example: `subscription.add_consumer(tarry.Consumer("gate-3")).result()`
+        """
+        with self._changed:
+            return self._receiving.add_consumer(consumer, futures.promise)
+
+    def remove_consumer(self, consumer: key_shared.Consumer) -> Future[None]:
+        """A consumer leaves: what it holds comes again, for others, in the order of positions.
+
+        Nothing more comes for it from now on. What it has done may still be acknowledged. Raises InvalidArgument: it is
+        not here.
+
+        Example: `subscription.remove_consumer(gate_1).result()`
+        """
+        with self._changed:
+            return self._receiving.remove_consumer(consumer, futures.promise)
+
+    def plan(
+        self,
+        ledger_id: columns.Column,
+        entry_id: columns.Column,
+        key_hash: columns.Column | None = None,
+        *,
+        anew: bool = False,
+    ) -> Future[key_shared.Planned]:
+        """Asks who receives messages that are not delayed, in the order in which they stand in the log.
+
+        The future has a consumer for each position, or HELD: such a one comes by `receive` when it is free. What
+        consumers have is acknowledged like anything that is received. It is settled before anything that was decided
+        later comes by `receive`. Calls are answered one after the other.
+        `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` or PlanLost.
+        Raises InvalidArgument, PlanLost, also from the future: the stream has ended, and its plans with it.
+
+        Example: `subscription.plan(1, range(100), tarry.key_hash(keys)).result().batches`
+        """
+        with self._changed:
+            parts = self._receiving.plan(ledger_id, entry_id, key_hash, futures.promise, anew=anew)
+        return subscription.whole(parts, key_shared.Planned.merge)
+
+    def mark_delete(self, ledger_id: int, entry_id: int) -> Future[None]:
+        """Tells that everything that was planned up to and including this position is acknowledged.
+
+        With LAST_SENT_POSITION it is what consumers that joined wait for, where not each position is acknowledged here
+        by itself. What this subscription holds of it is to be acknowledged all the same.
+
+        Example: `subscription.mark_delete(7, 1_999)`
+        """
+        with self._changed:
+            return self._receiving.mark_delete(ledger_id, entry_id, futures.promise)
