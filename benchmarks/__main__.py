@@ -33,6 +33,7 @@ from benchmarks import (
     restart,
     seal_pause,
     see,
+    selectors,
     stored,
     workbench,
 )
@@ -55,6 +56,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         seal_pause,
         see,
         fifo,
+        selectors,
     )
 }
 # Of the rival alone, and not among `all`.
