@@ -42,7 +42,13 @@ class Watcher(Protocol):
 
     def came(self, rows: KeyedRows, dispatchers: U32) -> None: ...
 
-    def left(self, rows: KeyedRows, dispatchers: U32) -> None: ...
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        """They left by a request, or by time: a decision on them is about to be staged."""
+        ...
+
+    def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
+        """They left otherwise: nothing has to become durable."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,7 +169,7 @@ class InFlight:
                 continue
             if parts is not None:
                 parts.append(_Taken(hits + taken, run.rows.take(places)))
-            self._leave(run, places)
+            self._leave(run, places, are_claimed=True)
             found[taken:][hits] = True
             if found.all():
                 break
@@ -194,7 +200,7 @@ class InFlight:
         self, keys: U64, deliver_at_ms: U64, holders: Collection[int], dispatcher: int, *, elapsed_ms: int = 0
     ) -> Mask:
         """Gives a dispatcher the positions with that time that one of the holders holds, from now on; a mask of
-        those. To itself: they are there since now.
+        those.
         """
         self._sort_all_in()
         among = np.fromiter(holders, np.uint32, len(holders))
@@ -211,6 +217,18 @@ class InFlight:
         if moved_rows:
             self._held[dispatcher] += moved_rows
         return moved
+
+    def touch(self, keys: U64, deliver_at_ms: U64, holders: Collection[int], *, elapsed_ms: int) -> Mask:
+        """The positions with that time that one of the holders holds are in the table since now; a mask of those."""
+        self._sort_all_in()
+        among = np.fromiter(holders, np.uint32, len(holders))
+        touched = np.zeros(len(keys), np.bool_)
+        for run in self._runs:
+            hits, places = _found(run, keys, deliver_at_ms)
+            held = np.isin(run.dispatcher[places], among)
+            run.since_ms[places[held]] = elapsed_ms
+            touched[hits[held]] = True
+        return touched
 
     def take_dispatcher(self, dispatcher: int) -> KeyedRows:
         """Removes and returns what a dispatcher holds."""
@@ -257,7 +275,7 @@ class InFlight:
             chosen = np.flatnonzero(overdue)[: limit - rows]
             taken.append(run.rows.take(chosen))
             rows += len(chosen)
-            self._leave(run, chosen)
+            self._leave(run, chosen, are_claimed=True)
             run.oldest_ms = int(run.since_ms[run.alive].min()) if run.living else 0
         self._runs = [run for run in self._runs if run.living]
         return KeyedRows.concat(taken)
@@ -310,24 +328,25 @@ class InFlight:
             if len(chosen):
                 taken.append(run.rows.take(chosen))
                 holders.append(run.dispatcher[chosen])
-                self._leave(run, chosen)
+                self._leave(run, chosen, are_claimed=False)
         self._runs = [run for run in self._runs if run.living]
         return KeyedRows.concat(taken), np.concatenate(holders)
 
-    def _leave(self, run: _Run, places: Places) -> None:
+    def _leave(self, run: _Run, places: Places, *, are_claimed: bool) -> None:
         run.alive[places] = False
         run.living -= len(places)
         self._living -= len(places)
         self._count_left(run.dispatcher[places])
         if self.watcher is not None and len(places):
-            self.watcher.left(run.rows.take(places), run.dispatcher[places])
+            tell = self.watcher.claimed if are_claimed else self.watcher.returned
+            tell(run.rows.take(places), run.dispatcher[places])
 
     def _leave_whole(self, first_key: int) -> None:
         batch = self._batches.pop(first_key)
         self._living -= len(batch.rows)
         self._count_left(batch.dispatchers)
         if self.watcher is not None:
-            self.watcher.left(batch.rows, batch.dispatchers)
+            self.watcher.claimed(batch.rows, batch.dispatchers)
 
     def _count_left(self, dispatchers: U32) -> None:
         for number, rows in _counted(dispatchers):

@@ -20,7 +20,7 @@ slot may be applied in any order.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -35,7 +35,7 @@ from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.nack_tracker import rounded_up
-from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.journal import DeadLetterReason, NackRecord, Record
@@ -226,14 +226,18 @@ class Redelivering:
         entries = self._indexes.of_entries(state.subscription_id)
         return bitmap_of(np.concatenate([each.pages.find(ledger_id, entry_id) for each in entries]))
 
-    def extend(self, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int) -> int:
-        """Positions that a dispatcher holds with that time are IN_FLIGHT since now; how many it does not hold so."""
+    def extend(
+        self, state: SubscriptionState, positions: HeldPositions, holders: Collection[int], *, elapsed_ms: int
+    ) -> int:
+        """Positions that one of the holders has with that time are IN_FLIGHT since now; how many none of them has so."""
+        in_flight, left = state.in_flight, positions
         for index in self._indexes.serving(state.subscription_id):
-            moved = state.in_flight.move(
-                positions.keys_in(index), positions.deliver_at_ms, (dispatcher,), dispatcher, elapsed_ms=elapsed_ms
-            )
-            positions = positions.take(~moved)
-        return len(positions)
+            left = left.take(~in_flight.touch(left.keys_in(index), left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
+        if state.key_shared is not None and len(left):
+            keys = state.key_shared.planned.find(left.ledger_id, left.entry_id)
+            keys[left.are_parts()] = UNKNOWN_KEY
+            left = left.take(~in_flight.touch(keys, left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
+        return len(left)
 
     # ---- one decision
 
@@ -412,6 +416,8 @@ class Redelivering:
         rows = index.pages.keyed(record.rows)
         named = bitmap_of(rows.keys)
         state.nacking -= named
+        if state.key_shared is not None:
+            state.key_shared.settle(named)
         times_ms, counts = record.redeliver_at_ms, record.redelivery_count
         there = entitlement.owed_among(index, named, state.subscription_id)
         if len(there) < len(rows):

@@ -174,17 +174,16 @@ class Topic:
         found, missing = find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
         return key_sharing.not_kept_back(state, found), missing
 
-    def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> int:
-        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; how many. Those that are NACKED
-        are not.
+    def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> Mask:
+        """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; which of them. Those that are
+        NACKED are not.
         """
-        nacked = contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
-        if nacked.any():
-            found = found.take(~nacked)
-        if len(found):
-            state.withdraw(bitmap_of(found.keys))
-            state.in_flight.add(state.counted(found), dispatcher, elapsed_ms=elapsed_ms)
-        return len(found)
+        held = ~contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
+        if held.any():
+            rows = found if held.all() else found.take(held)
+            state.withdraw(bitmap_of(rows.keys))
+            state.in_flight.add(state.counted(rows), dispatcher, elapsed_ms=elapsed_ms)
+        return held
 
     def hold_by_key(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
         """The same for consumers of a KEY_SHARED subscription, `numbers` u32[n]; which of the rows are held."""

@@ -41,7 +41,7 @@ class Joining:
 
 
 class Consumers:
-    """Consumers by ordinal and by number."""
+    """Consumers by ordinal and by number. Who has left keeps its ordinal until `forget`."""
 
     def __init__(self) -> None:
         self._by_ordinal: list[Joining | None] = [None]
@@ -53,6 +53,7 @@ class Consumers:
         self._permits = np.zeros(_ORDINALS_AT_FIRST, np.int64)
         self._takes = np.zeros(_ORDINALS_AT_FIRST, np.bool_)
         self._full: set[int] = set()
+        self._departed: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._ordinals)
@@ -100,11 +101,19 @@ class Consumers:
 
     def leave(self, numbers: Collection[int]) -> None:
         for number in numbers:
-            ordinal = self._ordinals.pop(number)
+            ordinal = self._departed[number] = self._ordinals.pop(number)
             self._by_ordinal[ordinal] = None
             self._numbers[ordinal] = self._streams[ordinal] = self._permits[ordinal] = 0
             self._takes[ordinal] = False
-            heapq.heappush(self._free, ordinal)
+
+    @property
+    def departed(self) -> list[int]:
+        """The numbers of those who have left and are not forgotten."""
+        return list(self._departed)
+
+    def forget(self, number: int) -> None:
+        """Nothing is known any more of a consumer that has left: its ordinal is free."""
+        heapq.heappush(self._free, self._departed.pop(number))
 
     # ---- who is who
 
@@ -112,11 +121,15 @@ class Consumers:
         return self._ordinals[number]
 
     def ordinals_of(self, numbers: U32) -> U16:
-        """The ordinals of a column of numbers, each of a consumer that is there."""
+        """The ordinals of a column of numbers, each of a consumer that is there or is not forgotten."""
         if not numbers.strides[0] or (numbers == numbers[0]).all():
-            return np.broadcast_to(np.asarray(self._ordinals[int(numbers[0])], np.uint16), len(numbers))
+            return np.broadcast_to(np.asarray(self._ordinal(int(numbers[0])), np.uint16), len(numbers))
         distinct, inverse = np.unique(numbers, return_inverse=True)
-        return np.array([self._ordinals[number] for number in distinct.tolist()], np.uint16)[inverse]
+        return np.array([self._ordinal(number) for number in distinct.tolist()], np.uint16)[inverse]
+
+    def _ordinal(self, number: int) -> int:
+        ordinal = self._ordinals.get(number)
+        return self._departed[number] if ordinal is None else ordinal
 
     def numbers_of(self, ordinals: U16) -> U32:
         """The numbers of a column of ordinals; 0 of nobody."""

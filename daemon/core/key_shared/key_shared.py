@@ -115,6 +115,8 @@ class KeyShared:
         self.nacks: BlockingNacks | None = None
         if policy.nack_order is NackOrder.BLOCK_KEY:
             self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, self._order)
+        # Rows that were in flight and are acknowledged, or negatively so, by decisions that are staged.
+        self._leaving = InFlight()
         self._elapsed_ms = 0
         # Something changed that rows wait for.
         self._look_again = False
@@ -148,6 +150,7 @@ class KeyShared:
         self.consumers.leave(numbers)
         for ordinal in ordinals:
             self.last_sent.left(ordinal)
+        self._forget_departed()
         self._look_again = True
         return held
 
@@ -179,15 +182,33 @@ class KeyShared:
         if not is_full:
             self._look_again = True
 
-    # ---- the watcher of IN_FLIGHT
+    # ---- the watcher of IN_FLIGHT: who holds rows of each hash
 
     def came(self, rows: KeyedRows, dispatchers: U32) -> None:
         if self.draining is not None:
             self.draining.received(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
 
-    def left(self, rows: KeyedRows, dispatchers: U32) -> None:
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        # Until the decision is durable nobody else gets a row of the hash: after a crash they would come again.
+        if self.draining is not None:
+            self._leaving.add(rows, dispatchers)
+
+    def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
         if self.draining is not None:
             self.draining.settled(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
+
+    def settle(self, keys: BitMap64) -> None:
+        """What was decided of rows that were in flight is applied."""
+        if len(self._leaving):
+            rows, dispatchers = self._leaving.take_where(lambda rows, _: contained(rows.keys, keys))
+            if len(rows):
+                self.returned(rows, dispatchers)
+                self._forget_departed()
+
+    def _forget_departed(self) -> None:
+        for number in self.consumers.departed:
+            if not self._leaving.held_rows(number):
+                self.consumers.forget(number)
 
     # ---- handing out
 
@@ -374,6 +395,7 @@ class KeyShared:
 
     def departed(self, keys: BitMap64) -> None:
         """Rows left the backlog."""
+        self.settle(keys)
         if self.nacks is not None:
             self.nacks.blocks.left(keys)
         if self.planned.were_any:
@@ -480,6 +502,8 @@ class KeyShared:
         places = np.flatnonzero(taken)
         rows, found = self._in_flight.take_rows(keys[places], np.zeros(len(places), np.uint64))
         hashes[places[found]] = rows.key_hash()
+        # Nothing of them is durable.
+        self.settle(bitmap_of(rows.keys))
         elsewhere = bitmap_of(keys[places[~found]])
         if elsewhere:
             if self.nacks is not None:
@@ -498,6 +522,7 @@ class KeyShared:
         """Those of rows that are at nobody any more which were planned; they are about to have a row."""
         planned = rows.take(self.planned.are_planned(rows.keys))
         if len(planned):
+            self.settle(bitmap_of(planned.keys))
             self.planned.settle(bitmap_of(planned.keys))
         return planned
 
