@@ -318,7 +318,7 @@ class RedeliveryMachine(RedeliveryInvariants):
         claims = list({(claim.at, claim.batch_index): claim for claim in claims}.values())
         found = [self.held_by(number, dispatcher, claim) for claim in claims]
         ignored = self.topic.core.redelivery.extend(
-            self.state(number), claims_of(claims), dispatcher, elapsed_ms=self.topic.elapsed_ms
+            self.state(number), claims_of(claims), (dispatcher,), elapsed_ms=self.topic.elapsed_ms
         )
         assert ignored == found.count(None)
         for at in filter(None, found):

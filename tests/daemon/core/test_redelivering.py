@@ -325,8 +325,8 @@ def test_what_is_in_flight_too_long_is_nacked_by_policy() -> None:
     assert one.state.in_flight.oldest_since_ms() == 100
     one.apply(one.topic.redelivery.stage_overdue(one.state, 150, one.terms(), limit=10))
     assert (len(one.state.in_flight), len(one.state.nacks)) == (1, 1)
-    assert one.topic.redelivery.extend(one.state, one.claims([(2, None, NOW_MS)]), LISTENER, elapsed_ms=900) == 0
-    assert one.topic.redelivery.extend(one.state, one.claims([(1, None, NOW_MS)]), LISTENER, elapsed_ms=900) == 1
+    assert one.topic.redelivery.extend(one.state, one.claims([(2, None, NOW_MS)]), (LISTENER,), elapsed_ms=900) == 0
+    assert one.topic.redelivery.extend(one.state, one.claims([(1, None, NOW_MS)]), (LISTENER,), elapsed_ms=900) == 1
     assert one.topic.redelivery.stage_overdue(one.state, 899, one.terms(), limit=10) == ()
     assert one.handed_out(NOW_MS + 100) == [(1, None, NOW_MS, 1)]
 
@@ -422,5 +422,5 @@ def test_held_positions_that_are_nacked_stay_so() -> None:
     one.nack((1, None, NOW_MS), delay_ms=10)
     one.topic.open(one.state, 8)
     found, _ = one.topic.find_in_backlog(one.state, one.claims([(1, None, NOW_MS), (2, None, NOW_MS)]), {})
-    assert one.topic.hold(one.state, 8, found) == 1
+    assert one.topic.hold(one.state, 8, found).tolist() == (found.rows.entry_id == 2).tolist()
     assert one.handed_out(NOW_MS + 10) == [(1, None, NOW_MS, 1)]

@@ -352,8 +352,8 @@ def test_a_message_that_times_out_when_its_entry_dies_leaves_with_it() -> None:
 def test_what_is_extended_is_there_since_then() -> None:
     topic, state = with_rows_in_flight(P, Q)
     claims = claims_of([(P, NOW_MS), (R, NOW_MS)])
-    assert topic.core.redelivery.extend(state, claims, OTHER, elapsed_ms=70) == 2
-    assert topic.core.redelivery.extend(state, claims, LISTENER, elapsed_ms=70) == 1
+    assert topic.core.redelivery.extend(state, claims, (OTHER,), elapsed_ms=70) == 2
+    assert topic.core.redelivery.extend(state, claims, (LISTENER,), elapsed_ms=70) == 1
     on = nacking.terms(topic.now_ms)
     assert nacking.stage_overdue(topic, state, 69, on, 9).nacks.keys() == {(0, *Q)}
     assert nacking.stage_overdue(topic, state, 70, on, 9).nacks.keys() == {(0, *P)}
@@ -364,7 +364,7 @@ def test_a_position_that_is_held_as_two_rows_is_extended_as_one() -> None:
     topic.add([P], NOW_MS)
     topic.add([P], NOW_MS, state.subscription_id)
     assert handed(topic, state) == [(P, 0), (P, 0)]
-    assert topic.core.redelivery.extend(state, claims_of([(P, NOW_MS), (Q, NOW_MS)]), LISTENER, elapsed_ms=70) == 1
+    assert topic.core.redelivery.extend(state, claims_of([(P, NOW_MS), (Q, NOW_MS)]), (LISTENER,), elapsed_ms=70) == 1
 
 
 # ---- positions that were never added
