@@ -55,6 +55,12 @@ class TopicNumbers:
     dead_letters: int
     # Lost with damaged buckets and not added again.
     rebuild_needed: int
+    # Consumers of KEY_SHARED streams, rows that wait for their key, and hashes that wait: for what another consumer holds,
+    # and for what was negatively acknowledged.
+    key_shared_consumers: int
+    key_shared_waiting: int
+    draining_hashes: int
+    nack_blocked_hashes: int
     # 0.0 when nothing is due that was not handed out.
     oldest_due_age_s: float
     # Pending rows by delay level, of levels that have any.
@@ -115,6 +121,15 @@ class Metrics:
         )
         self._dead_letters_purged = counter(
             "tarry_dead_letter_purged_rows", "Dead letters that were forgotten on request.", "topic"
+        )
+        self._planned = _Children(
+            counter("tarry_key_shared_planned_rows", "Planned positions by outcome.", "topic", "outcome")
+        )
+        self._key_blocked = _Children(
+            counter("tarry_key_shared_blocked_rows", "Rows kept back for their key, repeats included.", "topic")
+        )
+        self._taken_back = _Children(
+            counter("tarry_key_shared_taken_back_rows", "Rows taken back behind a nacked one of their key.", "topic")
         )
         self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
@@ -223,6 +238,21 @@ class Metrics:
         """`rows` were handed out; those that were never negatively acknowledged so late."""
         self._handed_out(self._labels.label(topic)).inc(rows)
         self._lateness.observe_ms(lateness_ms)
+
+    def planned(self, topic: str, *, sent: int, held: int) -> None:
+        """A plan was made: so many positions go to consumers at once, the others wait."""
+        label = self._labels.label(topic)
+        for outcome, rows in (("sent", sent), ("held", held)):
+            if rows:
+                self._planned(label, outcome).inc(rows)
+
+    def key_blocked(self, topic: str, *, rows: int) -> None:
+        """Rows might have been sent, but others of their hash are at another consumer."""
+        self._key_blocked(self._labels.label(topic)).inc(rows)
+
+    def taken_back(self, topic: str, *, rows: int) -> None:
+        """Rows behind a negatively acknowledged one of their hash were taken back from their consumers."""
+        self._taken_back(self._labels.label(topic)).inc(rows)
 
     def trimmed(self, topic: str, *, rows: int, of_subscription: bool) -> None:
         """Rows left the topic, or the backlog of one subscription, by a trim or a clear."""
@@ -449,6 +479,10 @@ _TOPIC_GAUGES = {
     "nacked": ("tarry_nacked_rows", "Of the backlog, rows that wait for their redelivery."),
     "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
     "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
+    "key_shared_consumers": ("tarry_key_shared_consumers", "Consumers of KEY_SHARED streams."),
+    "key_shared_waiting": ("tarry_key_shared_waiting_rows", "Rows due or planned that wait for their key or permits."),
+    "draining_hashes": ("tarry_key_shared_draining_hashes", "Hashes at another consumer than the one that has them."),
+    "nack_blocked_hashes": ("tarry_key_shared_nack_blocked_hashes", "Hashes that wait for a nacked row."),
     "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
 }
 

@@ -25,6 +25,7 @@ from daemon.engine.group_commit import STALL_ANSWER_S
 from daemon.errors import Unavailable
 
 if TYPE_CHECKING:
+    from daemon.engine.dispatch import OpenStream
     from daemon.engine.served_topic import ServedTopic
 
 
@@ -58,12 +59,12 @@ class Acknowledging:
         self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - ignored, ignored=ignored)
         return ignored
 
-    async def extend(self, state: SubscriptionState, claims: HeldPositions, dispatcher: int) -> int:
-        """The ack time-out of what the dispatcher holds begins anew; how many of the positions it does not hold."""
+    async def extend(self, state: SubscriptionState, claims: HeldPositions, stream: OpenStream) -> int:
+        """The ack time-out of what a stream holds begins anew; how many of the positions it does not hold."""
         self.check(claims)
         await self.decidable(state, claims)
         elapsed_ms = self._environment.elapsed_ms()
-        ignored = self._topic.core.redelivery.extend(state, claims, dispatcher, elapsed_ms=elapsed_ms)
+        ignored = self._topic.core.redelivery.extend(state, claims, stream.holders, elapsed_ms=elapsed_ms)
         # Under another owner the positions are due again.
         await self._topic.shard.commits.confirmed()
         return ignored

@@ -16,6 +16,8 @@ from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.dead_letters import DeadLetterFilter, DeadLetterRows
 from daemon.core.delay_levels import DelayLevels
+from daemon.core.key_shared.hash_slots import HashRange
+from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.quotas import Caller
 from daemon.core.scan import Place
@@ -33,6 +35,9 @@ __all__ = [
     "BucketSummary",
     "Caller",
     "CancelOutcome",
+    "Consumer",
+    "ConsumerPage",
+    "ConsumerSummary",
     "Contained",
     "DeadLetterFilter",
     "DeadLetterPage",
@@ -41,15 +46,19 @@ __all__ = [
     "EntryRanges",
     "GarbageProgress",
     "HandedOut",
+    "HashRange",
     "Health",
+    "HeldByConsumers",
     "HeldPositions",
     "Histogram",
+    "KeySharedStats",
     "Leased",
     "LedgerRanges",
     "Merged",
     "Nack",
     "NackOutcome",
     "Place",
+    "Planned",
     "RebuildNeeded",
     "Replayed",
     "RescheduleBatch",
@@ -60,6 +69,7 @@ __all__ = [
     "SubscriptionPage",
     "SubscriptionPolicy",
     "SubscriptionStats",
+    "TakenBack",
     "TopicDelayLevels",
     "TopicDeleted",
     "TopicLevels",
@@ -86,17 +96,57 @@ class HandedOut:
     """Rows that a dispatcher holds from now on, under the epoch that handed them out.
 
     `redelivery_count`: u32[n], how often each was negatively acknowledged; None: none was. `batch_index`: as in
-    `HeldPositions`.
+    `HeldPositions`. `consumer_id`: u32[n], who of a KEY_SHARED stream receives each; None on any other.
     """
 
     epoch: int
     rows: Rows
     redelivery_count: U32 | None = None
     batch_index: U32 | None = None
+    consumer_id: U32 | None = None
 
     def held(self) -> HeldPositions:
         """What the dispatcher acknowledges them with."""
         return HeldPositions(self.rows.ledger_id, self.rows.entry_id, self.rows.deliver_at_ms, self.batch_index)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Consumer:
+    """A receiver behind a dispatcher; fields as in `tarry.v1.Consumer`."""
+
+    consumer_id: int
+    name: str
+    address: str = ""
+    permits: int = 0
+    hash_ranges: tuple[HashRange, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class HeldByConsumers:
+    """Positions that consumers of a stream held on an earlier one, `consumer_id`, u32[n], each.
+
+    `key_hash`: u32[n], those of positions with `deliver_at_ms` 0 that were planned; None: there are none.
+    """
+
+    positions: HeldPositions
+    consumer_id: U32
+    key_hash: U32 | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Planned:
+    """What a plan says: `consumer_id`, u32[n], who receives each position now; 0: it is HELD."""
+
+    epoch: int
+    request_id: int
+    consumer_id: U32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TakenBack:
+    """Rows that consumers of a stream held and hold no more."""
+
+    rows: HandedOut
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -280,6 +330,26 @@ class SubscriptionPage:
     subscriptions: tuple[SubscriptionStats, ...]
     next_after: str | None
     as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConsumerSummary:
+    """One consumer, and how its dispatcher calls it."""
+
+    consumer_id: int
+    stats: ConsumerStats
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConsumerPage:
+    """Consumers in the order in which they joined. `next_after`: the number of the one to go on after, None on the last
+    page. `key_shared`: None where nobody has the subscription open as KEY_SHARED.
+    """
+
+    consumers: tuple[ConsumerSummary, ...]
+    next_after: int | None
+    as_of_ms: int
+    key_shared: KeySharedStats | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

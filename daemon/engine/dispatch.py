@@ -1,14 +1,20 @@
-"""One dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
+"""A dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
 
-Owns: the stream's permits, and waiting until there is something to hand out.
+Owns: what streams of every type have in common; of a SHARED one its permits, and waiting until there is something to
+hand out.
 Does not own: which rows (`daemon.core.subscription`), whose turn it is (`waiting_line`), what an acknowledgement does
-(`acknowledging`, `redelivering`), durability (`shard`) and the wire.
+(`acknowledging`, `redelivering`), KEY_SHARED streams (`key_shared_stream`), opening (`opening`), durability (`shard`)
+and the wire.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from daemon.core.claims import HeldPositions
 from daemon.core.quarantine import RebuildNeeded
@@ -29,33 +35,32 @@ class StreamClosed(Exception):
     """The stream was closed while somebody waited for its messages."""
 
 
-class DispatchStream:
-    """A dispatcher that listens, under `epoch`. `held`: how many of the positions that it declared it holds.
+class OpenStream:
+    """A dispatcher that listens, under `epoch`.
 
+    `held`: how many of the positions that it declared are IN_FLIGHT here. `not_held`: i64[n], the places of the others.
     Close it always; what it holds is READY again then.
     """
 
     def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
         self.epoch = epoch
         self.held = 0
+        self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
-        self.permits = 0
         self.state = state
         self.dispatcher = dispatcher
         self._topic = topic
         self._changed = asyncio.Event()
         self._ended: Exception | None = None
-        # As many as may be taken at once: before there are more the others have a turn.
-        self._took_many = False
-
-    def grant(self, permits: int) -> None:
-        """That many more rows may be handed out."""
-        self.permits = min(self.permits + permits, PERMITS_MAX)
-        self.notify()
 
     def notify(self) -> None:
         """There may be something to hand out."""
         self._changed.set()
+
+    @property
+    def holders(self) -> Collection[int]:
+        """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
+        return (self.dispatcher,)
 
     async def acknowledge(
         self,
@@ -83,38 +88,16 @@ class DispatchStream:
     async def extend(self, claims: HeldPositions) -> int:
         """The ack time-out of positions begins anew; how many of them are not IN_FLIGHT at this stream."""
         self._check_open()
-        return await self._topic.acknowledging.extend(self.state, claims, self.dispatcher)
+        return await self._topic.acknowledging.extend(self.state, claims, self)
 
     def _check_open(self) -> None:
         if self._ended is not None:
             raise self._ended
 
-    async def next_messages(self) -> HandedOut:
-        """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
-
-        Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
-        StreamClosed after `close`.
-        """
-        line = self._topic.line(self.state)
-        try:
-            while True:
-                if self._ended is not None:
-                    raise self._ended
-                if self._took_many:
-                    self._took_many = False
-                    await self._topic.pace.give_way()
-                    continue
-                if self.permits and line.is_turn_of(self):
-                    limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
-                    rows = self._topic.hand_out(self.state, self.dispatcher, limit)
-                    if len(rows):
-                        self.permits -= len(rows)
-                        self._took_many = len(rows) == limit
-                        return self._topic.handed_out(self.state, rows)
-                self._changed.clear()
-                await self._changed.wait()
-        finally:
-            line.leave(self)
+    async def _change(self) -> None:
+        """Returns when there may be something to hand out since the call."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def end(self, error: Exception) -> None:
         """The topic is served here no longer."""
@@ -127,3 +110,43 @@ class DispatchStream:
         if self._ended is None:
             self._topic.close_stream(self)
         self.end(StreamClosed())
+
+
+class DispatchStream(OpenStream):
+    """A SHARED stream. See `OpenStream`."""
+
+    def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+        super().__init__(topic, state, dispatcher, epoch=epoch)
+        self.permits = 0
+        # As many as may be taken at once: before there are more the others have a turn.
+        self._took_many = False
+
+    def grant(self, permits: int) -> None:
+        """That many more rows may be handed out."""
+        self.permits = min(self.permits + permits, PERMITS_MAX)
+        self.notify()
+
+    async def next_messages(self) -> HandedOut:
+        """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
+
+        Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
+        StreamClosed after `close`.
+        """
+        line = self._topic.line(self.state)
+        try:
+            while True:
+                self._check_open()
+                if self._took_many:
+                    self._took_many = False
+                    await self._topic.pace.give_way()
+                    continue
+                if self.permits and line.is_turn_of(self):
+                    limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
+                    rows = self._topic.hand_out(self.state, self.dispatcher, limit)
+                    if len(rows):
+                        self.permits -= len(rows)
+                        self._took_many = len(rows) == limit
+                        return self._topic.handed_out(self.state, rows)
+                await self._change()
+        finally:
+            line.leave(self)

@@ -21,12 +21,15 @@ from daemon.core.topic import Topic
 from daemon.engine.calls import (
     BucketPage,
     BucketSummary,
+    ConsumerPage,
+    ConsumerSummary,
     SubscriptionPage,
     SubscriptionStats,
     TopicLevels,
     TopicStats,
     TopicSummary,
 )
+from daemon.engine.dispatch import DispatchStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import InvalidArgument
 from daemon.metrics import TopicNumbers
@@ -112,7 +115,9 @@ def oldest_due_ms(core: Topic) -> int:
 
 
 def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:
-    streams = topic.streams.get(state.subscription_id, {})
+    streams = topic.streams.get(state.subscription_id, {}).values()
+    key_shared = state.key_shared
+    permits = sum(stream.permits for stream in streams if isinstance(stream, DispatchStream))
     own = topic.core.indexes.serving(state.subscription_id)[1:]
     return SubscriptionStats(
         subscription=state.stored.name,
@@ -121,13 +126,30 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         backlog=state.backlog,
         in_flight=len(state.in_flight),
         dispatchers=len(streams),
-        permits=sum(stream.permits for stream in streams.values()),
+        permits=permits if key_shared is None else key_shared.permits,
         leased=state.leased_rows,
         policy=state.stored.policy,
         own_pending=sum(index.pending_rows for index in own),
         nacked=len(state.nacks),
         next_redelivery_ms=state.nacks.next_due_ms() or 0,
         dead_letters=len(state.dead_letters),
+        consumers=0 if key_shared is None else len(key_shared.consumers),
+        waiting=0 if key_shared is None else len(key_shared.waiting),
+    )
+
+
+def consumers_page(
+    topic: ServedTopic, state: SubscriptionState, page_size: int, after: int, *, now_ms: int
+) -> ConsumerPage:
+    """Consumers in the order in which they joined, after the one with a number, 0: from the first on."""
+    key_shared = state.key_shared
+    found = [] if key_shared is None else key_shared.consumer_stats(after, page_size + 1)
+    page = found[:page_size]
+    return ConsumerPage(
+        consumers=tuple(ConsumerSummary(topic.key_sharing.consumer_id_of(state, each.number), each) for each in page),
+        next_after=page[-1].number if len(found) > len(page) else None,
+        as_of_ms=now_ms,
+        key_shared=None if key_shared is None else key_shared.stats(),
     )
 
 
@@ -197,6 +219,7 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
     """The topic at a scrape."""
     core, indexes = topic.core, topic.core.indexes
     states = core.subscriptions.values()
+    shared = [state.key_shared for state in states if state.key_shared is not None]
     oldest_ms = oldest_due_ms(core)
     return TopicNumbers(
         topic=core.name,
@@ -212,6 +235,10 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         dead_letters=sum(len(state.dead_letters) for state in states),
         rebuild_needed=sum(needed.rows for needed in core.rebuild_needed()),
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
+        key_shared_consumers=sum(len(each.consumers) for each in shared),
+        key_shared_waiting=sum(len(each.waiting) for each in shared),
+        draining_hashes=sum(each.draining_hashes for each in shared),
+        nack_blocked_hashes=sum(each.nack_blocked_hashes for each in shared),
         pending_by_level=pending_by_level(core),
     )
 

@@ -86,8 +86,9 @@ class Leases:
     async def get(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
         """At most `max_rows` due rows, leased from now on; waits for the first one. Empty when none came in time.
 
-        Raises QuotaExceeded, and what ended the subscription or the topic meanwhile.
+        Raises QuotaExceeded, Conflict, and what ended the subscription or the topic meanwhile.
         """
+        self._topic.key_sharing.check_type(state, key_shared=False)
         pulled = self._pulled_from(state)
         self._check_room(pulled)
         puller, line = _Puller(), self._topic.line(state)
@@ -141,6 +142,17 @@ class Leases:
         """Whether a lease of the subscription, or what listens for pullers, has the number."""
         pulled = self._pulled.get(state.subscription_id)
         return pulled is not None and (number == pulled.listener or number in pulled.ends_s)
+
+    def are_under_way(self, state: SubscriptionState) -> bool:
+        """Whether positions of the subscription are leased, or somebody waits to lease some. O(leases)."""
+        pulled = self._pulled.get(state.subscription_id)
+        return pulled is not None and (bool(pulled.pullers) or any(map(state.held_rows, pulled.ends_s)))
+
+    def stop_listening(self, state: SubscriptionState) -> None:
+        """READY is not kept for pullers any longer. Call while nothing is leased or waited for."""
+        pulled = self._pulled.pop(state.subscription_id, None)
+        if pulled is not None:
+            state.close(pulled.listener)
 
     # ---- the life of a lease
 
@@ -202,8 +214,7 @@ class Leases:
             if pulled.ends_s and now_s - pulled.swept_at_s >= SWEEP_S:
                 self._sweep(pulled)
             if not pulled.ends_s and not pulled.pullers and now_s - pulled.pulled_at_s >= LISTEN_S:
-                del self._pulled[pulled.state.subscription_id]
-                pulled.state.close(pulled.listener)
+                self.stop_listening(pulled.state)
         self._arm()
 
     def _arm(self) -> None:

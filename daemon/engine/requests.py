@@ -21,6 +21,7 @@ from daemon.engine import calls, dead_letters, inspection, leases, topic_setting
 from daemon.engine.collection import Collection
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.environment import Environment
+from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.viewing import Viewing
 from daemon.errors import AlreadyExists, InvalidArgument, NotFound
@@ -152,19 +153,30 @@ class Requests:
     # ---- dispatch
 
     async def open_dispatch(self, topic: str, subscription: str, held: calls.HeldPositions) -> DispatchStream:
-        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound."""
+        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound, and
+        Conflict while the subscription is open as KEY_SHARED.
+        """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
-            return await served.open_subscription(
-                subscription, held, streams_max=self._environment.config.limits.streams_per_subscription_max
-            )
+            return await served.opening.shared(subscription, held)
+
+    async def open_key_shared(
+        self, topic: str, subscription: str, consumers: Sequence[calls.Consumer], held: calls.HeldByConsumers
+    ) -> KeySharedStream:
+        """The same, of a dispatcher that says which consumers it has. Raises NotFound, InvalidArgument, QuotaExceeded,
+        and Conflict while the subscription is open as SHARED or leases rows.
+        """
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.opening.key_shared(subscription, consumers, held)
 
     async def get_scheduled(
         self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
     ) -> calls.Leased:
         """Due rows without a stream, leased for `lease_ms` (0: as the subscription's policy says).
 
-        Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded.
+        Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded, and
+        Conflict while the subscription is open as KEY_SHARED.
         """
         self._check_names(topic, subscription)
         leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
@@ -354,6 +366,16 @@ class Requests:
         size = inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
+
+    async def list_consumers(self, topic: str, subscription: str, page_size: int, after: int) -> calls.ConsumerPage:
+        """Consumers of a subscription that joined after the one with the number `after`, `next_after` of the page
+        before. Raises NotFound.
+        """
+        size = inspection.page_size_of(page_size)
+        self._check_names(topic, subscription)
+        _, served = await self._shown(topic)
+        state = served.subscription(subscription)
+        return inspection.consumers_page(served, state, size, after, now_ms=self._environment.clock.now_ms())
 
     async def list_scheduled(
         self, topic: str, view: calls.View, page_size: int, after: calls.Place | None

@@ -4,7 +4,8 @@ Owns: adding and asking for rows, its streams and lines, its wake-ups, loading i
 for subscriptions that are behind.
 Does not own: decisions (`daemon.core.topic`), requests on what was handed out (`acknowledging`, `redelivering`), the
 moment of a cancellation (`withdrawing`), slots (`group_commit`), seals and drops (`bucket_life`), changes of the topic
-as a whole (`subscription_changes`, `topic_changes`), leases (`leases`), and what is shown of it (`inspection`).
+as a whole (`subscription_changes`, `topic_changes`), how streams open (`opening`), sharing by key (`key_sharing`),
+leases (`leases`), and what is shown of it (`inspection`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from daemon.core import batch_parts, limits
+from daemon.core import batch_parts
 from daemon.core.adding import AddBatch, AddOutcome
-from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.positions import KeyedRows
 from daemon.core.quotas import Caller, PendingRows
@@ -31,11 +31,13 @@ from daemon.engine import topic_settings
 from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.calls import HandedOut
 from daemon.engine.dead_letters import TopicDeadLetters
-from daemon.engine.dispatch import DispatchStream
+from daemon.engine.dispatch import OpenStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import GroupCommit
+from daemon.engine.key_sharing import KeySharing
 from daemon.engine.leases import Leases
+from daemon.engine.opening import Opening
 from daemon.engine.pace import Pace
 from daemon.engine.redelivering import TopicRedelivery
 from daemon.engine.segment_loading import SegmentLoader
@@ -56,7 +58,6 @@ READY_LOW_ROWS = 20_000
 # Buckets that wait for their seal before adds are refused.
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
-STREAMS_RETRY_MS = 5_000
 # Numbers of dispatchers are 32 bits wide where they stand with a row.
 DISPATCHER_MAX = (1 << 32) - 1
 # Ranges of one answer; what is more is asked for again.
@@ -101,7 +102,9 @@ class ServedTopic:
             topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
         )
         self.gate = TopicGate(topic.name, shard.commits)
-        self.streams: dict[int, dict[int, DispatchStream]] = {}
+        self.streams: dict[int, dict[int, OpenStream]] = {}
+        self.opening = Opening(self, environment)
+        self.key_sharing = KeySharing(self, environment)
         self.leases = Leases(self, environment)
         self.acknowledging = Acknowledging(self, environment)
         self.redelivery = TopicRedelivery(self, environment)
@@ -259,56 +262,26 @@ class ServedTopic:
 
     # ---- streams
 
-    async def open_subscription(self, subscription: str, held: HeldPositions, *, streams_max: int) -> DispatchStream:
-        """Opens a stream on a subscription by its name. Raises NotFound."""
-        limits.check_batch_index(held.entry_id, held.batch_index)
-        await self.gate.passed()
-        state = self.subscription(subscription)
-        streams = len(self.streams.get(state.subscription_id, {}))
-        if streams >= streams_max:
-            raise QuotaExceeded(
-                f"subscription {subscription!r} has {streams} open streams, the limit is {streams_max}",
-                retry_after_ms=STREAMS_RETRY_MS,
-            )
-        return await self.open_stream(state, held)
-
-    async def open_stream(self, state: SubscriptionState, held: HeldPositions) -> DispatchStream:
-        """A dispatcher listens; the held positions that are in the backlog stay IN_FLIGHT at it."""
-        stream = DispatchStream(self, state, self.next_dispatcher(state), epoch=self.shard.epoch)
-        found = KeyedRows.empty()
-        if len(held):
-            # The rows that it holds have been passed before it asks for them.
-            await self.settle_due()
-            found = await self.acknowledging.find(state, held, held)
-        self.check_there(state)
-        self.core.open(state, stream.dispatcher)
-        stream.held = self.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
-        self.redelivery.watch(state)
-        self._redeliver_on(state)
-        stream.rebuild_needed = self.core.rebuild_needed()
-        self.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
-        self._read_on(state)
-        return stream
-
     def next_dispatcher(self, state: SubscriptionState) -> int:
-        """A number for a stream or a lease of a subscription, that no other one of it has."""
+        """A number for a stream, a consumer or a lease of a subscription, that no other one of it has."""
         streams = self.streams.get(state.subscription_id, {})
         while True:
             number = self._last_dispatcher = self._last_dispatcher % DISPATCHER_MAX + 1
-            if number not in streams and not state.held_rows(number) and not self.leases.has(state, number):
+            taken = number in streams or self.key_sharing.has(state, number) or self.leases.has(state, number)
+            if not taken and not state.held_rows(number):
                 return number
 
     def listen(self, state: SubscriptionState, dispatcher: int) -> None:
         """READY is kept for a dispatcher that holds nothing itself."""
         self.core.open(state, dispatcher)
-        self._redeliver_on(state)
-        self._read_on(state)
+        self.refill(state)
 
-    def close_stream(self, stream: DispatchStream) -> None:
+    def close_stream(self, stream: OpenStream) -> None:
         of_subscription = self.streams.get(stream.state.subscription_id, {})
         if of_subscription.pop(stream.dispatcher, None) is None:
             return
         stream.state.close(stream.dispatcher)
+        self.key_sharing.closed(stream)
         self.notify(stream.state)
 
     def end_streams(self, error: Exception, *, subscription_id: int | None = None) -> None:
@@ -329,32 +302,41 @@ class ServedTopic:
 
     def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
         """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
-        if not state.available_rows or state.subscription_id in self._withheld or not self.shard.may_hand_out:
+        if not state.available_rows or not self.may_hand_out(state):
             return KeyedRows.empty()
         rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
         if len(rows):
-            self._count_handed_out(state, rows)
+            self.count_handed_out(state, rows)
             self.redelivery.watch(state)
-            self._redeliver_on(state)
-        self._read_on(state)
+        self.refill(state)
         return rows
+
+    def may_hand_out(self, state: SubscriptionState) -> bool:
+        """Whether anything may be handed out to the subscription now."""
+        return state.subscription_id not in self._withheld and self.shard.may_hand_out
+
+    def refill(self, state: SubscriptionState) -> None:
+        """There may be room in READY: for what is redelivered, and for what was not read."""
+        self._redeliver_on(state)
+        self._read_on(state)
 
     def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
         """Rows that were handed out, as their dispatcher sees them."""
         rows, batch_index = batch_parts.unpacked(taken, self.core.indexes, state.subscription_id)
         return HandedOut(self.shard.epoch, rows, taken.redelivery_count, batch_index)
 
-    def _count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None:
+    def count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None:
         now_ms, due_ms = self._environment.clock.now_ms(), rows.rows.deliver_at_ms.astype(np.int64)
         for index in self.core.indexes.serving(state.subscription_id):
             for level, first in index.levels.handed_out(rows.keys):
                 self._environment.metrics.level_handed_out(self.core.name, level, now_ms - due_ms[first])
-        if rows.redelivery_count is not None:
-            due_ms = due_ms[rows.redelivery_count == 0]
+        # What was nacked or planned without having been pending has no time at which it was due.
+        due_ms = due_ms[(due_ms > 0) & (rows.counts() == 0)]
         self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=now_ms - due_ms)
 
     def notify(self, state: SubscriptionState) -> None:
         """There may be something to hand out."""
+        self.key_sharing.notify(state)
         line = self._lines.get(state.subscription_id)
         if line is not None and state.available_rows:
             line.notify()
@@ -379,6 +361,7 @@ class ServedTopic:
         """Once a second: what depends on time alone."""
         if self._ended is None:
             self.leases.look_after()
+            self.key_sharing.look_after()
             self.notify_all()
 
     def rows_added(self) -> None:

@@ -52,7 +52,22 @@ _DELIVER_AT_MS = _tag(_MESSAGES.DELIVER_AT_MS_FIELD_NUMBER, _PACKED)
 _KEY_HASH = _tag(_MESSAGES.KEY_HASH_FIELD_NUMBER, _PACKED)
 _REDELIVERY_COUNT = _tag(_MESSAGES.REDELIVERY_COUNT_FIELD_NUMBER, _PACKED)
 _BATCH_INDEX = _tag(_MESSAGES.BATCH_INDEX_FIELD_NUMBER, _PACKED)
+_CONSUMER_ID = _tag(_MESSAGES.CONSUMER_ID_FIELD_NUMBER, _PACKED)
 _STREAMED = _tag(dispatch_pb2.SubscribeResponse.MESSAGES_FIELD_NUMBER, _PACKED)
+_PLANNED = _tag(dispatch_pb2.SubscribeResponse.PLANNED_FIELD_NUMBER, _PACKED)
+_PLANNED_ID = _tag(dispatch_pb2.Planned.REQUEST_ID_FIELD_NUMBER, _VARINT)
+_PLANNED_EPOCH = _tag(dispatch_pb2.Planned.EPOCH_FIELD_NUMBER, _VARINT)
+_PLANNED_CONSUMER_ID = _tag(dispatch_pb2.Planned.CONSUMER_ID_FIELD_NUMBER, _PACKED)
+_TAKEN_BACK = _tag(dispatch_pb2.SubscribeResponse.TAKEN_BACK_FIELD_NUMBER, _PACKED)
+_TAKEN = dispatch_pb2.TakenBack
+_TAKEN_EPOCH = _tag(_TAKEN.EPOCH_FIELD_NUMBER, _VARINT)
+_TAKEN_COLUMNS = (
+    _tag(_TAKEN.LEDGER_ID_FIELD_NUMBER, _PACKED),
+    _tag(_TAKEN.ENTRY_ID_FIELD_NUMBER, _PACKED),
+    _tag(_TAKEN.DELIVER_AT_MS_FIELD_NUMBER, _PACKED),
+)
+_TAKEN_BATCH_INDEX = _tag(_TAKEN.BATCH_INDEX_FIELD_NUMBER, _PACKED)
+_TAKEN_CONSUMER_ID = _tag(_TAKEN.CONSUMER_ID_FIELD_NUMBER, _PACKED)
 _LEASED = _tag(dispatch_pb2.GetScheduledMessagesResponse.MESSAGES_FIELD_NUMBER, _PACKED)
 _RANGES = delayed_delivery_pb2.EntryRanges
 _RANGE_COLUMNS = (
@@ -199,6 +214,13 @@ def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknow
     )
 
 
+def planned(request: dispatch_pb2.PlanDispatch) -> tuple[U64, U64, U32 | None]:
+    """ledger_id, entry_id and hashes of the positions to plan. Raises `InvalidArgument`."""
+    ledger_id, entry_id = positions(request)
+    key_hash = _column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None
+    return ledger_id, entry_id, key_hash
+
+
 def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
     """None when all rows are entries as a whole."""
     if not values:
@@ -207,15 +229,22 @@ def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
     return None if (column == NO_BATCH_INDEX).all() else column
 
 
-def held(request: dispatch_pb2.Open) -> calls.HeldPositions:
-    """The positions that the dispatcher still holds, maybe none. Raises `InvalidArgument`."""
-    lengths = {
-        "held_ledger_id": len(request.held_ledger_id),
-        "held_entry_id": len(request.held_entry_id),
-        "held_deliver_at_ms": len(request.held_deliver_at_ms),
-    }
-    if request.held_batch_index:
-        lengths["held_batch_index"] = len(request.held_batch_index)
+def held_by_consumers(request: dispatch_pb2.Open) -> calls.HeldByConsumers:
+    """The positions that the dispatcher's consumers still hold, maybe none. Raises `InvalidArgument`."""
+    positions = held(request, "held_consumer_id")
+    key_hash = np.array(request.held_key_hash, np.uint32) if request.held_key_hash else None
+    return calls.HeldByConsumers(positions, np.array(request.held_consumer_id, np.uint32), key_hash)
+
+
+def held(request: dispatch_pb2.Open, *further: str) -> calls.HeldPositions:
+    """The positions that the dispatcher still holds, maybe none. `further`: columns that each of them stands in.
+
+    Raises `InvalidArgument`.
+    """
+    always = ("held_ledger_id", "held_entry_id", "held_deliver_at_ms", *further)
+    lengths = {name: len(getattr(request, name)) for name in always}
+    optional = {name: len(getattr(request, name)) for name in ("held_batch_index", "held_key_hash")}
+    lengths |= {name: length for name, length in optional.items() if length}
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise errors.InvalidArgument(f"held columns: {given} values; they must be of one length")
@@ -303,6 +332,19 @@ def subscribe_responses(handed: calls.HandedOut) -> Iterator[bytes]:
         yield _nested(_STREAMED, _messages(handed, slice(start, start + MESSAGES_ROWS_MAX)))
 
 
+def planned_response(planned: calls.Planned) -> bytes:
+    """An encoded `SubscribeResponse` with the answer to a plan."""
+    fields = [_PLANNED_ID, _varint(planned.request_id), _PLANNED_EPOCH, _varint(planned.epoch)]
+    pack(fields, _PLANNED_CONSUMER_ID, planned.consumer_id, "<u4")
+    return _nested(_PLANNED, b"".join(fields))
+
+
+def taken_back_responses(taken_back: calls.TakenBack) -> Iterator[bytes]:
+    """Encoded `SubscribeResponse`s with the rows as `TakenBack` of at most `MESSAGES_ROWS_MAX` rows."""
+    for start in range(0, len(taken_back.rows.rows), MESSAGES_ROWS_MAX):
+        yield _nested(_TAKEN_BACK, _taken_back(taken_back.rows, slice(start, start + MESSAGES_ROWS_MAX)))
+
+
 def leased_response(leased: calls.Leased, rest: dispatch_pb2.GetScheduledMessagesResponse) -> bytes:
     """An encoded `GetScheduledMessagesResponse`; `rest` has what is not in the columns."""
     return _nested(_LEASED, _messages(leased.handed_out, slice(None))) + rest.SerializeToString()
@@ -357,6 +399,20 @@ def _messages(handed: calls.HandedOut, part: slice) -> bytes:
         pack(fields, _REDELIVERY_COUNT, counts, "<u4")
     if handed.batch_index is not None and ((batch_index := handed.batch_index[part]) != NO_BATCH_INDEX).any():
         pack(fields, _BATCH_INDEX, batch_index, "<u4")
+    if handed.consumer_id is not None:
+        pack(fields, _CONSUMER_ID, handed.consumer_id[part], "<u4")
+    return b"".join(fields)
+
+
+def _taken_back(taken: calls.HandedOut, part: slice) -> bytes:
+    rows = taken.rows
+    fields = [_TAKEN_EPOCH, _varint(taken.epoch)]
+    for tag, column in zip(_TAKEN_COLUMNS, (rows.ledger_id, rows.entry_id, rows.deliver_at_ms), strict=True):
+        pack(fields, tag, column[part], "<u8")
+    if taken.batch_index is not None:
+        pack(fields, _TAKEN_BATCH_INDEX, taken.batch_index[part], "<u4")
+    if taken.consumer_id is not None:
+        pack(fields, _TAKEN_CONSUMER_ID, taken.consumer_id[part], "<u4")
     return b"".join(fields)
 
 

@@ -32,6 +32,10 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> m
         nacked=10,
         dead_letters=11,
         rebuild_needed=9,
+        key_shared_consumers=13,
+        key_shared_waiting=14,
+        draining_hashes=15,
+        nack_blocked_hashes=16,
         oldest_due_age_s=oldest_due_age_s,
         pending_by_level={5: 12},
     )
@@ -52,6 +56,9 @@ def used() -> metrics.Metrics:
     everything.trimmed("t", rows=2, of_subscription=True)
     everything.withdrawn("t", "cancelled", rows=5, not_found=1, already_due=2, in_flight=3)
     everything.withdrawn("t", "rescheduled", rows=4, not_found=0, already_due=1, in_flight=0)
+    everything.planned("t", sent=4, held=2)
+    everything.key_blocked("t", rows=7)
+    everything.taken_back("t", rows=2)
     everything.lease_over("t", rows=3)
     everything.dead_lettered("t", "too_often", rows=4)
     everything.dead_lettered("t", "rejected", rows=2)
@@ -104,6 +111,10 @@ def test_events_are_counted() -> None:
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "rejected"}) == 2
     assert sample("tarry_dead_letter_replayed_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_dead_letter_purged_rows_total", {"topic": "t"}) == 1
+    for outcome, rows in (("sent", 4), ("held", 2)):
+        assert sample("tarry_key_shared_planned_rows_total", {"topic": "t", "outcome": outcome}) == rows
+    assert sample("tarry_key_shared_blocked_rows_total", {"topic": "t"}) == 7
+    assert sample("tarry_key_shared_taken_back_rows_total", {"topic": "t"}) == 2
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1

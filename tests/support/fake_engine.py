@@ -250,10 +250,14 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         backlog = set(self.topics[topic].backlog(known, self.now_ms()))
         stream = FakeDispatchStream(self, topic, subscription, known)
         self.check_claims(held, least=0)
-        for row in rows_of(held):
+        not_held = []
+        for place, row in enumerate(rows_of(held)):
             if row in backlog and row[1:] not in known.in_flight:
                 known.in_flight[row[1:]] = stream
                 stream.held += 1
+            else:
+                not_held.append(place)
+        stream.not_held = np.array(not_held, np.intp)
         known.streams.append(stream)
         self.streams_opened += 1
         self._happened.set()

@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from daemon.engine import calls
 from storage_backends.formats.rows import U32, U64
 from tests.support.fake_topic import EPOCH, Subscription
@@ -22,6 +25,7 @@ class FakeDispatchStream:
     def __init__(self, engine: FakeEngine, topic: str, name: str, subscription: Subscription) -> None:
         self.epoch = EPOCH
         self.held = 0
+        self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed = engine.rebuild_needed
         self.permits = 0
         self.closed = False

@@ -1,0 +1,254 @@
+"""One `Subscribe`: a dispatcher's requests and what is due for it, on one stream.
+
+Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
+where.
+Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
+streams have (`key_shared`), and the form of columns and errors (`columns`, `status`).
+
+A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
+which take turns: a `Done` waits for at most one `Messages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, TypeAlias
+
+from daemon import config, errors
+from daemon.engine import calls
+from daemon.engine.key_shared_stream import KeySharedStream
+from daemon.grpc_services import columns, key_shared, parsing, pipeline, records, row_requests, status
+from tarry.v1 import dispatch_pb2 as pb
+
+if TYPE_CHECKING:
+    from daemon.engine.dispatch import DispatchStream
+    from daemon.engine.engine import Engine
+
+# Of a request: how many positions were ignored, and of a negative acknowledgement more.
+_Outcome: TypeAlias = int | calls.NackOutcome
+_Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
+_Opened: TypeAlias = "DispatchStream | KeySharedStream"
+
+
+class SubscribeStream:
+    """One `Subscribe`. When the caller is done, its acknowledgements are still answered and nothing more is sent."""
+
+    def __init__(self, engine: Engine, settings: config.Config, context: pipeline.Context) -> None:
+        self._engine = engine
+        self._size_bytes_max = settings.limits.message_bytes_max
+        self._context = context
+        self._pipeline = pipeline.Pipeline(context, settings.grpc)
+        # One message is written at a time: what is done and what is due take turns.
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        stream = await self._open(await self._read_open())
+        try:
+            opened = pb.Opened(
+                epoch=stream.epoch,
+                held=stream.held,
+                rebuild_needed=records.rebuild_needed(stream.rebuild_needed),
+                not_held=stream.not_held.tolist(),
+            )
+            await self._context.write(pb.SubscribeResponse(opened=opened).SerializeToString())
+            await self._serve(stream)
+        except errors.TarryError:
+            # What is known of the caller's acknowledgements comes before the end.
+            await self._pipeline.settle()
+            raise
+        finally:
+            stream.close()
+
+    async def _read_open(self) -> pb.Open:
+        data = await self._pipeline.read()
+        if data is None:
+            raise errors.InvalidArgument("open: the stream ended before it; the first message is open")
+        request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
+        kind = request.WhichOneof("request")
+        if kind != "open":
+            raise errors.InvalidArgument(f"open: the first message is {kind or 'empty'}; it must be open")
+        parsing.require_known("type", request.open.type, pb.SubscriptionType.DESCRIPTOR)
+        return request.open
+
+    async def _open(self, request: pb.Open) -> _Opened:
+        """The engine's stream; closed as soon as it is there when the caller went away meanwhile."""
+        opening = asyncio.ensure_future(self._opened(request))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unused)
+            raise
+
+    async def _opened(self, request: pb.Open) -> _Opened:
+        requests, names = self._engine.requests, (request.topic, request.subscription)
+        match request.type:
+            case pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED:
+                key_shared.require_none(request)
+                return await requests.open_dispatch(*names, columns.held(request))
+            case pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED:
+                consumers = [key_shared.consumer(each) for each in request.consumers]
+                return await requests.open_key_shared(*names, consumers, columns.held_by_consumers(request))
+        name = pb.SubscriptionType.Name(request.type)
+        raise errors.InvalidArgument(
+            f"type: {name}; it must be SUBSCRIPTION_TYPE_SHARED or SUBSCRIPTION_TYPE_KEY_SHARED"
+        )
+
+    async def _serve(self, stream: _Opened) -> None:
+        wake = self._pipeline.wake
+        reader: asyncio.Future[None] = asyncio.create_task(self._read(stream))
+        sender: asyncio.Future[None] = asyncio.create_task(self._send(stream, reader))
+        for task in (reader, sender):
+            task.add_done_callback(lambda _: wake.set())
+        if isinstance(stream, KeySharedStream):
+            reader.add_done_callback(lambda _: stream.sends_no_more())
+        try:
+            while self._pipeline.busy or not reader.done():
+                await wake.wait()
+                wake.clear()
+                async with self._writing:
+                    await self._pipeline.flush()
+                if sender.done() and not reader.done():
+                    sender.result()
+            reader.result()
+        finally:
+            async with self._writing:
+                await pipeline.end(reader, sender)
+
+    async def _send(self, stream: _Opened, reader: asyncio.Future[None]) -> None:
+        """Sends what is due until the caller is done."""
+        while True:
+            for response in await _next(stream):
+                async with self._writing:
+                    if reader.done():
+                        return
+                    await self._context.write(response)
+
+    async def _read(self, stream: _Opened) -> None:
+        while (data := await self._pipeline.read()) is not None:
+            self._take(stream, data)
+            await self._pipeline.room()
+
+    def _take(self, stream: _Opened, data: bytes) -> None:
+        size_bytes = len(data)
+        if size_bytes <= self._size_bytes_max:
+            if (acknowledged := row_requests.acknowledge(data)) is not None:
+                request_id, positions = acknowledged
+                self._answer(stream, size_bytes, request_id, _acknowledge(stream, request_id, lambda: positions))
+                return
+            if (nacked := row_requests.negative_acknowledge(data)) is not None:
+                request_id, nack = nacked
+                self._answer(stream, size_bytes, request_id, _nack(stream, request_id, lambda: nack))
+                return
+        request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
+        kind = request.WhichOneof("request")
+        match kind:
+            case "flow":
+                self._flow(stream, size_bytes, request.flow)
+            case "acknowledge":
+                request_id = request.acknowledge.request_id
+                work: _Work = _acknowledge(
+                    stream, request_id, functools.partial(columns.handed_out, request.acknowledge)
+                )
+                self._answer(stream, size_bytes, request_id, work)
+            case "negative_acknowledge":
+                request_id = request.negative_acknowledge.request_id
+                work = _nack(stream, request_id, functools.partial(columns.nack, request.negative_acknowledge))
+                self._answer(stream, size_bytes, request_id, work)
+            case "extend":
+                extend = request.extend
+                self._answer(stream, size_bytes, extend.request_id, lambda: stream.extend(columns.handed_out(extend)))
+            case "open":
+                raise errors.InvalidArgument(
+                    "open: the stream is open already; a stream has one open, its first message"
+                )
+            case None:
+                self._refuse(
+                    stream,
+                    size_bytes,
+                    "request: it is empty; give flow, acknowledge, negative_acknowledge or extend",
+                )
+            case _:
+                self._of_key_shared(stream, size_bytes, kind, request)
+
+    def _of_key_shared(self, stream: _Opened, size_bytes: int, kind: str, request: pb.SubscribeRequest) -> None:
+        request_id: int = getattr(request, kind).request_id
+        if not isinstance(stream, KeySharedStream):
+            self._refuse(stream, size_bytes, f"{kind}: the stream is SHARED, and has no consumers", request_id)
+        elif kind == "plan_dispatch":
+            answer = functools.partial(_not_planned, stream.epoch, request_id)
+            self._pipeline.submit(size_bytes, lambda: key_shared.plan(stream, request.plan_dispatch), answer)
+        else:
+            self._answer(stream, size_bytes, request_id, lambda: key_shared.change(stream, request))
+
+    def _flow(self, stream: _Opened, size_bytes: int, flow: pb.Flow) -> None:
+        if not flow.permits:
+            self._refuse(stream, size_bytes, "flow.permits: 0; it must be at least 1")
+        elif isinstance(stream, KeySharedStream):
+            if flow.consumer_id:
+                stream.grant(flow.permits, flow.consumer_id)
+            else:
+                self._refuse(stream, size_bytes, "flow.consumer_id: 0; it must be at least 1 on a KEY_SHARED stream")
+        elif flow.consumer_id:
+            self._refuse(stream, size_bytes, f"flow.consumer_id: {flow.consumer_id}; the stream is SHARED: give none")
+        else:
+            stream.grant(flow.permits)
+
+    def _answer(self, stream: _Opened, size_bytes: int, request_id: int, work: _Work) -> None:
+        answer = functools.partial(_done, stream.epoch, request_id, answered=request_id != 0)
+        self._pipeline.submit(size_bytes, work, answer)
+
+    def _refuse(self, stream: _Opened, size_bytes: int, text: str, request_id: int = 0) -> None:
+        def work() -> Awaitable[int]:
+            raise errors.InvalidArgument(text)
+
+        self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))
+
+
+async def _next(stream: _Opened) -> Iterator[bytes]:
+    """What goes out next, encoded."""
+    if isinstance(stream, KeySharedStream):
+        return key_shared.responses(await stream.next())
+    return columns.subscribe_responses(await stream.next_messages())
+
+
+def _not_planned(epoch: int, request_id: int, outcome: Exception | None) -> bytes | None:
+    """The answer to a plan that was refused; `Planned` has gone out otherwise."""
+    return None if outcome is None else _done(epoch, request_id, outcome, answered=True)
+
+
+def _close_unused(opening: asyncio.Future[_Opened]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def _acknowledge(
+    stream: _Opened, request_id: int, given: Callable[[], calls.HeldPositions]
+) -> Callable[[], Awaitable[int]]:
+    def work() -> Awaitable[int]:
+        held = given()
+        return stream.acknowledge(
+            held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index, awaited=request_id != 0
+        )
+
+    return work
+
+
+def _nack(
+    stream: _Opened, request_id: int, given: Callable[[], calls.Nack]
+) -> Callable[[], Awaitable[calls.NackOutcome]]:
+    return lambda: stream.negative_acknowledge(given(), awaited=request_id != 0)
+
+
+def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answered: bool) -> bytes | None:
+    if not answered:
+        return None
+    done = pb.Done(request_id=request_id, epoch=epoch)
+    if isinstance(outcome, Exception):
+        done.error.CopyFrom(status.refusal(outcome))
+    elif isinstance(outcome, calls.NackOutcome):
+        done.ignored, done.dead_lettered = outcome.ignored, outcome.dead_lettered
+    else:
+        done.ignored = outcome
+    return pb.SubscribeResponse(done=done).SerializeToString()
