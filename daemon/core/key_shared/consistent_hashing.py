@@ -85,7 +85,7 @@ class ConsistentHashing(slot_owners.SlotOwners):
         count = self._points_per_consumer
         points = np.concatenate([points_of(*self._members[joiner.ordinal], count) for joiner in joiners])
         ordinals = np.repeat(np.array([joiner.ordinal for joiner in joiners], np.uint16), count)
-        order = np.argsort(points, kind="stable")
+        order = np.argsort(points)
         points = points[order]
         places = np.searchsorted(self._points, points)
         self._points = np.insert(self._points, places, points)
@@ -106,12 +106,13 @@ class ConsistentHashing(slot_owners.SlotOwners):
         going = leaves[self._ordinals]
         places = np.flatnonzero(going)
         slots, lengths = self._slots_before(places)
-        staying = np.flatnonzero(~going)
+        stays = ~going
+        self._points, self._ordinals = self._points[stays], self._ordinals[stays]
         heirs = np.full(len(places), slot_owners.NOBODY, np.uint16)
-        if len(staying):
-            heirs = self._ordinals[staying[np.searchsorted(staying, places) % len(staying)]]
+        if len(self._ordinals):
+            # As many stay before a point as come before it and do not go.
+            heirs = self._ordinals[(places - np.arange(len(places))) % len(self._ordinals)]
         self.give(slots, np.repeat(heirs, lengths))
-        self._points, self._ordinals = self._points[staying], self._ordinals[staying]
         self.dismiss(ordinals)
         for ordinal in ordinals:
             name, instance = self._members.pop(ordinal)
