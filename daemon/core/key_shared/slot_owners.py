@@ -51,6 +51,7 @@ class SlotOwners:
         return ranges_where(self.owners, ordinal) if self.slots_of_consumer(ordinal) else []
 
     def check_new(self, joiners: Sequence[Joiner]) -> None:
+        """InvariantViolated when one of them is there, or comes twice, or has an ordinal that there is not."""
         ordinals = {joiner.ordinal for joiner in joiners}
         if len(ordinals) < len(joiners) or ordinals & self._slots.keys():
             raise InvariantViolated(f"a consumer of {sorted(ordinals)} joins twice")
@@ -63,6 +64,7 @@ class SlotOwners:
         self._slots.update((joiner.ordinal, 0) for joiner in joiners)
 
     def check_joined(self, ordinals: Collection[int]) -> None:
+        """InvariantViolated when one of them is not there, or is named twice."""
         if len(set(ordinals)) < len(ordinals) or not self._slots.keys() >= set(ordinals):
             raise InvariantViolated(f"of consumers {sorted(ordinals)} one has not joined, or leaves twice")
 
