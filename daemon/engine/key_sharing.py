@@ -241,6 +241,11 @@ class KeySharing:
         if shared is not None:
             self._ask(shared)
 
+    def notify_all(self) -> None:
+        """Decisions are applied: hashes of what they name are free."""
+        for shared in self._shared.values():
+            self._ask(shared)
+
     def _ask(self, shared: _Shared) -> None:
         if shared.round is None:
             shared.round = asyncio.get_running_loop().call_soon(self._round, shared, None)
@@ -295,7 +300,7 @@ class KeySharing:
         return key_shared.may_hand_out
 
     def _count_blocked(self, shared: _Shared) -> None:
-        attempts = shared.key_shared.blocked_attempts
+        attempts: int = getattr(shared.key_shared, "blocked_attempts", 0)
         if attempts > shared.blocked_counted:
             self._environment.metrics.key_blocked(self._topic.core.name, rows=attempts - shared.blocked_counted)
             shared.blocked_counted = attempts

@@ -365,8 +365,11 @@ class ServedTopic:
             self.notify_all()
 
     def rows_added(self) -> None:
-        """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged."""
+        """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged; what
+        waited for a decision of the slot may be handed out.
+        """
         if self._ended is None:
+            self.key_sharing.notify_all()
             self._count_order()
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
