@@ -13,8 +13,10 @@ from pyroaring import BitMap64
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.index import Index
 from daemon.core.indexes import Passed
+from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.runs import in_due_order
+from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
@@ -108,27 +110,73 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
     `indexes`: those that it is owed rows of. When there is nothing left to derive the subscription is fed again. Of a
     bounded number of rows, none of which may be READY: then there is more to derive as long as there is a reader.
     """
-    sealed = [bucket for index in indexes for bucket in index.readable]
-    memory = [bucket for index in indexes for bucket in index.memory_buckets]
-    looked_at_rows = 0
-    while state.reader is not None and not state.is_full and looked_at_rows < LOOKED_AT_MAX:
-        needed = state.reader.needs(sealed, cache)
-        if needed:
-            return needed
-        taken = state.reader.take(sealed, memory, cache, limit)
-        if not taken:
-            state.reader = None
-            return []
-        looked_at_rows += sum(len(rows) for _, rows in taken)
+    if state.reader is None or state.is_full:
+        return []
+    reading = _Reading(indexes, cache, state, state.reader)
+    rows = reading.read(limit)
+    if rows is not None:
+        state.derived(rows)
+    elif reading.is_at_end:
+        state.reader = None
+    return reading.needed
+
+
+def find_let_go(
+    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int
+) -> list[SegmentRange]:
+    """The same of rows that a subscription that is shared by key had no room for."""
+    key_shared = state.key_shared
+    if key_shared is None or key_shared.let_go is None:
+        return []
+    reading = _Reading(indexes, cache, state, key_shared.let_go.reader)
+    rows = reading.read(limit)
+    if rows is not None:
+        key_shared.found_again(state.counted(rows))
+    elif reading.is_at_end:
+        key_shared.found_again(None)
+    return reading.needed
+
+
+class _Reading:
+    """One look of a reader at a bounded number of rows. `needed`: the segments to load first, if any."""
+
+    def __init__(
+        self, indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, reader: BacklogReader
+    ) -> None:
+        self.needed: list[SegmentRange] = []
+        self.is_at_end = False
+        self._sealed = [bucket for index in indexes for bucket in index.readable]
+        self._memory = [bucket for index in indexes for bucket in index.memory_buckets]
+        self._cache = cache
+        self._state = state
+        self._reader = reader
+
+    def read(self, limit: int) -> KeyedRows | None:
+        """About `limit` rows, in due order, that the subscription is owed and has not acknowledged, and that are
+        nowhere; None when none was found.
+        """
+        looked_at_rows = 0
+        while looked_at_rows < LOOKED_AT_MAX:
+            self.needed = self._reader.needs(self._sealed, self._cache)
+            if self.needed:
+                return None
+            taken = self._reader.take(self._sealed, self._memory, self._cache, limit)
+            if not taken:
+                self.is_at_end = True
+                return None
+            looked_at_rows += sum(len(rows) for _, rows in taken)
+            rows = self._owed(taken)
+            if len(rows):
+                return rows.take(rows.rows.due_order())
+        return None
+
+    def _owed(self, taken: Sequence[tuple[SealedBucket | MutableBucket, KeyedRows]]) -> KeyedRows:
+        state = self._state
         named = BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) for _, rows in taken])
         left_out = state.in_hand_among(named) | state.set_aside_among(named)
-        ready = []
+        parts = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, left_out)
             mask = state.owes(owed) if len(owed) and not bucket.index_id else None
-            ready.append(owed if mask is None else owed.take(mask))
-        rows = KeyedRows.concat(ready)
-        if len(rows):
-            state.derived(rows.take(rows.rows.due_order()))
-            return []
-    return []
+            parts.append(owed if mask is None else owed.take(mask))
+        return KeyedRows.concat(parts)

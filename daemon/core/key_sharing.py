@@ -6,11 +6,12 @@ Does not own: who receives what (`key_shared`), and streams (the engine).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from daemon.core import limits
+from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
@@ -22,9 +23,15 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U32, Rows
 
 
-def begin(state: SubscriptionState, places: PagePlaces) -> FrozenNacks | None:
+def begin(
+    state: SubscriptionState,
+    places: PagePlaces,
+    reader_at_head: Callable[[], BacklogReader],
+    *,
+    elapsed_ms: int,
+) -> FrozenNacks | None:
     """Shares a subscription by key. What must be read before anything is handed out, None when nothing must be."""
-    key_shared = state.share_by_key(places)
+    key_shared = state.share_by_key(places, reader_at_head, elapsed_ms=elapsed_ms)
     if key_shared.nacks is None or not len(state.nacks):
         return None
     key_shared.is_whole = False

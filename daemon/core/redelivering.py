@@ -229,7 +229,7 @@ class Redelivering:
     def extend(
         self, state: SubscriptionState, positions: HeldPositions, holders: Collection[int], *, elapsed_ms: int
     ) -> int:
-        """Positions that one of the holders has with that time are IN_FLIGHT since now; how many none of them has so."""
+        """Positions that one of the holders has with that time are IN_FLIGHT since now; how many no one has so."""
         in_flight, left = state.in_flight, positions
         for index in self._indexes.serving(state.subscription_id):
             left = left.take(~in_flight.touch(left.keys_in(index), left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))

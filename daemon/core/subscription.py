@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from pyroaring import BitMap64
@@ -69,6 +69,7 @@ class SubscriptionState:
         self.last_dead_letter_id = 0
         self.key_shared: KeyShared | None = None
         self.reader: BacklogReader | None = None
+        self._reader_at_head: Callable[[], BacklogReader] | None = None
         self.ready_rows = 0
         self._ready_rows_max = ready_rows_max
         self._returned: KeyedRows = KeyedRows.empty()
@@ -102,14 +103,32 @@ class SubscriptionState:
             self.reader = reader
         self._dispatchers.add(dispatcher)
 
-    def share_by_key(self, places: PagePlaces) -> KeyShared:
+    def share_by_key(
+        self, places: PagePlaces, reader_at_head: Callable[[], BacklogReader], *, elapsed_ms: int
+    ) -> KeyShared:
         """READY goes to consumers by key, as the policy says now, until the last dispatcher closes. Call before the
         first one opens, when nothing is IN_FLIGHT.
         """
         if len(self.in_flight):
             raise InvariantViolated(f"{len(self.in_flight)} rows are in flight when a subscription is shared by key")
-        self.key_shared = KeyShared(self.stored.policy.key_shared or KeySharedPolicy(), self, places)
+        policy = self.stored.policy.key_shared or KeySharedPolicy()
+        self._reader_at_head = reader_at_head
+        self.key_shared = KeyShared(policy, self, places, waiting_rows_max=self._ready_rows_max, elapsed_ms=elapsed_ms)
         return self.key_shared
+
+    def reader_behind(self) -> BacklogReader:
+        """A reader behind everything that is or was READY. Call when nothing is, while it is shared by key."""
+        if self.reader is not None:
+            return self.reader.copy()
+        if self._reader_at_head is None:
+            raise InvariantViolated("a subscription that is not shared by key lets no rows go")
+        return self._reader_at_head()
+
+    @property
+    def readers(self) -> list[BacklogReader]:
+        """What reads the backlog again, and must know what becomes of its buckets."""
+        let_go = None if self.key_shared is None else self.key_shared.let_go
+        return [reader for reader in (self.reader, None if let_go is None else let_go.reader) if reader is not None]
 
     def close(self, dispatcher: int) -> None:
         """What the dispatcher holds is READY again; when it was the last one that listens READY is not kept."""
@@ -121,7 +140,7 @@ class SubscriptionState:
             self.key_shared.close(dispatcher)
             if not self._dispatchers:
                 self.key_shared.end()
-                self.key_shared = None
+                self.key_shared = self._reader_at_head = None
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
@@ -234,14 +253,21 @@ class SubscriptionState:
             self._redelivered_ms.popleft()
         return rows
 
-    def take_ready(self, limit: int) -> tuple[KeyedRows, bool]:
-        """At most `limit` READY rows, for who shares them by key and has them then: (rows in order, whether they were
-        delivered before). Call when there are some.
+    def take_ready(self, limit: int) -> KeyedRows:
+        """At most `limit` READY rows, for who shares them by key and has them then. Call when there are some, and none
+        that is redelivered.
         """
-        were_delivered = bool(self._redelivered)
-        rows = self._pop(self._redelivered or self._ready, limit)
+        rows = self._pop(self._ready, limit)
         self.ready_rows -= len(rows)
-        return rows, were_delivered
+        return rows
+
+    def take_redelivered(self) -> KeyedRows:
+        """The READY rows that were delivered before, for the same."""
+        rows = KeyedRows.concat(list(self._redelivered))
+        self._redelivered.clear()
+        self._redelivered_ms.clear()
+        self.ready_rows -= len(rows)
+        return rows
 
     def append_ready(self, rows: KeyedRows) -> None:
         """Rows that come behind all that is READY."""
@@ -254,7 +280,10 @@ class SubscriptionState:
         """Whether nacked positions whose time has come may leave the tracker: to READY, or, where nobody listens, to
         what is read again later.
         """
-        return not self._dispatchers or not self.is_full
+        if not self._dispatchers:
+            return True
+        waiting_rows = 0 if self.key_shared is None else self.key_shared.waiting.back_rows
+        return max(self.ready_rows, waiting_rows) < self._ready_rows_max
 
     def redeliver(self, now_ms: int, limit: int) -> U64:
         """Takes about `limit` nacked positions whose time has come back into what may be handed out; their times."""
@@ -312,7 +341,10 @@ class SubscriptionState:
         """
         redelivered_ms = self._redelivered_ms[0] if self._redelivered_ms else None
         ready_ms = next((ms for ms in map(_first_ms, self._ready) if ms is not None), None)
-        unread_ms = self._unread_ms if self._unread_rows > 0 else None
+        unread_ms = None
+        if self._unread_rows > 0:
+            let_go = None if self.key_shared is None else self.key_shared.let_go
+            unread_ms = earliest(self._unread_ms, None if let_go is None else let_go.first_ms)
         return earliest(_first_ms(self._returned), redelivered_ms, ready_ms, unread_ms, self._first_waiting_ms(1))
 
     def _first_waiting_ms(self, from_ms: int) -> int | None:

@@ -217,11 +217,14 @@ class Topic:
 
     # ---- KEY_SHARED
 
-    def begin_key_shared(self, state: SubscriptionState) -> FrozenNacks | None:
+    def begin_key_shared(self, state: SubscriptionState, *, elapsed_ms: int = 0) -> FrozenNacks | None:
         """A subscription is about to be opened as KEY_SHARED for the first time: what must be read, in a thread, and
         given to `finish_key_shared`, before anything is handed out; None when nothing must be.
         """
-        return key_sharing.begin(state, self.indexes.places)
+        frozen = key_sharing.begin(
+            state, self.indexes.places, lambda: self._reader(state, at_head=True), elapsed_ms=elapsed_ms
+        )
+        return frozen
 
     def finish_key_shared(self, state: SubscriptionState, nacked: KeyedRows) -> None:
         """`nacked`: the rows of what `begin_key_shared` gave. Where it was closed meanwhile: nothing."""
@@ -375,6 +378,8 @@ class Topic:
             self._not_owed |= feeding.feed(
                 passed, states, self._coming, lambda state: self._reader(state, at_head=True)
             )
+            if any(each.late for each in passed):
+                self._read_again_what_was_let_go(states)
         return rows + sum(len(each.rows) for each in passed)
 
     def _redeliver(self, state: SubscriptionState, now_ms: int, limit: int) -> int:
@@ -382,6 +387,12 @@ class Topic:
         if len(times_ms):
             self._redelivered_at_ms.append(times_ms)
         return len(times_ms)
+
+    def _read_again_what_was_let_go(self, states: Iterable[SubscriptionState]) -> None:
+        """Late rows lie before the readers."""
+        for state in states:
+            if state.key_shared is not None and state.key_shared.let_go is not None:
+                state.key_shared.let_go.reader = self._reader(state, at_head=False)
 
     def take_redelivered(self) -> U64:
         """The redelivery times of what came back since the last call."""
@@ -429,6 +440,10 @@ class Topic:
         """
         return feeding.catch_up(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
 
+    def find_let_go(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+        """The same of rows that wait for their key and for which there was no room; call when `reads_on`."""
+        return feeding.find_let_go(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
+
     # ---- seals
 
     def finish_seal(
@@ -440,11 +455,11 @@ class Topic:
             return
         index.finish_seal(memory, sealed, rows, near_ms=near_ms)
         for state in self._served_by(index):
-            if state.reader is not None:
+            for reader in state.readers:
                 if sealed is not None:
-                    state.reader.sealed(memory, sealed)
+                    reader.sealed(memory, sealed)
                 else:
-                    state.reader.dropped(memory)
+                    reader.dropped(memory)
 
     def drop(self, name: str) -> None:
         """A bucket every row of which is gone left the manifest. Of an index that is no more: nothing."""
@@ -453,8 +468,8 @@ class Topic:
             return
         bucket = index.drop(name)
         for state in self._served_by(index):
-            if state.reader is not None:
-                state.reader.dropped(bucket)
+            for reader in state.readers:
+                reader.dropped(bucket)
 
     def adopt(
         self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int
@@ -466,8 +481,8 @@ class Topic:
         sources = index.sources_of(merged)
         bucket = index.adopt(merged, loaded, boundary_ms=boundary_ms)
         for state in self._served_by(index):
-            if state.reader is not None:
-                state.reader.merged(sources, bucket)
+            for reader in state.readers:
+                reader.merged(sources, bucket)
         return sources
 
     # ---- the state as of a slot
@@ -510,8 +525,8 @@ class Topic:
             index.acknowledging_lost |= state.acknowledging & bucket.present
             owed = bucket.present - bucket.acknowledged.get(state.subscription_id, BitMap64())
             state.drop(owed, backlog_rows=owed.intersection_cardinality(bucket.passed))
-            if state.reader is not None:
-                state.reader.dropped(bucket)
+            for reader in state.readers:
+                reader.dropped(bucket)
 
     def rebuild_needed(self) -> tuple[RebuildNeeded, ...]:
         """What was lost with damaged buckets and has not been added again, by ledgers."""

@@ -22,12 +22,14 @@ from typing import Protocol
 import numpy as np
 from pyroaring import BitMap64
 
+from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import InFlight, Mask, Places
 from daemon.core.key_shared import planning, selectors
 from daemon.core.key_shared.consumers import I64, Consumers, Joining
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.last_sent_position import LastSentPosition
+from daemon.core.key_shared.let_go import LetGo
 from daemon.core.key_shared.nack_order import BlockingNacks
 from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.position_order import PositionOrder
@@ -59,14 +61,22 @@ class Ready(Protocol):
         """How many more rows may be IN_FLIGHT by the subscription's policy."""
         ...
 
-    def take_ready(self, limit: int) -> tuple[KeyedRows, bool]:
-        """At most so many, at least one, in order; whether they were delivered before."""
+    def take_ready(self, limit: int) -> KeyedRows:
+        """At most so many, at least one, in order."""
+        ...
+
+    def take_redelivered(self) -> KeyedRows:
+        """Those that were delivered before."""
         ...
 
     def append_ready(self, rows: KeyedRows) -> None: ...
 
     def withdraw(self, keys: BitMap64) -> None:
         """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
+        ...
+
+    def reader_behind(self) -> BacklogReader:
+        """A reader behind everything that is or was READY. Call when nothing is."""
         ...
 
 
@@ -94,10 +104,12 @@ class KeyShared:
     """How one subscription is shared by key, while somebody has it open so.
 
     `policy`: in force as long as this is. `is_whole`: what was NACKED before is known; until then nothing is handed
-    out.
+    out. `let_go`: while there are rows for which `waiting`, at `waiting_rows_max`, has no room.
     """
 
-    def __init__(self, policy: KeySharedPolicy, ready: Ready, places: PagePlaces) -> None:
+    def __init__(
+        self, policy: KeySharedPolicy, ready: Ready, places: PagePlaces, *, waiting_rows_max: int, elapsed_ms: int
+    ) -> None:
         self.policy = policy
         self.is_whole = True
         self.consumers = Consumers()
@@ -107,6 +119,8 @@ class KeyShared:
         self._places = places
         self._order = PositionOrder(places)
         self.waiting = WaitingRows(self._order)
+        self.let_go: LetGo | None = None
+        self._waiting_rows_max = waiting_rows_max
         self._ready = ready
         self._in_flight = ready.in_flight
         in_order = not policy.allow_out_of_order_delivery
@@ -117,7 +131,7 @@ class KeyShared:
             self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, self._order)
         # Rows that were in flight and are acknowledged, or negatively so, by decisions that are staged.
         self._leaving = InFlight()
-        self._elapsed_ms = 0
+        self._elapsed_ms = elapsed_ms
         # Something changed that rows wait for.
         self._look_again = False
         self._take_back_behind: list[KeyedRows] = []
@@ -240,22 +254,22 @@ class KeyShared:
         self._elapsed_ms = elapsed_ms
         if not self.is_whole:
             return []
+        # They come before all that waits.
+        self._back(self._ready.take_redelivered())
         room = min(limit, self._ready.in_flight_room)
         sent = [self._hand_out_waiting(room)]
         room -= len(sent[-1].rows)
         look_at = LOOKED_AT_A_ROW * limit
-        while room > 0 and look_at > 0 and self._ready.ready_rows:
+        while room > 0 and self._ready.ready_rows and (look_at > 0 or self._is_crowded):
             permits = self.consumers.permits()
             if not permits.any():
                 break
-            rows, were_delivered = self._ready.take_ready(min(room, look_at))
+            rows = self._ready.take_ready(room)
             look_at -= len(rows)
-            if were_delivered:
-                self._back(rows)
-                sent.append(self._hand_out_waiting(room))
-            else:
-                sent.append(self._send_or_keep(rows, permits, room))
+            sent.append(self._send_or_keep(rows, permits, room))
             room -= len(sent[-1].rows)
+        if self._is_crowded and not self._ready.ready_rows:
+            self.let_go = LetGo(self._ready.reader_behind())
         rows = KeyedRows.concat([each.rows for each in sent])
         numbers = self.consumers.numbers_of(np.concatenate([each.consumers for each in sent]))
         return self._by_stream(rows, numbers)
@@ -284,14 +298,49 @@ class KeyShared:
     def _send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
         """Rows that never were delivered, in order: what may go goes, the others wait."""
         slots = slots_of(rows.key_hash())
-        places = np.flatnonzero(self.waiting.by_slot[slots] == 0)
+        must_wait = self.waiting.by_slot[slots] > 0
+        if self.let_go is not None:
+            must_wait |= self.let_go.are_let_go(slots)
+        places = np.flatnonzero(~must_wait)
         consumers = np.zeros(len(rows), np.uint16)
         consumers[places] = self._choose(rows, places, slots[places], permits, room)
         kept = consumers == 0
         if kept.any():
-            self.waiting.add_fresh(rows.take(kept))
+            self._keep(rows.take(kept))
             rows, consumers = rows.take(~kept), consumers[~kept]
         return self._sent(rows, consumers)
+
+    def _keep(self, rows: KeyedRows) -> None:
+        """Rows that never were delivered must wait, in memory if there is room."""
+        if self.let_go is None:
+            self.waiting.add_fresh(rows)
+            return
+        planned = self.planned.are_planned(rows.keys)
+        self.let_go.add(rows.take(~planned))
+        behind = self.let_go.are_let_go(slots_of(rows.key_hash()))
+        self.waiting.add_last(rows.take(planned & behind))
+        self.waiting.add_fresh(rows.take(planned & ~behind))
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether so many rows wait that others must be let go, which they are not yet."""
+        return self.let_go is None and len(self.waiting) > self._waiting_rows_max
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether there is room for rows that were let go."""
+        return self.let_go is not None and 2 * len(self.waiting) < self._waiting_rows_max
+
+    def found_again(self, rows: KeyedRows | None) -> None:
+        """Rows that the reader of `let_go` found, in due order, at nobody; None: that is all."""
+        if self.let_go is None:
+            return
+        if rows is None:
+            self.let_go = None
+            self.waiting.end_last()
+        else:
+            self.waiting.add_fresh(self.let_go.found(rows))
+        self._look_again = True
 
     def _choose(
         self, rows: KeyedRows, places: Places, slots: U16, permits: I64, room: int, refused: Mask | None = None

@@ -1,7 +1,7 @@
 """Rows that are due or planned and wait for their hash or for permits, in the order in which they will be handed out.
 
 Owns: the rows, how many there are of each hash, and their order: what was delivered before, by position, and then what
-never was, as it came.
+never was, as it came; and what comes behind rows that were let go.
 Does not own: why they wait and which of them may go (`key_shared`).
 
 Both classes are kept as a few parts, each at least twice as long as the next; a row that leaves is marked, and a part
@@ -56,6 +56,7 @@ class WaitingRows:
         self._order = order
         self._back: list[_Part] = []
         self._fresh: list[_Part] = []
+        self._last: list[_Part] = []
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -76,6 +77,18 @@ class WaitingRows:
             last = self._fresh.pop()
             rows = KeyedRows.concat([last.rows.take(last.places), rows])
         self._fresh.append(_part_of(rows))
+
+    def add_last(self, rows: KeyedRows) -> None:
+        """Rows that never were, and that come behind some that are not here yet: they stay until `end_last`."""
+        if len(rows):
+            self._came(rows)
+            self._last.append(_part_of(rows))
+
+    def end_last(self) -> None:
+        """Everything is here that the last rows come behind."""
+        last, self._last = self._last, []
+        for part in last:
+            self._fresh.append(part)
 
     def _came(self, rows: KeyedRows) -> None:
         fresh = ~contained(rows.keys, self.keys)
@@ -100,11 +113,7 @@ class WaitingRows:
         """Removes and returns the rows of a set. O(what waits)."""
         if not self.keys.intersect(keys):
             return KeyedRows.empty()
-        taken = [
-            part.take(contained(part.rows.keys[part.places], keys))
-            for part in (*self._back, *self._fresh)
-            if len(part.places)
-        ]
+        taken = [part.take(contained(part.rows.keys[part.places], keys)) for part in self._parts()]
         self._tidy()
         rows = KeyedRows.concat(taken)
         self._left(rows)
@@ -114,7 +123,7 @@ class WaitingRows:
         """Those of the positions that wait and whose slots are meant. O(what waits)."""
         found = BitMap64()
         if self.keys.intersect(keys):
-            for part in (*self._back, *self._fresh):
+            for part in self._parts():
                 places = part.places[are_meant(part.slots[part.places])]
                 found |= bitmap_of(part.rows.keys[places]) & keys
         return found
@@ -127,10 +136,17 @@ class WaitingRows:
     def _tidy(self) -> None:
         self._back = [part for part in self._back if len(part.places)]
         self._fresh = [part for part in self._fresh if len(part.places)]
+        self._last = [part for part in self._last if len(part.places)]
+
+    def _parts(self) -> tuple[_Part, ...]:
+        return (*self._back, *self._fresh, *self._last)
+
+    @property
+    def back_rows(self) -> int:
+        """How many of them were delivered before."""
+        return sum(len(part.places) for part in self._back)
 
     def first_ms(self, from_ms: int) -> int | None:
         """The earliest time of a row from a time on; None when there is none. O(what waits)."""
-        times = [
-            first_time_ms(part.rows.rows.deliver_at_ms[part.places], from_ms) for part in (*self._back, *self._fresh)
-        ]
+        times = [first_time_ms(part.rows.rows.deliver_at_ms[part.places], from_ms) for part in self._parts()]
         return min((time_ms for time_ms in times if time_ms is not None), default=None)
