@@ -125,6 +125,13 @@ class SubscriptionState:
         return self._reader_at_head()
 
     @property
+    def looks_on(self) -> bool:
+        """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
+        if self.reader is not None:
+            return not self.ready_rows
+        return self.key_shared is not None and self.key_shared.reads_on
+
+    @property
     def readers(self) -> list[BacklogReader]:
         """What reads the backlog again, and must know what becomes of its buckets."""
         let_go = None if self.key_shared is None else self.key_shared.let_go

@@ -84,7 +84,11 @@ class KeySharing:
         core, state = self._topic.core, stream.state
         # Nobody but KEY_SHARED streams listens now.
         self._topic.leases.stop_listening(state)
-        frozen = core.begin_key_shared(state) if state.key_shared is None else None
+        frozen = (
+            core.begin_key_shared(state, elapsed_ms=self._environment.elapsed_ms())
+            if state.key_shared is None
+            else None
+        )
         core.open(state, stream.dispatcher)
         if state.key_shared is None:
             raise InvariantViolated(f"subscription {state.stored.name!r} is not shared by key after it was begun")

@@ -438,17 +438,18 @@ class ServedTopic:
     def _read_on(self, state: SubscriptionState) -> None:
         """Derives READY rows for a subscription that is behind and runs low."""
         number = state.subscription_id
-        if (
-            self._ended is not None
-            or state.reader is None
-            or state.ready_rows >= READY_LOW_ROWS
-            or number in self._behind
-        ):
+        if self._ended is not None or number in self._behind:
             return
-        needed = self.core.catch_up(state, CATCH_UP_PORTIONS * self.pace.rows)
+        limit = CATCH_UP_PORTIONS * self.pace.rows
+        if state.reader is not None and state.ready_rows < READY_LOW_ROWS:
+            needed = self.core.catch_up(state, limit)
+        elif state.key_shared is not None and state.key_shared.reads_on:
+            needed = self.core.find_let_go(state, limit)
+        else:
+            return
         if not needed:
             self.notify(state)
-            if state.reader is None or state.ready_rows:
+            if not state.looks_on:
                 return
         # Of all that was looked at nothing may be handed out: others have their turn.
         goes_on = self.load(needed) if needed else self.pace.give_way()
