@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from daemon.core import level_rows
+from daemon.core.key_shared import stats
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
@@ -126,7 +127,7 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         backlog=state.backlog,
         in_flight=len(state.in_flight),
         dispatchers=len(streams),
-        permits=permits if key_shared is None else key_shared.permits,
+        permits=permits if key_shared is None else stats.permits(key_shared),
         leased=state.leased_rows,
         policy=state.stored.policy,
         own_pending=sum(index.pending_rows for index in own),
@@ -143,13 +144,13 @@ def consumers_page(
 ) -> ConsumerPage:
     """Consumers in the order in which they joined, after the one with a number, 0: from the first on."""
     key_shared = state.key_shared
-    found = [] if key_shared is None else key_shared.consumer_stats(after, page_size + 1)
+    found = [] if key_shared is None else stats.consumer_stats(key_shared, after, page_size + 1)
     page = found[:page_size]
     return ConsumerPage(
         consumers=tuple(ConsumerSummary(topic.key_sharing.consumer_id_of(state, each.number), each) for each in page),
         next_after=page[-1].number if len(found) > len(page) else None,
         as_of_ms=now_ms,
-        key_shared=None if key_shared is None else key_shared.stats(),
+        key_shared=None if key_shared is None else stats.subscription_stats(key_shared),
     )
 
 
@@ -237,8 +238,8 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
         key_shared_consumers=sum(len(each.consumers) for each in shared),
         key_shared_waiting=sum(len(each.waiting) for each in shared),
-        draining_hashes=sum(each.draining_hashes for each in shared),
-        nack_blocked_hashes=sum(each.nack_blocked_hashes for each in shared),
+        draining_hashes=sum(len(stats.draining_hashes(each)) for each in shared),
+        nack_blocked_hashes=sum(stats.nack_blocked_hashes(each) for each in shared),
         pending_by_level=pending_by_level(core),
     )
 

@@ -190,6 +190,10 @@ class KeyShared:
         if self.consumers.grant(number, permits, PERMITS_MAX):
             self._look_again = True
 
+    def held_rows(self, number: int) -> int:
+        """How many rows a consumer holds."""
+        return self._in_flight.held_rows(number)
+
     def set_full(self, stream: int, is_full: bool) -> None:
         """Whether a stream takes no rows now."""
         self.consumers.set_full(stream, is_full)
