@@ -179,7 +179,7 @@ class _Dispatcher:
         self._parent.send(self._seen())
 
     async def _read(self, stream: grpc.aio.StreamStreamCall[pb.SubscribeRequest, pb.SubscribeResponse]) -> None:
-        async for response in stream:
+        while isinstance(response := await stream.read(), pb.SubscribeResponse):
             match response.WhichOneof("response"):
                 case "messages":
                     self._take(response.messages)

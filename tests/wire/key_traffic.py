@@ -246,7 +246,7 @@ class Dispatcher:
     # ---- what comes
 
     async def _read(self, stream: Stream) -> None:
-        async for response in stream:
+        while isinstance(response := await stream.read(), dispatch_pb2.SubscribeResponse):
             match response.WhichOneof("response"):
                 case "messages":
                     self._take(response.messages)
