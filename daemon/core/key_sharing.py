@@ -48,9 +48,9 @@ def not_kept_back(state: SubscriptionState, found: KeyedRows) -> KeyedRows:
     """Those rows of the backlog that do not wait for a NACKED one: who names others does not hold them any more."""
     if state.key_shared is None or not len(found):
         return found
-    blocked = state.key_shared.are_blocked(found)
-    if blocked.any():
-        kept_back = blocked & ~contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
+    kept_back = state.key_shared.are_kept_back(found)
+    if kept_back.any():
+        kept_back &= ~contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
         found = found.take(~kept_back)
     return found
 

@@ -8,12 +8,13 @@ Everything here may be a little stale, and says as of when. Nothing waits for th
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from daemon.core import level_rows
-from daemon.core.key_shared import stats
+from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
@@ -33,10 +34,12 @@ from daemon.engine.calls import (
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import InvalidArgument
-from daemon.metrics import TopicNumbers
+from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats import index_ids
 
 PAGE_MAX = 1000
+# Consumers that are looked at before hand-outs and requests have their turn.
+CONSUMERS_A_TURN = 50
 
 T = TypeVar("T")
 
@@ -127,7 +130,7 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
         backlog=state.backlog,
         in_flight=len(state.in_flight),
         dispatchers=len(streams),
-        permits=permits if key_shared is None else stats.permits(key_shared),
+        permits=permits if key_shared is None else key_shared_stats.permits(key_shared),
         leased=state.leased_rows,
         policy=state.stored.policy,
         own_pending=sum(index.pending_rows for index in own),
@@ -139,19 +142,23 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
     )
 
 
-def consumers_page(
+async def consumers_page(
     topic: ServedTopic, state: SubscriptionState, page_size: int, after: int, *, now_ms: int
 ) -> ConsumerPage:
     """Consumers in the order in which they joined, after the one with a number, 0: from the first on."""
-    key_shared = state.key_shared
-    found = [] if key_shared is None else stats.consumer_stats(key_shared, after, page_size + 1)
-    page = found[:page_size]
-    return ConsumerPage(
-        consumers=tuple(ConsumerSummary(topic.key_sharing.consumer_id_of(state, each.number), each) for each in page),
-        next_after=page[-1].number if len(found) > len(page) else None,
-        as_of_ms=now_ms,
-        key_shared=None if key_shared is None else stats.subscription_stats(key_shared),
-    )
+    page: list[ConsumerSummary] = []
+    next_after: int | None = after
+    while next_after is not None and len(page) < page_size:
+        if state.key_shared is None:
+            return ConsumerPage(tuple(page), None, now_ms, None)
+        asked = min(CONSUMERS_A_TURN, page_size - len(page))
+        found = state.key_shared.consumer_stats(next_after, asked + 1)
+        next_after = found[asked - 1].number if len(found) > asked else None
+        sharing = topic.key_sharing
+        page += [ConsumerSummary(sharing.consumer_id_of(state, each.number), each) for each in found[:asked]]
+        await asyncio.sleep(0)
+    stats = None if state.key_shared is None else state.key_shared.stats()
+    return ConsumerPage(tuple(page), next_after, now_ms, stats)
 
 
 def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> SubscriptionPage:
@@ -238,8 +245,8 @@ def numbers(topic: ServedTopic, now_ms: int) -> TopicNumbers:
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
         key_shared_consumers=sum(len(each.consumers) for each in shared),
         key_shared_waiting=sum(len(each.waiting) for each in shared),
-        draining_hashes=sum(len(stats.draining_hashes(each)) for each in shared),
-        nack_blocked_hashes=sum(stats.nack_blocked_hashes(each) for each in shared),
+        draining_hashes=sum(len(key_shared_stats.draining_hashes(each)) for each in shared),
+        nack_blocked_hashes=sum(key_shared_stats.nack_blocked_hashes(each) for each in shared),
         pending_by_level=pending_by_level(core),
     )
 

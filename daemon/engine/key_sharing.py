@@ -304,7 +304,7 @@ class KeySharing:
         return key_shared.may_hand_out
 
     def _count_blocked(self, shared: _Shared) -> None:
-        attempts: int = getattr(shared.key_shared, "blocked_attempts", 0)
+        attempts = shared.key_shared.blocked_attempts
         if attempts > shared.blocked_counted:
             self._environment.metrics.key_blocked(self._topic.core.name, rows=attempts - shared.blocked_counted)
             shared.blocked_counted = attempts

@@ -30,7 +30,8 @@ class DrainingHashes:
     """A consumer is an ordinal from 1 on; columns name a slot as often as it has positions.
 
     `holders`: u16[65536], 0 where nobody holds any. `unacked`: u32[65536]. `cleared_total`: how many hashes became free
-    that others had been kept back for; one that drained while nobody asked for it is not among them.
+    that others had been kept back for; one that drained while nobody asked for it is not among them. `attempts_total`:
+    how often positions were kept back.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class DrainingHashes:
         self._is_unblocked: npt.NDArray[np.bool_] = np.zeros(HASH_SLOTS, np.bool_)
         self.has_unblocked = False
         self.cleared_total = 0
+        self.attempts_total = 0
 
     def may_receive(self, slots: U16, consumers: U16) -> Mask:
         """Where nobody but that consumer holds any of the slot. Rows of one slot are for one consumer."""
@@ -99,6 +101,7 @@ class DrainingHashes:
         """Positions were kept back for what a consumer holds of their hashes; of a hash that nobody holds nothing is
         counted."""
         held = slots[self.holders[slots] != 0]
+        self.attempts_total += len(held)
         before = self._attempts[held]
         np.add.at(self._attempts, held, _ONE)
         self._attempts[held[self._attempts[held] < before]] = _ATTEMPTS_MAX

@@ -239,6 +239,11 @@ class KeyShared:
             return True
         return bool(self._ready.ready_rows) and bool(self.consumers.permits().any())
 
+    @property
+    def blocked_attempts(self) -> int:
+        """How often a row was kept back for what another consumer holds of its hash."""
+        return 0 if self.draining is None else self.draining.attempts_total
+
     def _something_changed(self) -> bool:
         if self.draining is not None and self.draining.has_unblocked:
             self.draining.take_unblocked()
@@ -387,6 +392,8 @@ class KeyShared:
         if len(rows):
             self.consumers.sent(consumers)
             self._in_flight.add(rows, self.consumers.numbers_of(consumers), elapsed_ms=self._elapsed_ms)
+            if self.nacks is not None and self.nacks.taken_back:
+                self.nacks.taken_back -= bitmap_of(rows.keys)
             planned = self.planned.are_planned(rows.keys)
             if planned.any():
                 self.last_sent.sent(rows.rows.ledger_id[planned], rows.rows.entry_id[planned])
@@ -435,11 +442,11 @@ class KeyShared:
         self._back(rows)
         return assigned
 
-    def are_blocked(self, rows: KeyedRows) -> Mask:
-        """Which of the rows are of hashes that wait for a NACKED row."""
-        if self.nacks is None or not self.nacks.blocks.any_blocked:
+    def are_kept_back(self, rows: KeyedRows) -> Mask:
+        """Which of the rows, none of which is in flight or NACKED, nobody may name for now: see `nack_order`."""
+        if self.nacks is None:
             return np.zeros(len(rows), np.bool_)
-        return self.nacks.blocks.are_blocked(slots_of(rows.key_hash()))
+        return self.nacks.are_kept_back(rows.keys, slots_of(rows.key_hash()))
 
     def redelivered(self, keys: BitMap64) -> None:
         """NACKED rows are READY again."""
@@ -451,6 +458,7 @@ class KeyShared:
         self.settle(keys)
         if self.nacks is not None:
             self.nacks.blocks.left(keys)
+            self.nacks.taken_back -= keys
         if self.planned.were_any:
             self.last_sent.acknowledged(*self._places.positions(keys_of(keys)))
 
@@ -467,7 +475,7 @@ class KeyShared:
         to hold them: not those of a hash of which somebody else holds rows, or that waits for a NACKED one.
         """
         slots, ordinals = slots_of(rows.key_hash()), self.consumers.ordinals_of(numbers)
-        may_hold = ~self.are_blocked(rows)
+        may_hold = ~self.are_kept_back(rows)
         if self.draining is not None:
             may_hold &= self.draining.may_receive(slots, ordinals)
             places = np.flatnonzero(may_hold)
@@ -560,9 +568,9 @@ class KeyShared:
         elsewhere = bitmap_of(keys[places[~found]])
         if elsewhere:
             if self.nacks is not None:
-                blocked = self.waiting.of_slots(elsewhere, self.nacks.blocks.are_blocked)
-                taken &= ~contained(keys, blocked)
-                elsewhere -= blocked
+                kept_back = self.waiting.where(elsewhere, self.nacks.are_kept_back)
+                taken &= ~contained(keys, kept_back)
+                elsewhere -= kept_back
             self._ready.withdraw(elsewhere)
         self.planned.settle(bitmap_of(keys[taken]))
         return taken, hashes

@@ -9,20 +9,22 @@ Does not own: which hashes wait and for how long (`nack_blocks`), and what becom
 from __future__ import annotations
 
 import numpy as np
+from pyroaring import BitMap64
 
 from daemon.core.in_flight import InFlight, Mask
-from daemon.core.key_shared.hash_slots import slots_of
+from daemon.core.key_shared.hash_slots import U16, slots_of
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.position_order import PositionOrder, are_greater
-from daemon.core.positions import KeyedRows
-from storage_backends.formats.rows import U32
+from daemon.core.positions import KeyedRows, bitmap_of, contained
+from storage_backends.formats.rows import U32, U64
 
 
 class BlockingNacks:
-    """`blocks`: the hashes that wait."""
+    """`blocks`: the hashes that wait. `taken_back`: rows that were taken back and not handed out again."""
 
     def __init__(self, block_max_ms: int, in_flight: InFlight, order: PositionOrder) -> None:
         self.blocks = NackBlocks(block_max_ms)
+        self.taken_back = BitMap64()
         self._in_flight = in_flight
         self._order = order
 
@@ -48,4 +50,17 @@ class BlockingNacks:
             behind[chosen] = are_greater(self._order.columns(held.take(chosen)), [column[there] for column in firsts])
             return behind
 
-        return self._in_flight.take_where(are_behind)
+        taken, holders = self._in_flight.take_where(are_behind)
+        self.taken_back |= bitmap_of(taken.keys)
+        return taken, holders
+
+    def are_kept_back(self, keys: U64, slots: U16) -> Mask:
+        """Which rows, of these that are neither in flight nor NACKED, nobody may acknowledge or hold: they wait for a NACKED
+        one, or come again behind one.
+        """
+        kept_back = np.zeros(len(keys), np.bool_)
+        if self.blocks.any_blocked:
+            kept_back |= self.blocks.are_blocked(slots)
+        if self.taken_back:
+            kept_back |= contained(keys, self.taken_back) & ~self.blocks.is_bounded_out(slots)
+        return kept_back

@@ -22,6 +22,7 @@ from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import first_time_ms
+from storage_backends.formats.rows import U64
 
 # Of rows, of which only some are there, who receives each: rows, which of them are there, the slots of these.
 Choose = Callable[[KeyedRows, Places, U16], U16]
@@ -119,13 +120,14 @@ class WaitingRows:
         self._left(rows)
         return rows
 
-    def of_slots(self, keys: BitMap64, are_meant: Callable[[U16], Mask]) -> BitMap64:
-        """Those of the positions that wait and whose slots are meant. O(what waits)."""
+    def where(self, keys: BitMap64, condition: Callable[[U64, U16], Mask]) -> BitMap64:
+        """Those of the positions that wait and for which, by key and slot, the condition holds. O(what waits)."""
         found = BitMap64()
         if self.keys.intersect(keys):
             for part in self._parts():
-                places = part.places[are_meant(part.slots[part.places])]
-                found |= bitmap_of(part.rows.keys[places]) & keys
+                places = part.places[contained(part.rows.keys[part.places], keys)]
+                named = part.rows.keys[places]
+                found |= bitmap_of(named[condition(named, part.slots[places])])
         return found
 
     def _left(self, rows: KeyedRows) -> None:
