@@ -1,26 +1,24 @@
 """Every series that the daemon exports, declared once.
 
-Owns: names, labels, buckets and meaning of the series, the bound on the number of topics among them, and the endpoint.
-Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...), and the gauges of topics are read
-from the engine when Prometheus asks. docs/METRICS.md describes the series.
+Owns: names, labels, buckets and meaning of the series but for the gauges of topics (`topic_gauges`), and the endpoint.
+Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the
+series.
 
 A scrape runs in a thread of its own and never waits for the event loop.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import prometheus_client
-from prometheus_client import metrics_core
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import CollectorRegistry
 
 from daemon.array_histogram import ArrayHistogram
+from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
 
 # PIP-195, in seconds.
 BUCKET_OPERATION_BOUNDS_S = (0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 60.0)
@@ -32,40 +30,6 @@ RECOVERY_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.
 
 MergeOutcome = Literal["merged", "refused", "damaged", "failed", "given_up"]
 
-ALL_TOPICS = "_all"
-OTHER_TOPICS = "_other"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TopicNumbers:
-    """One topic at the moment of a scrape."""
-
-    topic: str
-    pending: int
-    mutable_rows: int
-    loaded_rows: int
-    # Sealed buckets and the mutable one, as PIP-195 counts them.
-    buckets: int
-    bucket_bytes: int
-    backlog: int
-    in_flight: int
-    leased: int
-    # Of the backlog, rows that wait for their redelivery.
-    nacked: int
-    dead_letters: int
-    # Lost with damaged buckets and not added again.
-    rebuild_needed: int
-    # Consumers of KEY_SHARED streams, rows that wait for their key, and hashes that wait: for what another consumer holds,
-    # and for what was negatively acknowledged.
-    key_shared_consumers: int
-    key_shared_waiting: int
-    draining_hashes: int
-    nack_blocked_hashes: int
-    # 0.0 when nothing is due that was not handed out.
-    oldest_due_age_s: float
-    # Pending rows by delay level, of levels that have any.
-    pending_by_level: Mapping[int, int]
-
 
 class Metrics:
     """What happened, reported by the layers. Methods are cheap and may be called on the event loop or in any thread."""
@@ -73,7 +37,7 @@ class Metrics:
     def __init__(self, *, per_topic: bool = True, per_topic_max: int = 1000) -> None:
         """`per_topic`, `per_topic_max`: see `daemon.settings.Metrics`."""
         self.registry = CollectorRegistry()
-        self._labels = _TopicLabels(per_topic, per_topic_max)
+        self._labels = TopicLabels(per_topic, per_topic_max)
         self._declare_lateness()
         self._declare_rows()
         self._declare_storage()
@@ -187,7 +151,7 @@ class Metrics:
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
         """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
-        self.registry.register(_TopicGauges(snapshot, self._labels))
+        self.registry.register(TopicGauges(snapshot, self._labels))
 
     def added(self, topic: str, *, accepted: int, duplicates: int, returned: int, late_on_arrival: int) -> None:
         label = self._labels.label(topic)
@@ -414,90 +378,6 @@ class _Children:
         if found is None:
             found = self._found[labels] = self._counter.labels(*labels)
         return found
-
-
-class _TopicLabels:
-    """Bounds the label `topic`: the first `per_topic_max` topics have their own, the others share one."""
-
-    def __init__(self, per_topic: bool, per_topic_max: int) -> None:
-        self._per_topic = per_topic
-        self._per_topic_max = per_topic_max
-        self._own: set[str] = set()
-        self._lock = threading.Lock()
-
-    def label(self, topic: str) -> str:
-        if topic in self._own:
-            return topic
-        if not self._per_topic:
-            return ALL_TOPICS
-        with self._lock:
-            if len(self._own) < self._per_topic_max:
-                self._own.add(topic)
-        return topic if topic in self._own else OTHER_TOPICS
-
-
-class _TopicGauges(Collector):
-    """The gauges of topics; topics that share a label are summed, ages are the largest of them."""
-
-    def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: _TopicLabels) -> None:
-        self._snapshot = snapshot
-        self._labels = labels
-
-    def describe(self) -> Iterable[metrics_core.Metric]:
-        """The families without numbers, so that registering does not ask the engine."""
-        return _topic_families().values()
-
-    def collect(self) -> Iterable[metrics_core.Metric]:
-        sums: dict[str, dict[str, float]] = {}
-        levels: dict[tuple[str, str], int] = {}
-        for numbers in self._snapshot():
-            for level, rows in numbers.pending_by_level.items():
-                key = (self._labels.label(numbers.topic), str(level))
-                levels[key] = levels.get(key, 0) + rows
-            mine = sums.setdefault(self._labels.label(numbers.topic), dict.fromkeys(_TOPIC_GAUGES, 0.0))
-            for field in _TOPIC_GAUGES:
-                value = getattr(numbers, field)
-                mine[field] = max(mine[field], value) if field == "oldest_due_age_s" else mine[field] + value
-        families = _topic_families()
-        for label, values in sums.items():
-            for field, value in values.items():
-                families[field].add_metric([label], value)
-        for key, rows in levels.items():
-            families[_LEVELS].add_metric(key, rows)
-        return families.values()
-
-
-_TOPIC_GAUGES = {
-    "buckets": ("tarry_delayed_message_index_bucket_total", "Buckets: the sealed ones and the mutable one."),
-    "loaded_rows": ("tarry_delayed_message_index_loaded", "Rows of the index that are in memory."),
-    "bucket_bytes": ("tarry_delayed_message_index_bucket_snapshot_size_bytes", "Bytes of the sealed buckets' objects."),
-    "pending": ("tarry_pending_rows", "Rows that are not due yet."),
-    "mutable_rows": ("tarry_mutable_rows", "Of these, rows that are in no sealed bucket yet."),
-    "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
-    "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
-    "leased": ("tarry_leased_rows", "Of these, rows that are leased."),
-    "nacked": ("tarry_nacked_rows", "Of the backlog, rows that wait for their redelivery."),
-    "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
-    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
-    "key_shared_consumers": ("tarry_key_shared_consumers", "Consumers of KEY_SHARED streams."),
-    "key_shared_waiting": ("tarry_key_shared_waiting_rows", "Rows due or planned that wait for their key or permits."),
-    "draining_hashes": ("tarry_key_shared_draining_hashes", "Hashes at another consumer than the one that has them."),
-    "nack_blocked_hashes": ("tarry_key_shared_nack_blocked_hashes", "Hashes that wait for a nacked row."),
-    "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
-}
-
-
-_LEVELS = "pending_by_level"
-
-
-def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
-    families = {
-        field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
-        for field, (name, meaning) in _TOPIC_GAUGES.items()
-    }
-    meaning = "Pending rows that were added by a delay level."
-    families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])
-    return families
 
 
 class Endpoint:

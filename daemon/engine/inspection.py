@@ -152,13 +152,13 @@ async def consumers_page(
         if state.key_shared is None:
             return ConsumerPage(tuple(page), None, now_ms, None)
         asked = min(CONSUMERS_A_TURN, page_size - len(page))
-        found = state.key_shared.consumer_stats(next_after, asked + 1)
+        found = key_shared_stats.consumer_stats(state.key_shared, next_after, asked + 1)
         next_after = found[asked - 1].number if len(found) > asked else None
         sharing = topic.key_sharing
         page += [ConsumerSummary(sharing.consumer_id_of(state, each.number), each) for each in found[:asked]]
         await asyncio.sleep(0)
-    stats = None if state.key_shared is None else state.key_shared.stats()
-    return ConsumerPage(tuple(page), next_after, now_ms, stats)
+    shown = None if state.key_shared is None else key_shared_stats.subscription_stats(state.key_shared)
+    return ConsumerPage(tuple(page), next_after, now_ms, shown)
 
 
 def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> SubscriptionPage:

@@ -25,7 +25,7 @@ from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.viewing import Viewing
 from daemon.errors import AlreadyExists, InvalidArgument, NotFound
-from daemon.metrics import TopicNumbers
+from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.rows import U64
 
 if TYPE_CHECKING:
@@ -375,7 +375,7 @@ class Requests:
         self._check_names(topic, subscription)
         _, served = await self._shown(topic)
         state = served.subscription(subscription)
-        return inspection.consumers_page(served, state, size, after, now_ms=self._environment.clock.now_ms())
+        return await inspection.consumers_page(served, state, size, after, now_ms=self._environment.clock.now_ms())
 
     async def list_scheduled(
         self, topic: str, view: calls.View, page_size: int, after: calls.Place | None

@@ -18,7 +18,7 @@ from google.protobuf import message
 
 from daemon import config, errors
 from daemon.engine import calls
-from daemon.grpc_services import columns, dead_letters, records, unary
+from daemon.grpc_services import columns, consumers, dead_letters, records, unary
 from daemon.grpc_services.pipeline import Context
 from tarry.v1 import inspect_pb2 as pb
 
@@ -33,6 +33,8 @@ _DIGEST_BYTES = 8
 # A row's deliver_at_ms, ledger, entry and index.
 _ROW = struct.Struct("<QQQQ")
 _DEAD_LETTER_ID = struct.Struct("<Q")
+# The number of a consumer.
+_CONSUMER = struct.Struct("<Q")
 
 
 class _List(enum.Enum):
@@ -44,10 +46,13 @@ class _List(enum.Enum):
     SCHEDULED = b"\x04"
     BACKLOG = b"\x05"
     DEAD_LETTERS = b"\x06"
+    CONSUMERS = b"\x07"
 
 
 # Requests for a page that goes on from a place.
-_Placed: TypeAlias = pb.ListScheduledRequest | pb.ListBacklogRequest | pb.ListDeadLettersRequest
+_Placed: TypeAlias = (
+    pb.ListScheduledRequest | pb.ListBacklogRequest | pb.ListDeadLettersRequest | pb.ListConsumersRequest
+)
 
 
 class _Paged(Protocol):
@@ -77,6 +82,7 @@ class Inspect:
             "ListScheduled": self._cancelled_handler(pb.ListScheduledRequest, self._list_scheduled),
             "GetHistogram": self._cancelled_handler(pb.GetHistogramRequest, self._histogram),
             "ListBacklog": self._cancelled_handler(pb.ListBacklogRequest, self._list_backlog),
+            "ListConsumers": self._cancelled_handler(pb.ListConsumersRequest, self._list_consumers),
             "ListDeadLetters": self._cancelled_handler(pb.ListDeadLettersRequest, self._list_dead_letters),
         }
 
@@ -134,6 +140,14 @@ class Inspect:
         token = _row_token(page.next_after, request, _List.BACKLOG)
         return columns.backlog_response(page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms))
 
+    async def _list_consumers(self, request: pb.ListConsumersRequest, _: Context) -> pb.ListConsumersResponse:
+        place = _place_in(request, _List.CONSUMERS, _CONSUMER)
+        page = await self._requests.list_consumers(
+            request.topic, request.subscription, _page_size(request), place[0] if place else 0
+        )
+        after = None if page.next_after is None else (page.next_after,)
+        return consumers.response(page, _token_of(after, request, _List.CONSUMERS, _CONSUMER))
+
     async def _list_dead_letters(self, request: pb.ListDeadLettersRequest, _: Context) -> bytes:
         place = _place_in(request, _List.DEAD_LETTERS, _DEAD_LETTER_ID)
         page = await self._requests.list_dead_letters(
@@ -163,9 +177,13 @@ def _ledgers(
 
 def _place(request: _Paged, of: _List) -> tuple[int, str]:
     """The page's size, and after what it starts. Raises `InvalidArgument`."""
+    return _page_size(request), _after(request.page_token, of)
+
+
+def _page_size(request: _Paged) -> int:
     if request.page_size > PAGE_SIZE_MAX:
         raise errors.InvalidArgument(f"page_size: {request.page_size}, the limit is {PAGE_SIZE_MAX}")
-    return request.page_size or PAGE_SIZE_MAX, _after(request.page_token, of)
+    return request.page_size or PAGE_SIZE_MAX
 
 
 def _token(after: str | None, of: _List) -> str:

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from daemon import metrics
+from daemon import metrics, topic_gauges
 
 REPOSITORY = Path(metrics.__file__).resolve().parent.parent
 
 
-def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> metrics.TopicNumbers:
-    return metrics.TopicNumbers(
+def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> topic_gauges.TopicNumbers:
+    return topic_gauges.TopicNumbers(
         topic=topic,
         pending=pending,
         mutable_rows=2,
@@ -154,7 +154,7 @@ def test_gauges_of_topics_are_read_when_prometheus_asks() -> None:
 
 
 def test_the_engine_is_not_asked_when_its_gauges_are_registered() -> None:
-    def refuse() -> list[metrics.TopicNumbers]:
+    def refuse() -> list[topic_gauges.TopicNumbers]:
         raise AssertionError("asked")
 
     metrics.Metrics().collect_topics_from(refuse)

@@ -1,0 +1,133 @@
+"""The gauges of topics, read from the engine when Prometheus asks.
+
+Owns: their names and meaning, the numbers of one topic that they are made of, and the bound on the number of topics
+among the series.
+Does not own: the numbers (`daemon.engine.inspection`), and what is reported as it happens (`metrics`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prometheus_client import metrics_core
+from prometheus_client.registry import Collector
+
+ALL_TOPICS = "_all"
+OTHER_TOPICS = "_other"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopicNumbers:
+    """One topic at the moment of a scrape."""
+
+    topic: str
+    pending: int
+    mutable_rows: int
+    loaded_rows: int
+    # Sealed buckets and the mutable one, as PIP-195 counts them.
+    buckets: int
+    bucket_bytes: int
+    backlog: int
+    in_flight: int
+    leased: int
+    # Of the backlog, rows that wait for their redelivery.
+    nacked: int
+    dead_letters: int
+    # Lost with damaged buckets and not added again.
+    rebuild_needed: int
+    # Consumers of KEY_SHARED streams, rows that wait for their key, and hashes that wait: for what another consumer
+    # holds, and for what was negatively acknowledged.
+    key_shared_consumers: int
+    key_shared_waiting: int
+    draining_hashes: int
+    nack_blocked_hashes: int
+    # 0.0 when nothing is due that was not handed out.
+    oldest_due_age_s: float
+    # Pending rows by delay level, of levels that have any.
+    pending_by_level: Mapping[int, int]
+
+
+class TopicLabels:
+    """Bounds the label `topic`: the first `per_topic_max` topics have their own, the others share one."""
+
+    def __init__(self, per_topic: bool, per_topic_max: int) -> None:
+        self._per_topic = per_topic
+        self._per_topic_max = per_topic_max
+        self._own: set[str] = set()
+        self._lock = threading.Lock()
+
+    def label(self, topic: str) -> str:
+        if topic in self._own:
+            return topic
+        if not self._per_topic:
+            return ALL_TOPICS
+        with self._lock:
+            if len(self._own) < self._per_topic_max:
+                self._own.add(topic)
+        return topic if topic in self._own else OTHER_TOPICS
+
+
+class TopicGauges(Collector):
+    """The gauges of topics; topics that share a label are summed, ages are the largest of them."""
+
+    def __init__(self, snapshot: Callable[[], Sequence[TopicNumbers]], labels: TopicLabels) -> None:
+        self._snapshot = snapshot
+        self._labels = labels
+
+    def describe(self) -> Iterable[metrics_core.Metric]:
+        """The families without numbers, so that registering does not ask the engine."""
+        return _topic_families().values()
+
+    def collect(self) -> Iterable[metrics_core.Metric]:
+        sums: dict[str, dict[str, float]] = {}
+        levels: dict[tuple[str, str], int] = {}
+        for numbers in self._snapshot():
+            for level, rows in numbers.pending_by_level.items():
+                key = (self._labels.label(numbers.topic), str(level))
+                levels[key] = levels.get(key, 0) + rows
+            mine = sums.setdefault(self._labels.label(numbers.topic), dict.fromkeys(_TOPIC_GAUGES, 0.0))
+            for field in _TOPIC_GAUGES:
+                value = getattr(numbers, field)
+                mine[field] = max(mine[field], value) if field == "oldest_due_age_s" else mine[field] + value
+        families = _topic_families()
+        for label, values in sums.items():
+            for field, value in values.items():
+                families[field].add_metric([label], value)
+        for key, rows in levels.items():
+            families[_LEVELS].add_metric(key, rows)
+        return families.values()
+
+
+_TOPIC_GAUGES = {
+    "buckets": ("tarry_delayed_message_index_bucket_total", "Buckets: the sealed ones and the mutable one."),
+    "loaded_rows": ("tarry_delayed_message_index_loaded", "Rows of the index that are in memory."),
+    "bucket_bytes": ("tarry_delayed_message_index_bucket_snapshot_size_bytes", "Bytes of the sealed buckets' objects."),
+    "pending": ("tarry_pending_rows", "Rows that are not due yet."),
+    "mutable_rows": ("tarry_mutable_rows", "Of these, rows that are in no sealed bucket yet."),
+    "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
+    "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
+    "leased": ("tarry_leased_rows", "Of these, rows that are leased."),
+    "nacked": ("tarry_nacked_rows", "Of the backlog, rows that wait for their redelivery."),
+    "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
+    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
+    "key_shared_consumers": ("tarry_key_shared_consumers", "Consumers of KEY_SHARED streams."),
+    "key_shared_waiting": ("tarry_key_shared_waiting_rows", "Rows due or planned that wait for their key or permits."),
+    "draining_hashes": ("tarry_key_shared_draining_hashes", "Hashes at another consumer than the one that has them."),
+    "nack_blocked_hashes": ("tarry_key_shared_nack_blocked_hashes", "Hashes that wait for a nacked row."),
+    "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
+}
+
+
+_LEVELS = "pending_by_level"
+
+
+def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
+    families = {
+        field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
+        for field, (name, meaning) in _TOPIC_GAUGES.items()
+    }
+    meaning = "Pending rows that were added by a delay level."
+    families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])
+    return families
