@@ -55,8 +55,8 @@ class BlockingNacks:
         return taken, holders
 
     def are_kept_back(self, keys: U64, slots: U16) -> Mask:
-        """Which rows, of these that are neither in flight nor NACKED, nobody may acknowledge or hold: they wait for a NACKED
-        one, or come again behind one.
+        """Which rows, of these that are neither in flight nor NACKED, nobody may acknowledge or hold: they wait for a
+        NACKED one, or come again behind one.
         """
         kept_back = np.zeros(len(keys), np.bool_)
         if self.blocks.any_blocked:
