@@ -136,8 +136,11 @@ class KeySharedStats:
     waiting: int
     """Positions that are due or planned, and wait for their consumer's permits or for their hash."""
     draining_hashes: int
+    """Hashes of which a consumer holds positions and another one has the slot."""
     draining_hashes_cleared: int
+    """Hashes that became free and that a position had been kept back for, since the first consumer joined."""
     draining_hashes_unacked: int
+    """Positions that are held of those that drain."""
     nack_blocked_hashes: int
     """Hashes that wait for a position that was negatively acknowledged."""
     last_sent_position: Position | None
