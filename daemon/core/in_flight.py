@@ -240,7 +240,24 @@ class InFlight:
         if not holders:
             return KeyedRows.empty()
         among = np.array(holders, np.uint32)
-        return self.take_where(lambda _, dispatcher: np.isin(dispatcher, among))[0]
+        rows, _ = self._take_from_runs(lambda _, dispatchers: np.isin(dispatchers, among))
+        return KeyedRows.concat([*self._take_from_batches(among), rows])
+
+    def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
+        """Removes what dispatchers hold of the batches; the rest stays as it is: sorting all of it in would take long."""
+        taken, kept = [], {}
+        for first_key, batch in self._batches.items():
+            chosen = np.isin(batch.dispatchers, dispatchers)
+            if not chosen.any():
+                kept[first_key] = batch
+                continue
+            taken.append(batch.rows.take(chosen))
+            self._left(taken[-1], batch.dispatchers[chosen], are_claimed=False)
+            if not chosen.all():
+                rows = batch.rows.take(~chosen)
+                kept[int(rows.keys[0])] = _Batch(rows, batch.dispatchers[~chosen], batch.since_ms)
+        self._batches = kept
+        return taken
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
         """Removes and returns the positions of a set, whoever holds them."""
@@ -322,6 +339,9 @@ class InFlight:
         `condition`: of rows and who holds each, some of which have left already.
         """
         self._sort_all_in()
+        return self._take_from_runs(condition)
+
+    def _take_from_runs(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
         taken, holders = [], [np.empty(0, np.uint32)]
         for run in self._runs:
             chosen = np.flatnonzero(condition(run.rows, run.dispatcher) & run.alive)
@@ -335,24 +355,23 @@ class InFlight:
     def _leave(self, run: _Run, places: Places, *, are_claimed: bool) -> None:
         run.alive[places] = False
         run.living -= len(places)
-        self._living -= len(places)
-        self._count_left(run.dispatcher[places])
-        if self.watcher is not None and len(places):
-            tell = self.watcher.claimed if are_claimed else self.watcher.returned
-            tell(run.rows.take(places), run.dispatcher[places])
+        left = run.rows.take(places) if self.watcher is not None else None
+        self._left(left, run.dispatcher[places], are_claimed=are_claimed)
 
     def _leave_whole(self, first_key: int) -> None:
         batch = self._batches.pop(first_key)
-        self._living -= len(batch.rows)
-        self._count_left(batch.dispatchers)
-        if self.watcher is not None:
-            self.watcher.claimed(batch.rows, batch.dispatchers)
+        self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
-    def _count_left(self, dispatchers: U32) -> None:
-        for number, rows in _counted(dispatchers):
-            self._held[number] -= rows
+    def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
+        """`rows`: for the watcher; None when there is none."""
+        self._living -= len(dispatchers)
+        for number, held_rows in _counted(dispatchers):
+            self._held[number] -= held_rows
             if not self._held[number]:
                 del self._held[number]
+        if self.watcher is not None and rows is not None and len(rows):
+            tell = self.watcher.claimed if are_claimed else self.watcher.returned
+            tell(rows, dispatchers)
 
 
 def _counted(dispatchers: U32) -> list[tuple[int, int]]:
