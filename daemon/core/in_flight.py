@@ -244,7 +244,7 @@ class InFlight:
         return KeyedRows.concat([*self._take_from_batches(among), rows])
 
     def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
-        """Removes what dispatchers hold of the batches; the rest stays as it is: sorting all of it in would take long."""
+        """Removes what dispatchers hold of the batches. The rest stays: sorting all of it in would take long."""
         taken, kept = [], {}
         for first_key, batch in self._batches.items():
             chosen = np.isin(batch.dispatchers, dispatchers)
@@ -365,13 +365,16 @@ class InFlight:
     def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
         """`rows`: for the watcher; None when there is none."""
         self._living -= len(dispatchers)
+        self._count_left(dispatchers)
+        if self.watcher is not None and rows is not None and len(rows):
+            tell = self.watcher.claimed if are_claimed else self.watcher.returned
+            tell(rows, dispatchers)
+
+    def _count_left(self, dispatchers: U32) -> None:
         for number, held_rows in _counted(dispatchers):
             self._held[number] -= held_rows
             if not self._held[number]:
                 del self._held[number]
-        if self.watcher is not None and rows is not None and len(rows):
-            tell = self.watcher.claimed if are_claimed else self.watcher.returned
-            tell(rows, dispatchers)
 
 
 def _counted(dispatchers: U32) -> list[tuple[int, int]]:
