@@ -58,7 +58,8 @@ def consumer(name: str, instance_id: int, *ranges: tuple[int, int]) -> inspect_p
 def draining() -> inspect_pb2.ConsumerStats:
     found = consumer("a", 7, (0, 9), (20, 29))
     found.address = "10.0.0.7:4711"
-    found.draining_hashes_count, found.draining_hashes_unacked = 2, 1200
+    found.draining_hashes_count, found.draining_hashes_unacked = 3, 1200
+    found.draining_hashes.add(hash=5, unacked=1, blocked_attempts=0)
     found.draining_hashes.add(hash=4711, unacked=1100, blocked_attempts=12)
     return found
 
@@ -83,7 +84,10 @@ def test_consumers_of_all_pages_are_listed_below_what_keys_wait_for(daemon: Fake
         f"as of\t{output.time_text(8)}",
         "",
         "\t".join(consumers._COLUMNS),
-        "a\t7\t10.0.0.7:4711\t2\t3\t1000\t5\t20\t0-9, 20-29\t-\t2\t1200\t4711 (1,100 unacked, 12 kept back), ...",
+        (
+            "a\t7\t10.0.0.7:4711\t2\t3\t1000\t5\t20\t0-9, 20-29\t-\t3\t1200\t"
+            "4711 (1,100 unacked, 12 kept back), 5 (1 unacked, 0 kept back), ..."
+        ),
         "b\t9\t-\t2\t3\t1000\t5\t10\t10-19\t-\t0\t0\t-",
     ]
     assert result.stderr == ""
@@ -120,7 +124,7 @@ def test_everything_is_one_object_in_json(daemon: FakeDaemon, run: Run) -> None:
     }  # fmt: skip
     assert key_shared["consumers_after_mark_delete_position"][0]["instance_id"] == 9
     (one,) = parsed["consumers"]
-    assert one["draining_hashes"] == [{"hash": 4711, "unacked": 1100, "blocked_attempts": 12}]
+    assert one["draining_hashes"][1] == {"hash": 4711, "unacked": 1100, "blocked_attempts": 12}
     assert (one["hash_ranges"][0], one["last_sent_position_when_joining"]) == ({"first": 0, "last": 9}, None)
 
 

@@ -107,7 +107,8 @@ def _shown(each: consumer_stats.ConsumerStats) -> tuple[object, ...]:
     """In the order of `_COLUMNS`; ids as text: they are names, not counts."""
     draining = (
         f"{hashed.hash} ({hashed.unacked:,} unacked, {hashed.blocked_attempts:,} kept back)"
-        for hashed in each.draining_hashes
+        # What most wait for first: a terminal shows no more.
+        for hashed in sorted(each.draining_hashes, key=lambda hashed: -hashed.blocked_attempts)
     )
     return (
         each.name,
