@@ -36,6 +36,7 @@ from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
 from daemon.errors import QuotaExceeded
+from storage_backends.formats.index_ids import are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.rows import U32, U64, Rows
 
@@ -149,8 +150,9 @@ class KeyShared:
             ]
         )
         self.consumers.join(joining)
-        for ordinal in ordinals:
-            self.last_sent.joined(ordinal)
+        if self._holds_joined_back:
+            for ordinal in ordinals:
+                self.last_sent.joined(ordinal)
         self._look_again = True
 
     def leave(self, numbers: Collection[int]) -> None:
@@ -460,7 +462,9 @@ class KeyShared:
             self.nacks.blocks.left(keys)
             self.nacks.taken_back -= keys
         if self.planned.were_any:
-            self.last_sent.acknowledged(*self._places.positions(keys_of(keys)))
+            departed = keys_of(keys)
+            entries = departed[~are_of_batch_parts(self._places.owners(departed))]
+            self.last_sent.acknowledged(*self._places.positions(entries))
 
     def look_after(self, *, elapsed_ms: int) -> None:
         """What depends on time alone: no hash waits for a NACKED row for longer than the policy says."""
@@ -495,7 +499,8 @@ class KeyShared:
         rows = KeyedRows(positions, keys).take(places)
         held = np.zeros(len(keys), np.bool_)
         held[places] = self.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
-        self.planned.add(stream, keys[held])
+        # What another stream planned is planned by that one still.
+        self.planned.add(stream, keys[held & ~self.planned.are_planned(keys)])
         return held
 
     # ---- plans
@@ -512,10 +517,15 @@ class KeyShared:
         known = self.planned.are_planned(keys)
         if known.any():
             answers[known] = self._held_on(stream, positions.take(known), keys[known])
-        if not known.all():
-            rows = KeyedRows(positions, keys).take(~known)
-            self.planned.add(stream, rows.keys)
-            answers[~known] = self._plan_new(stream, rows)
+        new = ~known
+        self.planned.add(stream, keys[new])
+        if self._holds_joined_back:
+            # Who joined since waits for what was sent before: it must not wait behind what never was.
+            again = new & self.last_sent.were_sent(positions.ledger_id, positions.entry_id)
+            self._back(KeyedRows(positions, keys).take(again))
+            new &= ~again
+        if new.any():
+            answers[new] = self._plan_new(stream, KeyedRows(positions, keys).take(new))
         return answers
 
     def _check_planned(self, rows: int) -> None:
@@ -552,8 +562,8 @@ class KeyShared:
         return answers
 
     def take_planned(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
-        """Planned positions are acknowledged, or about to have a row: (which of them are planned, and do not wait for a
-        NACKED row; u32[n], the hashes of these, as far as they were in flight).
+        """Planned positions are acknowledged, or about to have a row, and are at nobody: (which of them are planned, and
+        do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight).
         """
         hashes = np.zeros(len(ledger_id), np.uint32)
         keys = self.planned.find(ledger_id, entry_id)
@@ -563,8 +573,6 @@ class KeyShared:
         places = np.flatnonzero(taken)
         rows, found = self._in_flight.take_rows(keys[places], np.zeros(len(places), np.uint64))
         hashes[places[found]] = rows.key_hash()
-        # Nothing of them is durable.
-        self.settle(bitmap_of(rows.keys))
         elsewhere = bitmap_of(keys[places[~found]])
         if elsewhere:
             if self.nacks is not None:
@@ -572,25 +580,37 @@ class KeyShared:
                 taken &= ~contained(keys, kept_back)
                 elsewhere -= kept_back
             self._ready.withdraw(elsewhere)
-        self.planned.settle(bitmap_of(keys[taken]))
         return taken, hashes
+
+    def got_rows(self, rows: KeyedRows) -> None:
+        """Entries that had none are about to have a row, some of which were planned: they are planned no longer, and what
+        is kept of those that were in flight, until that is durable, is kept of the row.
+        """
+        keys = self.planned.find(rows.rows.ledger_id, rows.rows.entry_id)
+        planned = self.planned.are_planned(keys)
+        if not planned.any():
+            return
+        named, rows = keys[planned], rows.take(planned)
+        left, holders = self._leaving.take_where(lambda each, _: contained(each.keys, bitmap_of(named)))
+        if len(left):
+            order = np.argsort(named)
+            places = order[np.searchsorted(named, left.keys, sorter=order)]
+            self._leaving.add(KeyedRows(left.rows, rows.keys[places]), holders)
+        self.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
+        self.planned.settle(bitmap_of(named))
 
     def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
         """Which of the positions are planned, in flight or waiting."""
         return self.planned.are_planned(self.planned.find(ledger_id, entry_id))
 
-    def settle_planned(self, rows: KeyedRows) -> KeyedRows:
-        """Those of rows that are at nobody any more which were planned; they are about to have a row."""
-        planned = rows.take(self.planned.are_planned(rows.keys))
-        if len(planned):
-            self.settle(bitmap_of(planned.keys))
-            self.planned.settle(bitmap_of(planned.keys))
-        return planned
-
     def acknowledge(self, ledger_id: U64, entry_id: U64) -> Mask:
         """Acknowledges planned positions; which of them were."""
         taken, _ = self.take_planned(ledger_id, entry_id)
         if taken.any():
+            keys = bitmap_of(self.planned.find(ledger_id[taken], entry_id[taken]))
+            # Nothing of them is durable.
+            self.settle(keys)
+            self.planned.settle(keys)
             self.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
         return taken
 

@@ -269,7 +269,6 @@ class OrderDriver:
 
     def _after_a_departure(self) -> None:
         self._starved &= self.oracle.receivers.keys()
-        self._again |= {item.at for item in self.oracle.ordinary.values() if item.doubtful}
         self._again |= self.oracle.unplanned.keys()
 
     def grant(self) -> None:
@@ -426,7 +425,8 @@ class OrderDriver:
         self._starved.clear()
         self.random.shuffle(self._away)
         self._away = self._away[-3:]
-        if self._chance(0.2):
+        if self.profile.nack_order is NackOrder.SKIP and self._chance(0.2):
+            # The daemon serves before everything that is due was passed.
             self._away.clear()
         else:
             self.pair.pass_due()

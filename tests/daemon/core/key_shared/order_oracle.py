@@ -41,7 +41,7 @@ class Where(enum.Enum):
 class Item:
     """A position. `deliver_at_ms`: 0 of an ordinary one, which has a row only since it was negatively acknowledged.
     `back`: None where it is not known. `arrived`: in which round it came. `sent`: the number of its first delivery, 0
-    before. `planner`: the stream that planned it, 0 when that is no more. `doubtful`: whether it is still planned.
+    before. `planner`: the stream that planned it, 0 when that is no more, though others held it.
     """
 
     at: Position
@@ -57,7 +57,6 @@ class Item:
     count: int = 0
     until_ms: int = 0
     planner: int = 0
-    doubtful: bool = False
     taken_back: bool = False
 
     @property
@@ -157,7 +156,6 @@ class OrderOracle:
         self.selector.leave(numbers)
         for item in [item for item in self.in_flight if item.consumer in numbers]:
             self._release(item)
-            item.doubtful |= not item.has_row and not item.planner
             self._wait(item, back=True)
         for number in numbers:
             del self.receivers[number]
@@ -171,7 +169,7 @@ class OrderOracle:
         for item in self.ordinary.values():
             if item.planner == stream:
                 item.planner = 0
-                if item.where is Where.WAITS and not item.has_row and not item.doubtful:
+                if item.where is Where.WAITS and not item.has_row:
                     self._unplan(item)
 
     def closed_last(self) -> None:
@@ -190,7 +188,7 @@ class OrderOracle:
         self.full.clear()
         self.permits.clear()
         for item in [*self.items(Where.WAITS, Where.IN_FLIGHT, Where.STAGED, Where.UNPLANNED)]:
-            item.consumer, item.planner, item.doubtful, item.taken_back, item.sent = 0, 0, False, False, 0
+            item.consumer, item.planner, item.taken_back, item.sent = 0, 0, False, 0
             if item.has_row:
                 self._wait(item, back=None)
             else:
@@ -232,7 +230,8 @@ class OrderOracle:
         for item in [*self.items(Where.PENDING)]:
             if item.deliver_at_ms <= now_ms:
                 item.order = (self._passes, item.deliver_at_ms, *item.at)
-                self._wait(item, back=False)
+                # After a crash it is not known whether it comes from its index, or again.
+                self._wait(item, back=None if item.count else False)
         if redelivered:
             for item in [*self.items(Where.NACKED)]:
                 if item.until_ms <= now_ms:
@@ -264,13 +263,10 @@ class OrderOracle:
         if item.where is Where.UNPLANNED:
             self._plans += 1
             del self.unplanned[at]
-            item.order, item.planner, item.doubtful = (self._plans,), stream, False
+            item.order, item.planner = (self._plans,), stream
             self.sent.offer(at)
-            self._wait(item, back=False)
-        elif item.doubtful:
-            # It was forgotten and is planned anew, or it waits as it did.
-            item.back, item.doubtful, item.planner = None, False, stream
-            self.sent.offer(at)
+            # Who joined since waits for what was sent before.
+            self._wait(item, back=self.joins_behind and self.sent.was_sent(at))
         else:
             assert not answer, f"{item} waits, and is planned again for {answer}"
         if answer:
@@ -289,13 +285,13 @@ class OrderOracle:
         slot = self.slots[item.slot]
         if self.drains and any(other != consumer for other in +slot.held):
             return False
-        if self.blocks and slot.blocks:
+        if self.blocks and not slot.is_bounded_out and (slot.nacked or item.taken_back):
             return False
         slot.waits.pop(item, None)
         slot.is_disordered |= any(other.sent and other.at < at for other in slot.waits)
         if self.unplanned.pop(at, None) is not None:
             item.planner = self.receivers[consumer].stream
-        item.where, item.consumer, item.taken_back, item.doubtful = Where.IN_FLIGHT, consumer, False, False
+        item.where, item.consumer, item.taken_back = Where.IN_FLIGHT, consumer, False
         self._hold(item)
         return True
 
@@ -315,11 +311,10 @@ class OrderOracle:
         slot = self.slots[item.slot]
         self._may_receive(item, slot, sent.consumer)
         for other in slot.waits:
-            assert other.doubtful or not self.precedes(other, item), f"{item} passes {other}"
+            assert not self.precedes(other, item), f"{item} passes {other}"
         del slot.waits[item]
         self.deliveries += 1
         item.where, item.consumer, item.taken_back = Where.IN_FLIGHT, sent.consumer, False
-        item.doubtful = False
         item.sent = item.sent or self.deliveries
         self._hold(item)
         self.permits[sent.consumer] -= 1
@@ -350,8 +345,7 @@ class OrderOracle:
     def precedes(self, one: Item, other: Item) -> bool:
         """Whether one that waits must be handed out before another one of its slot."""
         if one.back is None or other.back is None:
-            same = bool(one.deliver_at_ms) == bool(other.deliver_at_ms) and one.arrived <= other.arrived
-            return same and one.at < other.at and one.order[1:] < other.order[1:] and one.order < other.order
+            return False
         if one.back or other.back:
             return bool(one.back) and (not other.back or one.at < other.at)
         alike = bool(one.deliver_at_ms) == bool(other.deliver_at_ms)
@@ -387,7 +381,7 @@ class OrderOracle:
             return "its consumer joined recently"
         if self.blocks and slot.blocks:
             return "a negative acknowledgement"
-        return "nobody plans it" if item.doubtful else ""
+        return ""
 
     # ---- what becomes of it
 
@@ -403,6 +397,9 @@ class OrderOracle:
         slot = self.slots[item.slot]
         slot.waits.pop(item, None)
         self.in_flight.pop(item, None)
+        if not item.has_row:
+            # Nothing of it was durable.
+            self._release(item)
         item.where = Where.STAGED
 
     def nacking(self, item: Item) -> None:
@@ -416,24 +413,21 @@ class OrderOracle:
     def nacked(self, item: Item, until_ms: int, count: int) -> None:
         """It is NACKED; from now on it has a row."""
         item.where, item.until_ms, item.count, item.has_row = Where.NACKED, until_ms, count, True
-        item.doubtful = item.taken_back = False
+        item.taken_back = False
         self._release(item)
 
-    def take_back(self, nacked: Collection[tuple[Item, int]]) -> list[Item]:
-        """What consumers give back, since they hold it behind those of the same slot that became NACKED at them."""
-        if not self.blocks:
-            return []
-        given = []
-        for first, consumer in nacked:
-            slot = self.slots[first.slot]
-            if slot.is_bounded_out:
-                continue
-            for item, holder in [*slot.holding.items()]:
-                if holder == consumer and item.at > first.at and item.where is Where.IN_FLIGHT:
-                    self._release(item)
-                    self._wait(item, back=True)
-                    item.taken_back = True
-                    given.append(item)
+    def take_back(self, nacked: Collection[Item]) -> list[Item]:
+        """What consumers give back, since they hold it behind one of its slot that is about to be NACKED."""
+        given: list[Item] = []
+        if self.blocks:
+            for first in nacked:
+                slot = self.slots[first.slot]
+                given += [] if slot.is_bounded_out else [item for item in slot.holding if item.at > first.at]
+        given = [item for item in dict.fromkeys(given) if item.where is Where.IN_FLIGHT]
+        for item in given:
+            self._release(item)
+            self._wait(item, back=True)
+            item.taken_back = True
         return given
 
     def leaves(self, item: Item) -> None:

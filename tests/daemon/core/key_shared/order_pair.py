@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.redelivering import Terms
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.manifest import KeySharedPolicy
@@ -172,7 +173,7 @@ class OrderPair:
 
     def some(self, limit: int) -> int:
         """One portion of hand-outs; how many."""
-        self.topic.catch_up(self.topic.state, limit)
+        self.topic.read_on(limit)
         sent = self.topic.hand_out_some(limit)
         for each in sent:
             self.oracle.deliver(each, now_ms=self.topic.now_ms)
@@ -230,7 +231,8 @@ class OrderPair:
         self.commit()
         ignored = self.topic.stage_acknowledge(self.topic.state, [item.claim])
         slot = self.oracle.slots[item.slot]
-        if item.where is Where.WAITS and (item.taken_back or (self.oracle.blocks and slot.blocks)):
+        behind = self.oracle.blocks and not slot.is_bounded_out and (item.taken_back or slot.blocks)
+        if item.where is Where.WAITS and behind:
             assert ignored, f"{item} is acknowledged while it waits behind {slot.nacked}"
         elif not item.has_row:
             assert ignored or item.where is Where.WAITS
@@ -284,7 +286,7 @@ class OrderPair:
                 self.counted["dead"] += 1
                 continue
             assert nack.count == item.count + 1, f"{item} counts as redelivered {nack.count} times"
-            nacked.append((item, item.consumer))
+            nacked.append(item)
             self.oracle.nacking(item)
             self._nacking.append((item, nack.redeliver_at_ms, nack.count))
         given = self.oracle.take_back(nacked)
@@ -363,9 +365,7 @@ class OrderPair:
         """So does everything that is shown."""
         oracle, shared = self.oracle, self.topic.shared
         self.commit()
-        if not hasattr(shared, "stats"):
-            return
-        stats = shared.stats()
+        stats = key_shared_stats.subscription_stats(shared)
         draining = oracle.draining() if oracle.drains else {}
         assert stats.consumers == len(oracle.receivers) == len(shared.consumers)
         assert (stats.draining_hashes, stats.draining_hashes_unacked) == (len(draining), sum(draining.values()))
@@ -378,7 +378,7 @@ class OrderPair:
         held: dict[int, Collection[Item]] = {number: [] for number in oracle.receivers}
         for item in oracle.in_flight:
             held[item.consumer] = [*held[item.consumer], item]
-        for each in shared.consumer_stats(0, 1_000):
+        for each in key_shared_stats.consumer_stats(shared, 0, 1_000):
             number = each.number
             assert (each.permits, each.unacked) == (oracle.permits[number], len(held[number]))
             assert each.slots == oracle.selector.slots_of_consumer(number)

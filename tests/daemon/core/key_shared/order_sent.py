@@ -43,6 +43,9 @@ class SentPositions:
             self._highest = max(self._highest, at)
             self._prune()
 
+    def was_sent(self, at: Position) -> bool:
+        return at in self._offered and self._offered[at].sent
+
     def acknowledge(self, at: Position) -> None:
         if at in self._offered:
             self._offered[at].acknowledged = self._offered[at].sent = True
@@ -87,13 +90,14 @@ class SentPositions:
         return {consumer: at for consumer, (_, at) in self._joined.items()}
 
     def may_receive(self, at: Position, consumer: int) -> bool:
-        """A position that never was offered stands where its ledger and entry say, in a list that need not be in that order:
-        it may be sent when it is before anything that was.
+        """Whether a consumer may be sent a position. Where the list is not in the order of ledgers and entries, since
+        streams closed and others planned again, one that was sent already may be when it is before anything that was:
+        it must not hold up another one of its key.
         """
+        if self.must_receive(at, consumer):
+            return True
         offered = self._offered.get(at)
-        if offered is None and consumer in self._joined:
-            return at <= max(self._highest, self._joined[consumer][1])
-        return self.must_receive(at, consumer)
+        return (offered is None or offered.sent) and at <= self._highest
 
     def must_receive(self, at: Position, consumer: int) -> bool:
         """Whether nothing keeps it back."""

@@ -54,7 +54,7 @@ class OrderedTopic(JournaledTopic):
 
     def open_stream(self) -> int:
         stream = next(self._numbers)
-        frozen = None if self.streams else self.core.begin_key_shared(self.state)
+        frozen = None if self.streams else self.core.begin_key_shared(self.state, elapsed_ms=self.elapsed_ms)
         self.core.open(self.state, stream)
         if frozen is not None:
             self.core.finish_key_shared(self.state, frozen.rows()[0])
@@ -124,15 +124,26 @@ class OrderedTopic(JournaledTopic):
         """Portions, until nothing more can be handed out. Everything that is due has been passed."""
         idle = 0
         for _ in range(TURNS_MAX):
-            self.catch_up(self.state, limit)
+            self.read_on(limit)
             sent = self.hand_out_some(limit)
             if sent:
                 yield sent
-            elif not self.shared.may_hand_out and self.state.reader is None:
-                return
+            elif not self.shared.may_hand_out and not self.shared.reads_on:
+                if self.state.reader is None or self.state.is_full:
+                    return
             idle = 0 if sent else idle + 1
             assert idle < 100, "handing out makes no progress, and says that it might"
         raise AssertionError("handing out does not end")
+
+    def read_on(self, limit: int) -> None:
+        """Derives rows again for which there was no room."""
+        self.catch_up(self.state, limit)
+        for _ in range(TURNS_MAX):
+            needed = self.core.find_let_go(self.state, limit) if self.shared.reads_on else []
+            if not needed:
+                return
+            self.load(needed)
+        raise AssertionError("reading what was let go makes no progress")
 
     def taken_back(self) -> list[Delivery]:
         return [] if self.state.key_shared is None else deliveries(self.shared.take_back())

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from daemon.core.key_shared import selectors
+from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.rows import Rows
@@ -59,12 +60,12 @@ def acknowledge(pair: OrderPair, *positions: Position) -> None:
 
 
 def ranges(pair: OrderPair) -> tuple[Position | None, list[tuple[Position, Position]]]:
-    stats = pair.topic.shared.stats()
+    stats = key_shared_stats.subscription_stats(pair.topic.shared)
     return stats.last_sent_position, list(stats.individually_sent_positions)
 
 
 def recent(pair: OrderPair) -> dict[int, Position]:
-    stats = pair.topic.shared.stats()
+    stats = key_shared_stats.subscription_stats(pair.topic.shared)
     return {each.number: each.last_sent_position_when_joining for each in stats.consumers_after_mark_delete_position}
 
 
@@ -142,7 +143,7 @@ def test_consumers_with_one_name_are_told_apart_by_instance_and_address_and_list
     first = pair.join(stream, "c")
     pair.plan(stream, [((1, 2), b)])
     second = pair.join(stream, "c")
-    shown = pair.topic.shared.stats().consumers_after_mark_delete_position
+    shown = key_shared_stats.subscription_stats(pair.topic.shared).consumers_after_mark_delete_position
     assert [(each.name, each.number, each.last_sent_position_when_joining) for each in shown] == [
         ("c", first, (1, 1)),
         ("c", second, (1, 2)),
