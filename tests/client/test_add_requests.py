@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 from google.rpc import code_pb2
@@ -34,8 +35,8 @@ class Connection:
     def put(self, message: bytes) -> None:
         self.requests.append(delayed_delivery_pb2.StreamAddMessagesRequest.FromString(message))
 
-    def put_after(self, delay_s: float, message: bytes) -> None:
-        self.put(message)
+    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
+        self.put(message())
 
 
 class Story:

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from google.rpc import code_pb2
@@ -41,8 +42,8 @@ class Connection:
     def put(self, message: bytes) -> None:
         self.sent.append(message)
 
-    def put_after(self, delay_s: float, message: bytes) -> None:
-        self.sent.append(message)
+    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
+        self.sent.append(message())
 
 
 class Story:

@@ -182,7 +182,8 @@ class AddRequests(Generic[Answer]):
         if self._sending is None or delay_s >= request.deadline.remaining_s():
             return self._given_up(request_id, request, error)
         request.attempt += 1
-        self._sending.put_after(delay_s, request.message)
+        message = request.message
+        self._sending.put_after(delay_s, lambda: message)
         return None
 
     def _given_up(self, request_id: int, request: _InFlight[Answer], last: errors.TarryError) -> Settled[Answer]:

@@ -229,20 +229,31 @@ def among(batches: list[Batch], positions: columns.Positions) -> list[Batch]:
 
 
 def members(positions: columns.Positions, wanted: columns.Positions) -> NDArray[np.bool_]:
-    """Which of the positions are among the wanted ones: both are sorted together, and equal rows become neighbours."""
-    both = concatenate([positions, wanted])
-    if not both.rows:
-        return np.empty(0, dtype=np.bool_)
-    sorted_by = [column for column in both if column is not None]
+    """Which of the positions are among the wanted ones."""
+    groups = _groups(concatenate([positions, wanted]))
+    is_wanted = np.arange(len(groups)) >= positions.rows
+    group_is_wanted = np.bincount(groups, weights=is_wanted) > 0
+    found: NDArray[np.bool_] = group_is_wanted[groups[: positions.rows]]
+    return found
+
+
+def last_of_each(positions: columns.Positions) -> NDArray[np.bool_]:
+    """Which rows name a position that no later row names."""
+    groups = _groups(positions)
+    last = np.zeros(len(groups), np.intp)
+    np.maximum.at(last, groups, np.arange(len(groups)))
+    is_last: NDArray[np.bool_] = last[groups] == np.arange(len(groups))
+    return is_last
+
+
+def _groups(positions: columns.Positions) -> NDArray[np.intp]:
+    """A number for each row, the same for equal positions: they are sorted, and equal rows become neighbours."""
+    sorted_by = [column for column in positions if column is not None]
     order = np.lexsort(sorted_by[::-1])
-    begins = np.ones(len(order), dtype=np.bool_)
-    begins[1:] = False
+    begins = np.zeros(len(order), dtype=np.bool_)
     for column in sorted_by:
         in_order = column[order]
         begins[1:] |= in_order[1:] != in_order[:-1]
-    group = np.cumsum(begins) - 1
-    is_wanted = order >= positions.rows
-    group_is_wanted = np.bincount(group, weights=is_wanted) > 0
-    found = np.empty(len(order), dtype=np.bool_)
-    found[order] = group_is_wanted[group]
-    return found[: positions.rows]
+    groups = np.empty(len(order), dtype=np.intp)
+    groups[order] = np.cumsum(begins)
+    return groups

@@ -85,8 +85,9 @@ class TakenBack:
 class PlanAgain:
     """Another stream is open, and what was planned on the one before and came to nobody yet is forgotten.
 
-    Plan everything from the mark-delete position on that is not acknowledged, the first time with `anew=True`; until
-    then plans fail with PlanLost. What consumers hold of it stays with them and comes in no batch again.
+    From now on plan everything from the mark-delete position on that is not acknowledged, the first time with
+    `anew=True`; any other plan fails with PlanLost. What consumers hold of it stays with them and comes in no batch
+    again.
     """
 
     epoch: int

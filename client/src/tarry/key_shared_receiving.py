@@ -8,8 +8,9 @@ requests to join are repeated after it, requests to leave are done with the stre
 removed is dropped.
 
 Plans go out one after the other, so that none overtakes one that was refused for now and is sent again. A stream that
-ends takes them with it: those that are not answered fail, and others are not accepted before the caller says that it
-plans anew. What came to consumers stays with them: it is declared with its hash when a stream is opened again.
+ends takes them with it: those that are not answered fail, and others are not accepted before the caller was told and
+says that it plans anew; by then it has taken everything that was decided before. What came to consumers stays with
+them: it is declared with its hash when a stream is opened again.
 
 What is taken back leaves what is held, and the batches that nobody has taken yet; requests that name it are repeated
 without it.
@@ -48,6 +49,14 @@ class _Membership(receiving.Request[Answer]):
     joins: bool = False
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Plan(receiving.Request[Answer]):
+    """Messages that are planned."""
+
+    held_by: NDArray[np.uint32] | None = None
+    """Who has held each since it was sent, 0: nobody; None: none of them was planned before."""
+
+
 class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     """Of a KEY_SHARED subscription: several receivers, the positions of a key to one of them at a time."""
 
@@ -65,10 +74,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
         self._held_declared: list[tuple[int, batch.Batch]] = []
-        self._plans: deque[receiving.Request[Answer]] = deque()
+        self._plans: deque[_Plan[Answer]] = deque()
         self._plan_in_flight: int | None = None
         self._has_planned = False
         self._must_plan_anew = False
+        self._was_told = False
         # By ledger the highest entry that was planned: what is behind it was not planned before.
         self._planned_up_to: dict[int, int] = {}
         for consumer in consumers:
@@ -80,6 +90,12 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return tuple(each.consumer for each in self._consumers.values())
 
     # What its user does.
+
+    def take(self) -> key_shared.Event | None:
+        event = super().take()
+        if isinstance(event, key_shared.PlanAgain):
+            self._was_told = True
+        return event
 
     def add_consumer(self, consumer: key_shared.Consumer, promise: Callable[[], Answer]) -> Answer:
         """Has a consumer join. Raises InvalidArgument, what ended it."""
@@ -115,11 +131,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         """Asks who receives messages. Raises InvalidArgument, PlanLost, what ended it."""
         asked = columns.plan_columns(ledger_id, entry_id, key_hash)
         self._check_open()
-        if self._must_plan_anew and not anew:
+        if self._must_plan_anew and not (anew and self._was_told):
             raise _plan_lost()
         self._must_plan_anew = False
         plans = [
-            receiving.Request(self._next_request_id(), wire.encode_plan, part, promise(), _nothing)
+            _Plan(self._next_request_id(), wire.encode_plan, part, promise(), _nothing)
             for part in asked.requests(self._rows_max)
         ]
         self._plans.extend(plans)
@@ -176,6 +192,9 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     def interrupted(self, error: errors.TarryError) -> list[Settled[Answer]]:
         settled = super().interrupted(error)
         self._plan_in_flight = None
+        self._was_told = False
+        # It comes again when there is a stream to plan on, behind what that takes back.
+        self._inbox = deque(each for each in self._inbox if not isinstance(each, key_shared.PlanAgain))
         if self._has_planned:
             self._has_planned, self._must_plan_anew = False, True
             settled += [streams.Settled(plan.request_id, plan.answer, None, _plan_lost()) for plan in self._plans]
@@ -218,7 +237,6 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         settled = super()._start(opened)
         self._take_back_declared(wire.decode_indexes(opened.not_held))
         if self._must_plan_anew:
-            self._inbox = deque(each for each in self._inbox if not isinstance(each, key_shared.PlanAgain))
             self._inbox.append(key_shared.PlanAgain(self.epoch))
         self._send_plan()
         return settled
@@ -297,6 +315,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             **batch.columns_of(messages), number=self._last_batch, consumer=each.consumer, consumer_id=number
         )
         self._windows[number].held.add(received)
+        self._note_holder(received.positions, number)
         return received
 
     # What is taken back.
@@ -330,6 +349,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     def _tell_taken_back(self, number: int, taken: columns.Positions) -> None:
         window = self._windows[number]
         window.held.give_back(taken)
+        self._note_holder(taken, 0)
         inbox: deque[key_shared.Event] = deque()
         told = ~np.zeros(taken.rows, np.bool_)
         for event in self._inbox:
@@ -350,9 +370,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
     def _send_plan(self) -> None:
         """The next one, when none is in flight."""
         if self._sending is not None and self._plans and self._plan_in_flight is None:
-            self._plan_in_flight = self._plans[0].request_id
+            plan = self._plans[0]
+            plan.held_by = self._held_of(plan.rows)
+            self._plan_in_flight = plan.request_id
             self._has_planned = True
-            self._sending.put(self._plans[0].message())
+            self._sending.put(plan.message())
 
     def _take_in_plan(self, planned: dispatch_pb2.Planned) -> list[Settled[Answer]]:
         if not self._is_of_owner(planned.epoch) or planned.request_id != self._plan_in_flight:
@@ -362,10 +384,10 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         consumer_id = wire.decode_u32(planned.consumer_id)
         if len(consumer_id) != len(asked):
             raise errors.Internal(f"the daemon planned {len(consumer_id)} of {len(asked)} positions")
-        ledger_id, entry_id, key_hash = asked.whole()
-        nothing = np.zeros(len(asked), np.uint64)
-        messages = wire.MessagesColumns(planned.epoch, ledger_id, entry_id, nothing, key_hash)
-        again = self._planned_before(asked)
+        messages = wire.MessagesColumns(planned.epoch, *_planned_positions(asked)[:3], asked.whole()[2])
+        if plan.attempt > 1:
+            # When it was sent again is not known; what was acknowledged since may come once more.
+            plan.held_by = self._held_of(asked)
         batches = []
         for number, rows in _by_consumer(consumer_id):
             if number == key_shared.HELD:
@@ -374,17 +396,27 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
                 # It was removed, which the daemon did not know yet: the position waits for another one.
                 consumer_id[rows] = key_shared.HELD
                 continue
-            new = messages.take(rows)
-            if again:
-                new = new.take(~self._are_held(number, new))
-            if len(new.entry_id):
-                self._spend(number, len(new.entry_id))
-                batches.append(self._receive(number, new))
+            if plan.held_by is not None:
+                # Planned again, it used no permit, and is where it was.
+                rows = rows[plan.held_by[rows] != number]
+            if len(rows):
+                self._spend(number, len(rows))
+                batches.append(self._receive(number, messages.take(rows)))
         result = key_shared.Planned(consumer_id, tuple(batches))
         return [streams.Settled(plan.request_id, plan.answer, result, None)]
 
-    def _planned_before(self, asked: columns.PlanColumns) -> bool:
-        """Whether some of them may have been planned before; from now on they were."""
+    def _held_of(self, asked: columns.PlanColumns) -> NDArray[np.uint32] | None:
+        """Who holds each of them now; from now on they were planned."""
+        if not self._were_planned(asked):
+            return None
+        positions = _planned_positions(asked)
+        held_by = np.zeros(len(asked), np.uint32)
+        for number, window in self._windows.items():
+            held_by[batch.members(positions, window.held.positions())] = number
+        return held_by
+
+    def _were_planned(self, asked: columns.PlanColumns) -> bool:
+        """Whether some of them may have been planned before."""
         ledger_id, entry_id, _ = asked.whole()
         before = False
         for ledger in np.unique(ledger_id).tolist():
@@ -393,9 +425,11 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             self._planned_up_to[ledger] = max(int(entries.max()), self._planned_up_to.get(ledger, -1))
         return before
 
-    def _are_held(self, number: int, messages: wire.MessagesColumns) -> NDArray[np.bool_]:
-        positions = columns.Positions(messages.ledger_id, messages.entry_id, messages.deliver_at_ms)
-        return batch.members(positions, self._windows[number].held.positions())
+    def _note_holder(self, positions: columns.Positions, number: int) -> None:
+        """Who holds positions has changed while a plan is in flight."""
+        plan = self._plans[0] if self._plan_in_flight is not None else None
+        if plan is not None and plan.held_by is not None:
+            plan.held_by[batch.members(_planned_positions(plan.rows), positions)] = number
 
     def _plan_refused(self, done: dispatch_pb2.Done) -> Settled[Answer] | None:
         if not self._is_of_owner(done.epoch):
@@ -405,11 +439,16 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         if isinstance(error, errors.NotOwner):
             raise error
         if errors.is_retryable(error) and self._sending is not None:
-            self._sending.put_after(self._policy.delay_s(error, plan.attempt), plan.message())
+            self._sending.put_after(self._policy.delay_s(error, plan.attempt), plan.message)
             plan.attempt += 1
             self.last_error = error
             return None
         return streams.Settled(plan.request_id, plan.answer, None, error)
+
+
+def _planned_positions(asked: columns.PlanColumns) -> columns.Positions:
+    ledger_id, entry_id, _ = asked.whole()
+    return columns.Positions(ledger_id, entry_id, np.zeros(len(asked), np.uint64))
 
 
 def _nothing(done: dispatch_pb2.Done) -> None:
@@ -418,8 +457,8 @@ def _nothing(done: dispatch_pb2.Done) -> None:
 
 def _plan_lost() -> errors.PlanLost:
     return errors.PlanLost(
-        "the stream that it was planned on has ended: plan again from the mark-delete position, "
-        "the first time with anew=True"
+        "the stream that it was planned on has ended: when PlanAgain has come, plan again from the mark-delete "
+        "position, the first time with anew=True"
     )
 
 

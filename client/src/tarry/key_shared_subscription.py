@@ -80,7 +80,7 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
         The future has a consumer for each position, or HELD: such a one comes by `receive` when it is free. What
         consumers have is acknowledged like anything that is received. It is settled before anything that was decided
         later comes by `receive`. Calls are answered one after the other.
-        `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` or PlanLost.
+        `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` has come.
         Raises InvalidArgument, PlanLost, also from the future: the stream has ended, and its plans with it.
 
         Example: `subscription.plan(1, range(100), tarry.key_hash(keys)).result().batches`

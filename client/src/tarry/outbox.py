@@ -11,6 +11,7 @@ import heapq
 import itertools
 import queue
 import time
+from collections.abc import Callable
 
 _MESSAGES_END = object()
 
@@ -19,7 +20,7 @@ _MESSAGES_END = object()
 class _Later:
     send_at_s: float
     number: int
-    message: bytes
+    message: Callable[[], bytes]
 
 
 class Outbox:
@@ -35,8 +36,8 @@ class Outbox:
         """Sends after what was put before."""
         self._ready.put(message)
 
-    def put_after(self, delay_s: float, message: bytes) -> None:
-        """Sends when the delay has passed, unless the stream ends before."""
+    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
+        """Sends when the delay has passed, unless the stream ends before; what, is asked then, in gRPC's thread."""
         self._ready.put(_Later(time.monotonic() + delay_s, next(self._numbers), message))
 
     def close(self) -> None:
@@ -52,7 +53,7 @@ class Outbox:
             if self._held_back:
                 timeout_s = self._held_back[0].send_at_s - time.monotonic()
                 if timeout_s <= 0:
-                    return heapq.heappop(self._held_back).message
+                    return heapq.heappop(self._held_back).message()
             try:
                 item = self._ready.get(timeout=timeout_s)
             except queue.Empty:

@@ -25,6 +25,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
+
 from tarry import batch, columns, errors, results, retry, streams, wire
 from tarry.v1 import dispatch_pb2
 
@@ -87,6 +89,11 @@ class Request(Generic[Answer]):
     def message(self) -> bytes:
         return self.encode(self.request_id, self.rows)
 
+    @property
+    def asks_for_nothing(self) -> bool:
+        """Whether nothing is left of the positions that it had."""
+        return bool(self.size_rows) and not self.positions.rows
+
     def leave_out(self, taken_back: columns.Positions) -> None:
         """The daemon ignores what it took back before it read this: it is not to be repeated."""
         stays = ~batch.members(self.positions, taken_back)
@@ -103,6 +110,15 @@ def without(held: list[tuple[int, batch.Batch]], positions: columns.Positions) -
     """What is left of them, by receiver."""
     left = [(receiver, part.take(~batch.members(part.positions, positions))) for receiver, part in held]
     return [(receiver, part) for receiver, part in left if len(part)]
+
+
+def distinct(held: list[tuple[int, batch.Batch]]) -> list[tuple[int, batch.Batch]]:
+    """Each position where it is named last."""
+    if not held:
+        return []
+    last = batch.last_of_each(batch.concatenate([part.positions for _, part in held]))
+    begins = np.cumsum([len(part) for _, part in held])[:-1]
+    return [(receiver, part.take(rows)) for (receiver, part), rows in zip(held, np.split(last, begins), strict=True)]
 
 
 def _ignored(done: dispatch_pb2.Done) -> int:
@@ -355,8 +371,8 @@ class Receiving(Generic[Answer, Received]):
             for number, part in request.leaving
             if number in self._windows
         ]
-        # What was redelivered before its negative acknowledgement was answered is both.
-        return held, without(leaving, batch.concatenate([part.positions for _, part in held]))
+        # What was redelivered before its negative acknowledgement was answered is both, or in two requests.
+        return held, without(distinct(leaving), batch.concatenate([part.positions for _, part in held]))
 
     @property
     def _is_bounded(self) -> bool:
@@ -388,7 +404,7 @@ class Receiving(Generic[Answer, Received]):
 
     def _repeat(self, request: Request[Answer]) -> Settled[Answer] | None:
         """Sends it on a new stream; or what it is settled with because there is nothing to ask for any more."""
-        if request.size_rows and not request.positions.rows:
+        if request.asks_for_nothing:
             return request.settled(dispatch_pb2.Done())
         if self._sending is not None:
             self._sending.put(request.message())
@@ -410,8 +426,11 @@ class Receiving(Generic[Answer, Received]):
         error = errors.from_status(done.error)
         if isinstance(error, errors.NotOwner):
             raise error
+        if request.asks_for_nothing:
+            # All of it was taken back before it was sent again.
+            return request.settled(done)
         if errors.is_retryable(error) and self._sending is not None:
-            self._sending.put_after(self._policy.delay_s(error, request.attempt), request.message())
+            self._sending.put_after(self._policy.delay_s(error, request.attempt), request.message)
             request.attempt += 1
             self.last_error = error
             return None

@@ -8,7 +8,7 @@ handler's (`tarry.aio.add_stream`, `tarry.aio.subscription`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -160,10 +160,10 @@ class _Outbox:
     def put(self, message: bytes) -> None:
         self._ready.put_nowait(message)
 
-    def put_after(self, delay_s: float, message: bytes) -> None:
+    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
         def put() -> None:
             self._held_back.discard(timer)
-            self.put(message)
+            self.put(message())
 
         timer = asyncio.get_running_loop().call_later(delay_s, put)
         self._held_back.add(timer)

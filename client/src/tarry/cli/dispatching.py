@@ -7,17 +7,20 @@ Does not own: reading positions (`tarry.cli.rows`), showing results and failures
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
-from tarry import batch, client, columns, hashing, results
+from tarry import batch, client, columns, hashing, key_shared, results, subscription
 from tarry.cli import connection, output, rows
 
 # Of `tarry ack` and `tarry nack`.
 POSITIONS_IN_REQUEST = 50_000
+# The low 16 bits of a key's hash are the unit of order.
+HASH_SLOTS = 1 << 16
 
 
 @click.command()
@@ -33,7 +36,15 @@ POSITIONS_IN_REQUEST = 50_000
     type=click.IntRange(1, 1_000_000),
     default=10_000,
     show_default=True,
-    help="Positions that may be received and not acknowledged yet.",
+    help="Positions that may be received and not acknowledged yet, by each consumer.",
+)
+@click.option(
+    "--consumer",
+    "consumers",
+    type=rows.ConsumerName(),
+    multiple=True,
+    metavar="NAME",
+    help="Receive as KEY_SHARED for it; may be given again. STICKY: NAME=0-32767, several ranges with commas.",
 )
 @connection.connected
 def watch(
@@ -45,23 +56,31 @@ def watch(
     count: int | None,
     create: bool,
     permits: int,
+    consumers: tuple[key_shared.Consumer, ...],
     as_json: bool,
 ) -> None:
     """Print the positions of SUBSCRIPTION as they come due, with their lateness. Ctrl-C ends it.
+
+    With --consumer the positions of a key are in order and at one consumer at a time: each line says at which, and the
+    hash slot of its key.
 
     \b
     Examples:
       tarry watch flights departures --create
       tarry watch flights departures --count 100 --json
       tarry watch flights departures --no-ack
+      tarry watch flights gates --consumer gate-1 --consumer gate-2
     """
     left = count
-    with connected.subscribe(
-        topic, subscription, permits=permits if count is None else min(permits, count), create=create
-    ) as opened:
+    permits = permits if count is None else min(permits, count)
+    with _opened(connected, topic, subscription, consumers, permits=permits, create=create) as opened:
         output.rebuild_notes(opened.rebuild_needed)
         try:
             for received in opened:
+                if isinstance(received, key_shared.TakenBack):
+                    output.note(f"taken back from {received.consumer.name}: {output.rows_text(len(received))}")
+                if not isinstance(received, batch.Batch):
+                    continue
                 shown = received if left is None else received.take(slice(0, left))
                 _print_batch(shown, as_json=as_json)
                 if ack:
@@ -76,10 +95,32 @@ def watch(
             click.echo("", err=True)
 
 
+def _opened(
+    connected: client.Client,
+    topic: str,
+    name: str,
+    consumers: tuple[key_shared.Consumer, ...],
+    *,
+    permits: int,
+    create: bool,
+) -> subscription.Receiver[Any]:
+    """KEY_SHARED where there are consumers."""
+    if not consumers:
+        return connected.subscribe(topic, name, permits=permits, create=create)
+    given = [dataclasses.replace(each, permits=permits) for each in consumers]
+    return connected.subscribe_key_shared(topic, name, consumers=given, create=create)
+
+
 def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
-    leased = {"lease_ms": received.lease_ms} if isinstance(received, batch.Leased) else {}
+    besides: dict[str, Any] = {}
+    if isinstance(received, batch.Leased):
+        besides["lease_ms"] = received.lease_ms
+    if isinstance(received, key_shared.ConsumerBatch):
+        besides |= {"consumer": received.consumer.name, "consumer_id": received.consumer_id}
     received_text = output.time_text(received.received_at_ms)
-    lines = [json.dumps(row | leased) if as_json else f"{received_text}  {_text(row)}" for row in _rows(received)]
+    lines = [
+        json.dumps(row | besides) if as_json else f"{received_text}  {_text(row | besides)}" for row in _rows(received)
+    ]
     if lines:
         click.echo("\n".join(lines))
 
@@ -110,6 +151,8 @@ def _rows(received: batch.Batch) -> Iterator[dict[str, Any]]:
 
 def _text(row: dict[str, Any]) -> str:
     parts = [f"ledger {row['ledger_id']}", f"entry {row['entry_id']}"]
+    if "consumer" in row:
+        parts = [row["consumer"], f"hash {(row['key_hash'] or 0) % HASH_SLOTS}", *parts]
     if row["batch_index"] is not None:
         parts.append(f"batch index {row['batch_index']}")
     # What Tarry was given by a negative acknowledgement alone was never due.

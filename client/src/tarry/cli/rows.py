@@ -1,6 +1,6 @@
 """Rows and positions that commands are given, as columns.
 
-Owns: ranges of entries and ledgers, durations and times as people write them, CSV files, JSON lines.
+Owns: ranges of entries and ledgers, durations, times and consumers as people write them, CSV files, JSON lines.
 Does not own: what is done with them.
 """
 
@@ -23,12 +23,13 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, hashing
+from tarry import columns, hashing, key_order, key_shared
 
 U64_MAX = 2**64 - 1
 
 _UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
+_NAME_WITH_SLOTS = re.compile(r"(.+)=(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", re.ASCII | re.DOTALL)
 _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
 _POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index")
 _BATCH_INDEX_MAX = 2**16 - 1
@@ -125,6 +126,23 @@ class EntryRange(click.ParamType[range]):
         if first > last or last > U64_MAX:
             self.fail(f"{text!r} must go from lower to higher {self.name}, {U64_MAX} at most", param, ctx)
         return range(first, last + 1)
+
+
+class ConsumerName(click.ParamType[key_shared.Consumer]):
+    """`gate-1`, or with its slots `gate-1=0-16383,49152-65535`: a consumer. A name may hold a =."""
+
+    name = "consumer"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> key_shared.Consumer:
+        if isinstance(value, key_shared.Consumer):
+            return value
+        matched = _NAME_WITH_SLOTS.fullmatch(str(value))
+        if matched is None:
+            return key_shared.Consumer(str(value))
+        slots = [EntryRange("slots").convert(text, param, ctx) for text in matched[2].split(",")]
+        return key_shared.Consumer(
+            matched[1], hash_ranges=tuple(key_order.HashRange(each.start, each.stop - 1) for each in slots)
+        )
 
 
 def from_options(
