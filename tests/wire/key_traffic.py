@@ -33,9 +33,7 @@ TIMEOUT_S = 10.0
 PERMITS = 100
 NACK_DELAY_MS = 300
 CHANGES_EVERY_S = 0.7
-PLANNED_AT_ONCE = 8
-# What is planned on a new stream, in one request.
-PLANNED_AGAIN_AT_ONCE = 1_000
+PLANNED_AT_ONCE_MAX = 8
 Stream: TypeAlias = grpc.aio.StreamStreamCall[dispatch_pb2.SubscribeRequest, dispatch_pb2.SubscribeResponse]
 
 
@@ -151,7 +149,9 @@ class Dispatcher:
         self._requests = itertools.count(1)
         self._acknowledging: dict[int, tuple[_Queue, list[Row]]] = {}
         self._nacking: dict[int, tuple[Row, _Nacked]] = {}
-        self._planning: dict[int, Sequence[Row]] = {}
+        # What is asked for, and what is here already.
+        self._planning: dict[int, tuple[list[Row], set[Position]]] = {}
+        self._is_new = False
         self._nacked: dict[int, list[_Nacked]] = {}
         self._changes_at_ms = 0.0
 
@@ -217,6 +217,7 @@ class Dispatcher:
 
     def _opened(self, opened: dispatch_pb2.Opened, held: Sequence[tuple[_Queue, Row]]) -> None:
         self.streams += 1
+        self._is_new = True
         self._epoch = opened.epoch
         self.declared += len(held)
         self.not_held += len(opened.not_held)
@@ -241,7 +242,6 @@ class Dispatcher:
         self._nacking.clear()
         self._planning.clear()
         self._nacked.clear()
-        self._planned_until = 0
 
     # ---- what comes
 
@@ -265,10 +265,10 @@ class Dispatcher:
             self._came(messages.epoch, (ledger_id, entry_id), deliver_at_ms, number, count)
 
     def _take_planned(self, planned: dispatch_pb2.Planned) -> None:
-        rows = self._planning.pop(planned.request_id)
+        rows, held = self._planning.pop(planned.request_id)
         for row, number in zip(rows, planned.consumer_id, strict=True):
-            # It is said again of what is there already.
-            if number and row not in self._queue(number).rows:
+            # It is said once more of what is there already.
+            if number and row.position not in held:
                 self._came(planned.epoch, row.position, 0, number, 0)
 
     def _queue(self, number: int) -> _Queue:
@@ -319,16 +319,19 @@ class Dispatcher:
 
     def _plan(self) -> Iterator[dispatch_pb2.SubscribeRequest]:
         """On a new stream everything that is not acknowledged once more, then a few more each time."""
-        again = self._planned_until == 0 and self.streams > 1
-        at_once = PLANNED_AGAIN_AT_ONCE if again else PLANNED_AT_ONCE
-        rows = self._planned[self._planned_until : self._planned_until + at_once]
-        self._planned_until += len(rows)
-        rows = [row for row in rows if not row.is_acknowledged]
-        self.planned_again += len(rows) if again else 0
+        if self._is_new:
+            self._is_new = False
+            rows = [row for row in self._planned[: self._planned_until] if not row.is_acknowledged]
+            self.planned_again += len(rows)
+        else:
+            first = self._planned_until
+            self._planned_until = min(first + self._random.randint(1, PLANNED_AT_ONCE_MAX), len(self._planned))
+            rows = list(self._planned[first : self._planned_until])
         if not rows:
             return
         request_id = next(self._requests)
-        self._planning[request_id] = rows
+        held = {row.position for queue in self._queues.values() for row in queue.rows}
+        self._planning[request_id] = rows, held
         plan = dispatch_pb2.PlanDispatch(
             request_id=request_id,
             ledger_id=[rows[0].position[0]],

@@ -1,0 +1,123 @@
+"""SIGKILL of the owner while consumers on two dispatchers share keys, and another daemon takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from examples import processes
+from tests.support.processes import Daemons
+from tests.wire import key_traffic, traffic
+from tests.wire.key_history import KeyHistory, Row
+
+KEYS, ADDED, PLANNED = 300, 3_000, 2_000
+CONSUMERS_OF_DISPATCHER = 3
+NACKED_SHARE = 0.05
+BATCH, PAUSE_S = 20, 0.04
+LEAD_MS = 1_000
+# Each key has its own delay, so that its rows are due in the order of their positions.
+DELAYS_MS = (400, 2_000)
+PLANNED_LEDGER = 1_000
+SETTINGS: dict[str, object] = {
+    "daemon.shards": 2,
+    "bucket.min_index_count_per_bucket": 500,
+    "bucket.rows_max": 1_000,
+    "journal.checkpoint_slots": 40,
+    "delivery.lookahead_ms": 1_000,
+    "ownership.heartbeat_interval_s": 0.5,
+}
+
+
+def rows_of(rng: random.Random, start_ms: int) -> tuple[list[Row], list[Row]]:
+    """(those that are added, those that are planned), of the same keys."""
+    hashes = [slot | rng.randrange(1 << 16) << 16 for slot in rng.sample(range(1 << 16), KEYS)]
+    delays = {key_hash: rng.randint(*DELAYS_MS) for key_hash in hashes}
+    added, planned = [], []
+    for number in range(ADDED):
+        key_hash = rng.choice(hashes)
+        due_ms = start_ms + number // BATCH * int(1000 * PAUSE_S) + delays[key_hash]
+        added.append(Row((number // 1_000, number % 1_000), due_ms, key_hash, number, rng.random() < NACKED_SHARE))
+    for number in range(PLANNED):
+        key_hash = rng.choice(hashes)
+        planned.append(Row((PLANNED_LEDGER, number), 0, key_hash, number, rng.random() < NACKED_SHARE, in_time=True))
+    return added, planned
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [282, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5))])
+def test_keys_keep_their_order_and_one_consumer_though_their_owner_is_killed(
+    seed: int, daemons: Daemons, tmp_path: Path
+) -> None:
+    settings = SETTINGS | processes.local_store(tmp_path / "root")
+    owner, successor = (daemons.make(name, settings) for name in ("owner", "successor"))
+    owner.start_serving()
+    successor.start()
+    asyncio.run(through_a_takeover(owner, successor, random.Random(seed), seed))
+
+
+async def through_a_takeover(
+    owner: processes.DaemonProcess, successor: processes.DaemonProcess, rng: random.Random, seed: int
+) -> None:
+    addresses = (owner.address, successor.address)
+    await key_traffic.create_subscription(owner.address)
+    added, planned = rows_of(rng, traffic.now_ms() + LEAD_MS)
+    history = KeyHistory([*added, *planned])
+    adder = key_traffic.Adder(addresses, history)
+    dispatchers = [
+        key_traffic.Dispatcher(name, addresses, history, consumers=CONSUMERS_OF_DISPATCHER, planned=log, seed=seed)
+        for name, log in (("planning", planned), ("other", []))
+    ]
+    batches = [added[first : first + BATCH] for first in range(0, ADDED, BATCH)]
+    running = [
+        asyncio.ensure_future(work)
+        for work in (adder.run(batches, PAUSE_S), *(dispatcher.run() for dispatcher in dispatchers))
+    ]
+    try:
+        await reached(lambda: history.acknowledged > len(history.rows) / 3, running, history)
+        await reached(lambda: all(each.under_way and each.held for each in dispatchers), running, history)
+        owner.kill()
+        killed_at = history.acknowledged
+        await reached(lambda: history.all_acknowledged, running, history)
+        await nothing_left(successor.address)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    assert history.breaches[:5] == []
+    assert killed_at < 0.9 * len(history.rows), "the kill came when nearly all was done: the test shows nothing"
+    assert sum(row.in_time for row in added) > ADDED / 2, "most rows were late: the test shows nothing"
+    assert all(dispatcher.streams > 1 for dispatcher in dispatchers), "no takeover: the test shows nothing"
+    assert sum(dispatcher.declared - dispatcher.not_held for dispatcher in dispatchers), "nothing was held on"
+    assert history.taken_back, "nothing was taken back: the test shows nothing"
+    assert history.moved_slots, "no key moved: the test shows nothing"
+    assert dispatchers[0].planned_again, "nothing was planned again: the test shows nothing"
+
+
+async def reached(done: Callable[[], bool], running: Sequence[asyncio.Future[None]], history: KeyHistory) -> None:
+    """Waits until it is so, while everybody goes on and nothing is wrong."""
+    try:
+        async with asyncio.timeout(30):
+            while not done() and not history.breaches:
+                for task in running:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(PAUSE_S)
+    except TimeoutError:
+        history.breach(f"not within 30 s; unacknowledged are {history.left()}")
+    assert history.breaches[:5] == []
+
+
+async def nothing_left(address: str) -> None:
+    """Waits until the backlog is empty, of what is to come back, too."""
+    async with asyncio.timeout(20):
+        while True:
+            stats = await asyncio.to_thread(traffic.stats, address, key_traffic.TOPIC)
+            left = [(each.backlog, each.nacked, each.in_flight) for each in stats.subscriptions]
+            if not stats.pending and left == [(0, 0, 0)]:
+                return
+            await asyncio.sleep(PAUSE_S)
