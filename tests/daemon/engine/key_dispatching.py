@@ -74,15 +74,17 @@ class KeyDispatcher:
         self._daemon = daemon
         self._waited = 0
         self._requests = 0
-        self.paused = asyncio.Event()
-        self.paused.set()
+        # While it is not set what was taken last is being written, and nothing more is taken.
+        self.going_on = asyncio.Event()
+        self.going_on.set()
         self.task = daemon.call(self._receive())
 
     async def _receive(self) -> None:
         try:
             while True:
-                await self.paused.wait()
-                match await self.stream.next():
+                outgoing = await self.stream.next()
+                await self.going_on.wait()
+                match outgoing:
                     case calls.HandedOut() as handed:
                         sent = self._sent(handed)
                         self.got += sent
