@@ -212,9 +212,9 @@ class Redelivering:
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
             records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
         if state.key_shared is not None:
-            planned = state.key_shared.settle_planned(rows)
-            if len(planned):
-                records += self._decide_ordinary(state, planned.rows, _How(), terms)
+            planned = state.key_shared.planned.are_planned(rows.keys)
+            if planned.any():
+                records += self._decide_ordinary(state, rows.rows.take(planned), _How(), terms)
         return tuple(records)
 
     def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
@@ -277,6 +277,8 @@ class Redelivering:
         # Also of those that die: a row that came in the slot of that might leave with it.
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
+        if state.key_shared is not None and not index.of_batch_parts:
+            state.key_shared.got_rows(keyed)
         index.staged.add(keys)
         state.nacking |= keys
         dead = how.are_dead(counts, terms.max_count)

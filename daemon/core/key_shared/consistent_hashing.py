@@ -25,11 +25,15 @@ import numpy.typing as npt
 from daemon.core.key_shared import slot_owners
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, Slots, slots_in
 from daemon.core.key_shared.slot_owners import Joiner
+from daemon.errors import QuotaExceeded
 from storage_backends.formats.rows import U32
 
 Places = npt.NDArray[np.intp]
 
 SLOT_BITS = 16
+# A change costs milliseconds with so many, and is made while everybody waits.
+POINTS_MAX = 1_000_000
+POINTS_RETRY_MS = 5_000
 
 
 def points_of(name: str, instance: int, count: int) -> U32:
@@ -74,8 +78,9 @@ class ConsistentHashing(slot_owners.SlotOwners):
         self._instances: dict[str, _Instances] = {}
 
     def join(self, joiners: Sequence[Joiner]) -> None:
-        """All or none. InvalidArgument when one says which slots it has."""
+        """All or none. InvalidArgument when one says which slots it has, QuotaExceeded for too many points."""
         slot_owners.refuse_ranges(joiners, "CONSISTENT_HASHING")
+        self._check_points(len(joiners))
         self.admit(joiners)
         if not joiners:
             return
@@ -95,6 +100,15 @@ class ConsistentHashing(slot_owners.SlotOwners):
         slots, lengths = self._slots_before(places)
         # The first of a new point's place is among these, be it another one's by now.
         self.give(slots, np.repeat(self._ordinals[places], lengths))
+
+    def _check_points(self, joining: int) -> None:
+        consumers, count = len(self._members) + joining, self._points_per_consumer
+        if consumers * count > POINTS_MAX:
+            raise QuotaExceeded(
+                f"{consumers} consumers with {count} points each; a ring has at most {POINTS_MAX} points, ask for "
+                "fewer in the subscription's policy",
+                retry_after_ms=POINTS_RETRY_MS,
+            )
 
     def leave(self, ordinals: Collection[int]) -> None:
         """All or none; the order does not matter."""

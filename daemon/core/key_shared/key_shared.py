@@ -24,14 +24,16 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import InFlight, Mask, Places
-from daemon.core.key_shared import planning, selectors
+from daemon.core.key_shared import selectors
 from daemon.core.key_shared.consumers import I64, Consumers, Joining
 from daemon.core.key_shared.draining_hashes import DrainingHashes
+from daemon.core.key_shared.hash_holds import HashHolds
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.let_go import LetGo
 from daemon.core.key_shared.nack_order import BlockingNacks
 from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.planning import Planning
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
@@ -118,25 +120,36 @@ class KeyShared:
         self.last_sent = LastSentPosition()
         self.planned = PlannedPositions(places)
         self._places = places
-        self._order = PositionOrder(places)
-        self.waiting = WaitingRows(self._order)
+        order = PositionOrder(places)
+        self.waiting = WaitingRows(order)
         self.let_go: LetGo | None = None
         self._waiting_rows_max = waiting_rows_max
         self._ready = ready
         self._in_flight = ready.in_flight
         in_order = not policy.allow_out_of_order_delivery
-        self.draining = DrainingHashes() if in_order and policy.order is KeyOrder.DRAINING_HASHES else None
+        drains = in_order and policy.order is KeyOrder.DRAINING_HASHES
+        self.holds = HashHolds(self.consumers) if drains else None
         self._holds_joined_back = in_order and policy.order is KeyOrder.LAST_SENT_POSITION
         self.nacks: BlockingNacks | None = None
         if policy.nack_order is NackOrder.BLOCK_KEY:
-            self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, self._order)
-        # Rows that were in flight and are acknowledged, or negatively so, by decisions that are staged.
-        self._leaving = InFlight()
+            self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, order)
+        self._planning = Planning(
+            self.selector,
+            self.draining,
+            None if self.nacks is None else self.nacks.blocks,
+            self.last_sent if self._holds_joined_back else None,
+            order,
+        )
         self._elapsed_ms = elapsed_ms
         # Something changed that rows wait for.
         self._look_again = False
         self._take_back_behind: list[KeyedRows] = []
-        self._in_flight.watcher = self
+        self._in_flight.watcher = self.holds
+
+    @property
+    def draining(self) -> DrainingHashes | None:
+        """Who holds what of each hash; None where that does not matter."""
+        return None if self.holds is None else self.holds.draining
 
     # ---- consumers
 
@@ -202,33 +215,17 @@ class KeyShared:
         if not is_full:
             self._look_again = True
 
-    # ---- the watcher of IN_FLIGHT: who holds rows of each hash
-
-    def came(self, rows: KeyedRows, dispatchers: U32) -> None:
-        if self.draining is not None:
-            self.draining.received(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
-
-    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
-        # Until the decision is durable nobody else gets a row of the hash: after a crash they would come again.
-        if self.draining is not None:
-            self._leaving.add(rows, dispatchers)
-
-    def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
-        if self.draining is not None:
-            self.draining.settled(slots_of(rows.key_hash()), self.consumers.ordinals_of(dispatchers))
-
     def settle(self, keys: BitMap64) -> None:
-        """What was decided of rows that were in flight is applied."""
-        if len(self._leaving):
-            rows, dispatchers = self._leaving.take_where(lambda rows, _: contained(rows.keys, keys))
-            if len(rows):
-                self.returned(rows, dispatchers)
-                self._forget_departed()
+        """What was decided of rows that were in flight is durable, or needs not be."""
+        if self.holds is not None:
+            self.holds.settle(keys)
 
     def _forget_departed(self) -> None:
+        if self.holds is not None:
+            self.holds.forget_departed()
+            return
         for number in self.consumers.departed:
-            if not self._leaving.held_rows(number):
-                self.consumers.forget(number)
+            self.consumers.forget(number)
 
     # ---- handing out
 
@@ -277,13 +274,21 @@ class KeyShared:
                 break
             rows = self._ready.take_ready(room)
             look_at -= len(rows)
-            sent.append(self._send_or_keep(rows, permits, room))
+            sent.append(self._send_or_keep(self._fresh_of(rows), permits, room))
             room -= len(sent[-1].rows)
         if self._is_crowded and not self._ready.ready_rows:
             self.let_go = LetGo(self._ready.reader_behind())
         rows = KeyedRows.concat([each.rows for each in sent])
         numbers = self.consumers.numbers_of(np.concatenate([each.consumers for each in sent]))
         return self._by_stream(rows, numbers)
+
+    def _fresh_of(self, rows: KeyedRows) -> KeyedRows:
+        """Those of READY rows that never were delivered. Others are there where nobody listened when they came back."""
+        if rows.redelivery_count is None or self.let_go is not None:
+            return rows
+        fresh = rows.redelivery_count == 0
+        self._back(rows.take(~fresh))
+        return rows.take(fresh)
 
     def _hand_out_waiting(self, room: int) -> _Sent:
         if room <= 0 or not len(self.waiting) or not self._something_changed():
@@ -294,7 +299,7 @@ class KeyShared:
 
         def choose(rows: KeyedRows, places: Places, slots: U16) -> U16:
             nonlocal left
-            chosen = self._choose(rows, places, slots, permits, left, refused)
+            chosen = self._planning.choose(rows, places, slots, permits, left, refused)
             used = np.bincount(chosen, minlength=len(permits))
             left -= len(chosen) - int(used[0])
             used[0] = 0
@@ -314,7 +319,7 @@ class KeyShared:
             must_wait |= self.let_go.are_let_go(slots)
         places = np.flatnonzero(~must_wait)
         consumers = np.zeros(len(rows), np.uint16)
-        consumers[places] = self._choose(rows, places, slots[places], permits, room)
+        consumers[places] = self._planning.choose(rows, places, slots[places], permits, room)
         kept = consumers == 0
         if kept.any():
             self._keep(rows.take(kept))
@@ -352,43 +357,6 @@ class KeyShared:
         else:
             self.waiting.add_fresh(self.let_go.found(rows))
         self._look_again = True
-
-    def _choose(
-        self, rows: KeyedRows, places: Places, slots: U16, permits: I64, room: int, refused: Mask | None = None
-    ) -> U16:
-        """Who receives each of the rows at these places, 0: nobody now.
-
-        `refused`: bool[65536], slots of which a row that stands before must wait; those that get one here are added.
-        """
-        consumers = self.selector.owners[slots]
-        chosen = np.zeros(len(slots), np.uint16)
-        able = np.flatnonzero(permits[consumers] > 0)
-        if not len(able) or room <= 0:
-            return chosen
-        slots, consumers = slots[able], consumers[able]
-        may_go = self._may_go(rows, places[able], slots, consumers)
-        if self._holds_joined_back:
-            # Of one hash some rows may go and others must wait.
-            if refused is not None:
-                may_go &= ~refused[slots]
-                refused[slots[~may_go]] = True
-            may_go &= planning.before_refused(slots, ~may_go)
-        chosen[able] = planning.share_out(consumers, may_go, permits, room)
-        return chosen
-
-    def _may_go(self, rows: KeyedRows, places: Places, slots: U16, consumers: U16) -> Mask:
-        may_go = np.ones(len(slots), np.bool_)
-        if self.nacks is not None and self.nacks.blocks.any_blocked:
-            may_go &= ~self.nacks.blocks.are_blocked(slots)
-        if self.draining is not None:
-            free = self.draining.may_receive(slots, consumers)
-            if not free.all():
-                self.draining.blocked(slots[may_go & ~free])
-                may_go &= free
-        if self._holds_joined_back and self.last_sent.has_recent:
-            ledger_id, entry_id, _ = self._order.columns(rows.take(places))
-            may_go &= self.last_sent.may_receive(ledger_id, entry_id, consumers)
-        return may_go
 
     def _sent(self, rows: KeyedRows, consumers: U16) -> _Sent:
         if len(rows):
@@ -562,8 +530,8 @@ class KeyShared:
         return answers
 
     def take_planned(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
-        """Planned positions are acknowledged, or about to have a row, and are at nobody: (which of them are planned, and
-        do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight).
+        """Planned positions are acknowledged, or about to have a row, and at nobody then: (which of them are planned,
+        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight).
         """
         hashes = np.zeros(len(ledger_id), np.uint32)
         keys = self.planned.find(ledger_id, entry_id)
@@ -583,19 +551,14 @@ class KeyShared:
         return taken, hashes
 
     def got_rows(self, rows: KeyedRows) -> None:
-        """Entries that had none are about to have a row, some of which were planned: they are planned no longer, and what
-        is kept of those that were in flight, until that is durable, is kept of the row.
-        """
+        """Entries that had none are about to have a row; those that were planned are planned no longer."""
         keys = self.planned.find(rows.rows.ledger_id, rows.rows.entry_id)
         planned = self.planned.are_planned(keys)
         if not planned.any():
             return
         named, rows = keys[planned], rows.take(planned)
-        left, holders = self._leaving.take_where(lambda each, _: contained(each.keys, bitmap_of(named)))
-        if len(left):
-            order = np.argsort(named)
-            places = order[np.searchsorted(named, left.keys, sorter=order)]
-            self._leaving.add(KeyedRows(left.rows, rows.keys[places]), holders)
+        if self.holds is not None:
+            self.holds.rename(named, rows.keys)
         self.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
         self.planned.settle(bitmap_of(named))
 

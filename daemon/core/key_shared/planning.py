@@ -1,16 +1,74 @@
-"""Which rows go to whom, as far as columns decide it.
+"""Which rows may go, and to whom.
 
-Owns: how permits and the order of each hash cut what might be sent.
-Does not own: which consumer has a hash and what a row waits for (`key_shared`).
+Owns: the rules of key order, as columns of rows in order against the tables of hashes.
+Does not own: these tables (`selectors`, `draining_hashes`, `nack_blocks`, `last_sent_position`), and what becomes of
+rows that must wait (`key_shared`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
-from daemon.core.in_flight import Mask
+from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared.consumers import I64
+from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import U16
+from daemon.core.key_shared.last_sent_position import LastSentPosition
+from daemon.core.key_shared.nack_blocks import NackBlocks
+from daemon.core.key_shared.position_order import PositionOrder
+from daemon.core.key_shared.selectors import HashSelector
+from daemon.core.positions import KeyedRows
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Planning:
+    """The tables that count; None where the policy does not ask for one."""
+
+    selector: HashSelector
+    draining: DrainingHashes | None
+    blocks: NackBlocks | None
+    joined_behind: LastSentPosition | None
+    order: PositionOrder
+
+    def choose(
+        self, rows: KeyedRows, places: Places, slots: U16, permits: I64, room: int, refused: Mask | None = None
+    ) -> U16:
+        """Who receives each of the rows at these places, 0: nobody now. `slots`: of these. At most `room` of them.
+
+        `permits`: by ordinal. `refused`: bool[65536], slots of which a row that stands before must wait; those that get
+        one here are added.
+        """
+        consumers = self.selector.owners[slots]
+        chosen = np.zeros(len(slots), np.uint16)
+        able = np.flatnonzero(permits[consumers] > 0)
+        if not len(able) or room <= 0:
+            return chosen
+        slots, consumers = slots[able], consumers[able]
+        may_go = self._may_go(rows, places[able], slots, consumers)
+        if self.joined_behind is not None:
+            # Of one hash some rows may go and others must wait.
+            if refused is not None:
+                may_go &= ~refused[slots]
+                refused[slots[~may_go]] = True
+            may_go &= before_refused(slots, ~may_go)
+        chosen[able] = share_out(consumers, may_go, permits, room)
+        return chosen
+
+    def _may_go(self, rows: KeyedRows, places: Places, slots: U16, consumers: U16) -> Mask:
+        may_go = np.ones(len(slots), np.bool_)
+        if self.blocks is not None and self.blocks.any_blocked:
+            may_go &= ~self.blocks.are_blocked(slots)
+        if self.draining is not None:
+            free = self.draining.may_receive(slots, consumers)
+            if not free.all():
+                self.draining.blocked(slots[may_go & ~free])
+                may_go &= free
+        if self.joined_behind is not None and self.joined_behind.has_recent:
+            ledger_id, entry_id, _ = self.order.columns(rows.take(places))
+            may_go &= self.joined_behind.may_receive(ledger_id, entry_id, consumers)
+        return may_go
 
 
 def share_out(consumers: U16, may_go: Mask, permits: I64, limit: int) -> U16:

@@ -1,0 +1,69 @@
+"""Who holds rows of each hash, until what is decided of them is durable.
+
+Owns: that a hash stays with its consumer while that holds rows of it, and while a decision on these is staged: after a
+crash they would come again, behind rows that went to somebody else meanwhile.
+Does not own: the counts (`draining_hashes`), and IN_FLIGHT (`in_flight`), which it watches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.in_flight import InFlight, Mask
+from daemon.core.key_shared.consumers import Consumers
+from daemon.core.key_shared.draining_hashes import DrainingHashes
+from daemon.core.key_shared.hash_slots import slots_of
+from daemon.core.positions import KeyedRows, contained
+from storage_backends.formats.rows import U32, U64
+
+
+class HashHolds:
+    """Watches what is IN_FLIGHT. `draining`: who holds what of each hash."""
+
+    def __init__(self, consumers: Consumers) -> None:
+        self.draining = DrainingHashes()
+        self._consumers = consumers
+        # Rows that were in flight, of which a decision is staged.
+        self._leaving = InFlight()
+
+    # ---- the watcher of IN_FLIGHT
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None:
+        self.draining.received(slots_of(rows.key_hash()), self._consumers.ordinals_of(dispatchers))
+
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        self._leaving.add(rows, dispatchers)
+
+    def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
+        self.draining.settled(slots_of(rows.key_hash()), self._consumers.ordinals_of(dispatchers))
+
+    # ---- decisions
+
+    def settle(self, keys: BitMap64) -> None:
+        """What was decided of rows is durable, or needs not be."""
+        if len(self._leaving):
+            rows, dispatchers = self._leaving.take_where(lambda each, _: contained(each.keys, keys))
+            if len(rows):
+                self.returned(rows, dispatchers)
+                self.forget_departed()
+
+    def forget_departed(self) -> None:
+        """Consumers that have left, and that nothing is waited for of, are not known any more."""
+        for number in self._consumers.departed:
+            if not self._leaving.held_rows(number):
+                self._consumers.forget(number)
+
+    def rename(self, keys: U64, new_keys: U64) -> None:
+        """Rows of which a decision is being staged have other keys from now on."""
+        order = np.argsort(keys)
+        ordered = keys[order]
+
+        def are_named(rows: KeyedRows, _: U32) -> Mask:
+            places = np.searchsorted(ordered, rows.keys)
+            places[places == len(ordered)] = 0
+            return np.equal(ordered[places], rows.keys)
+
+        rows, holders = self._leaving.take_where(are_named)
+        if len(rows):
+            self._leaving.add(KeyedRows(rows.rows, new_keys[order[np.searchsorted(ordered, rows.keys)]]), holders)
