@@ -330,7 +330,10 @@ Global___Flow: _TypeAlias = Flow  # noqa: Y015
 
 @_typing.final
 class AddConsumer(_message.Message):
-    """A consumer joins, or leaves: what it holds is READY again, in the order of positions. Answered by `Done`."""
+    """A consumer joins, or leaves: what it holds is READY again, in the order of positions. Answered by `Done`: nothing comes
+    after it for one that left. INVALID_ARGUMENT: what is said of `Consumer` is not kept, or it is not there.
+    RESOURCE_EXHAUSTED: too many consumers.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -380,6 +383,9 @@ class PlanDispatch(_message.Message):
     """Asks who is to receive messages that are not delayed, in the order in which they stand in the log. Answered by `Planned`,
     or by `Done` with an error. Nothing of it is durable: after a new epoch plan again from the mark-delete position. A plan
     ends with its stream, but for what consumers of other streams hold.
+
+    INVALID_ARGUMENT: no positions, more than 10,000, one of them twice. RESOURCE_EXHAUSTED: too many planned positions wait.
+    UNAVAILABLE: nothing may be sent now; try again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -481,6 +487,7 @@ Global___MarkDelete: _TypeAlias = MarkDelete  # noqa: Y015
 class TakenBack(_message.Message):
     """`nack_order` BLOCK_KEY: what consumers of this stream hold behind a position that came to be NACKED, of its hash. They must
     not go on with it, it comes again: acknowledgements of it are ignored until then. Columns of one length, as in `Messages`.
+    The `Done` of the negative acknowledgement, if it is answered, comes after what was taken back for it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
