@@ -101,7 +101,7 @@ class _Shared:
 
     def __init__(self, random: np.random.Generator) -> None:
         self.topic, self.state = _topic()
-        self.topic.begin_key_shared(self.state)
+        self.topic.key_sharing.begin(self.state)
         self.topic.open(self.state, STREAM)
         self._random = random
         self._hashes = random.choice(HASH_SLOTS, KEYS, replace=False).astype(np.uint32)
@@ -129,7 +129,7 @@ class _Shared:
 
     def plan(self, positions: Rows) -> int:
         """How many of them are at a consumer now."""
-        consumers = self.topic.plan(self.state, STREAM, positions, elapsed_ms=0)
+        consumers = self.topic.key_sharing.plan(self.state, STREAM, positions, elapsed_ms=0)
         return int(np.count_nonzero(consumers))
 
     def plan_many(self, count: int) -> int:
@@ -261,7 +261,7 @@ def _keys_portion(state: SubscriptionState) -> Callable[[], list[KeyedRows]]:
 def _due(random: np.random.Generator, count: int, *, by_key: bool) -> tuple[Topic, SubscriptionState]:
     topic, state = _topic()
     if by_key:
-        topic.begin_key_shared(state)
+        topic.key_sharing.begin(state)
     topic.open(state, STREAM)
     topic.catch_up(state, PORTION)
     hashes = random.choice(1 << 32, KEYS, replace=False).astype(np.uint32)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core import adding, delay_levels, entitlement, feeding, key_sharing, limits, trimming
+from daemon.core import adding, delay_levels, entitlement, feeding, limits, trimming
 from daemon.core.acknowledging import Acknowledging
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
@@ -30,9 +30,9 @@ from daemon.core.departures import Departure
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index, SeenRows
 from daemon.core.indexes import Indexes
+from daemon.core.key_sharing import KeySharing, not_kept_back
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.redelivering import Redelivering
@@ -59,7 +59,7 @@ from storage_backends.formats.journal import (
     WaiveRecord,
 )
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.rows import U64
 
 
 class Topic:
@@ -93,6 +93,7 @@ class Topic:
         self.redelivery = Redelivering(
             topic_id, incarnation, self.indexes, self.subscriptions, self.acknowledging, self.dead_lettering
         )
+        self.key_sharing = KeySharing(self.indexes, lambda state: self._reader(state, at_head=True))
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
@@ -172,7 +173,7 @@ class Topic:
         `seen`: empty at the first call, and handed in again with the same claims after loading.
         """
         found, missing = find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
-        return key_sharing.not_kept_back(state, found), missing
+        return not_kept_back(state, found), missing
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> Mask:
         """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; which of them. Those that are
@@ -184,17 +185,6 @@ class Topic:
             state.withdraw(bitmap_of(rows.keys))
             state.in_flight.add(state.counted(rows), dispatcher, elapsed_ms=elapsed_ms)
         return held
-
-    def hold_by_key(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """The same for consumers of a KEY_SHARED subscription, `numbers` u32[n]; which of the rows are held."""
-        return key_sharing.hold(state, found, numbers, elapsed_ms=elapsed_ms)
-
-    def hold_planned(
-        self, state: SubscriptionState, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int
-    ) -> Mask:
-        """The same of positions of which there is no row, since they were planned for a stream of a former owner."""
-        indexes = self.indexes.of_entries(state.subscription_id)
-        return key_sharing.hold_planned(indexes, state, stream, positions, numbers, elapsed_ms=elapsed_ms)
 
     def move_held(
         self,
@@ -214,28 +204,6 @@ class Topic:
             moved_rows += int(np.count_nonzero(moved))
             claims = claims.take(~moved)
         return moved_rows
-
-    # ---- KEY_SHARED
-
-    def begin_key_shared(self, state: SubscriptionState, *, elapsed_ms: int = 0) -> FrozenNacks | None:
-        """A subscription is about to be opened as KEY_SHARED for the first time: what must be read, in a thread, and
-        given to `finish_key_shared`, before anything is handed out; None when nothing must be.
-        """
-        frozen = key_sharing.begin(
-            state, self.indexes.places, lambda: self._reader(state, at_head=True), elapsed_ms=elapsed_ms
-        )
-        return frozen
-
-    def finish_key_shared(self, state: SubscriptionState, nacked: KeyedRows) -> None:
-        """`nacked`: the rows of what `begin_key_shared` gave. Where it was closed meanwhile: nothing."""
-        key_sharing.finish(state, nacked)
-
-    def plan(self, state: SubscriptionState, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
-        """Who of the consumers of a KEY_SHARED stream receives each of some positions that are not delayed: their
-        numbers, 0 where it is HELD. Raises InvalidArgument, QuotaExceeded.
-        """
-        indexes = self.indexes.of_entries(state.subscription_id)
-        return key_sharing.plan(indexes, state, stream, positions, elapsed_ms=elapsed_ms)
 
     # ---- decisions are applied
 

@@ -85,7 +85,7 @@ class KeySharing:
         # Nobody but KEY_SHARED streams listens now.
         self._topic.leases.stop_listening(state)
         frozen = (
-            core.begin_key_shared(state, elapsed_ms=self._environment.elapsed_ms())
+            core.key_sharing.begin(state, elapsed_ms=self._environment.elapsed_ms())
             if state.key_shared is None
             else None
         )
@@ -104,7 +104,7 @@ class KeySharing:
         try:
             rows, _ = await self._environment.run(frozen.rows)
             if self._shared.get(shared.state.subscription_id) is shared:
-                self._topic.core.finish_key_shared(shared.state, rows)
+                self._topic.core.key_sharing.finish(shared.state, rows)
                 self._ask(shared)
         except Exception as error:  # noqa: BLE001 - the streams tell it
             self._fail(shared, error)
@@ -215,7 +215,9 @@ class KeySharing:
             raise Unavailable(f"topic {topic.core.name}: nothing may be handed out now; try again")
         shared = self._shared[state.subscription_id]
         self._take_back(shared)
-        numbers = topic.core.plan(state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms())
+        numbers = topic.core.key_sharing.plan(
+            state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
+        )
         taken = stream.outbox.plan(request_id, numbers)
         stream.notify()
         sent_rows = int(np.count_nonzero(numbers))

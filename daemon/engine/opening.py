@@ -109,12 +109,12 @@ class Opening:
         of_rows = np.flatnonzero(rows != NO_ROW)
         holders = np.zeros(len(found), np.uint32)
         holders[rows[of_rows]] = numbers[of_rows]
-        are_held = _of_claims(core.hold_by_key(state, found, holders, elapsed_ms=elapsed_ms), rows)
+        are_held = _of_claims(core.key_sharing.hold(state, found, holders, elapsed_ms=elapsed_ms), rows)
         planned = np.flatnonzero((rows == NO_ROW) & (claims.deliver_at_ms == 0) & ~claims.are_parts())
         if len(planned):
             key_hash = np.zeros(len(claims), np.uint32) if held.key_hash is None else held.key_hash
             positions = Rows(claims.deliver_at_ms, claims.ledger_id, claims.entry_id, key_hash).take(planned)
-            are_held[planned] = core.hold_planned(
+            are_held[planned] = core.key_sharing.hold_planned(
                 state, stream.dispatcher, positions, numbers[planned], elapsed_ms=elapsed_ms
             )
         return are_held

@@ -40,8 +40,9 @@ class Where(enum.Enum):
 @dataclasses.dataclass(eq=False, slots=True)
 class Item:
     """A position. `deliver_at_ms`: 0 of an ordinary one, which has a row only since it was negatively acknowledged.
-    `back`: None where it is not known. `arrived`: in which round it came. `sent`: the number of its first delivery, 0
-    before. `planner`: the stream that planned it, 0 when that is no more, though others held it.
+    `arrived`: in which round it came. `sent`: the number of its first delivery, 0
+    before. `planner`: the stream that planned it, 0 when that is no more, though others held it. `is_derived`: it is read from
+    its bucket, in due order, so that it goes first only when all that is READY was looked at.
     """
 
     at: Position
@@ -50,7 +51,7 @@ class Item:
     where: Where
     has_row: bool
     consumer: int = 0
-    back: bool | None = False
+    back: bool = False
     arrived: int = 0
     order: tuple[int, ...] = ()
     sent: int = 0
@@ -58,6 +59,7 @@ class Item:
     until_ms: int = 0
     planner: int = 0
     taken_back: bool = False
+    is_derived: bool = False
 
     @property
     def slot(self) -> int:
@@ -190,7 +192,7 @@ class OrderOracle:
         for item in [*self.items(Where.WAITS, Where.IN_FLIGHT, Where.STAGED, Where.UNPLANNED)]:
             item.consumer, item.planner, item.taken_back, item.sent = 0, 0, False, 0
             if item.has_row:
-                self._wait(item, back=None)
+                self._wait(item, back=item.count > 0)
             else:
                 item.where = Where.UNPLANNED
                 self.unplanned[item.at] = item
@@ -204,7 +206,7 @@ class OrderOracle:
         for item in self.items(Where.WAITS):
             item.order = (self._passes, item.deliver_at_ms, *item.at)
             item.arrived = self.rounds
-            item.back = None if item.sent or item.count else False
+            item.back = item.is_derived = item.count > 0
         for slot in self.slots.values():
             slot.since_ms = self.elapsed_ms
 
@@ -230,8 +232,8 @@ class OrderOracle:
         for item in [*self.items(Where.PENDING)]:
             if item.deliver_at_ms <= now_ms:
                 item.order = (self._passes, item.deliver_at_ms, *item.at)
-                # After a crash it is not known whether it comes from its index, or again.
-                self._wait(item, back=None if item.count else False)
+                self._wait(item, back=item.count > 0)
+                item.is_derived = item.back
         if redelivered:
             for item in [*self.items(Where.NACKED)]:
                 if item.until_ms <= now_ms:
@@ -241,8 +243,9 @@ class OrderOracle:
         del self.slots[item.slot].nacked[item]
         self._wait(item, back=True)
 
-    def _wait(self, item: Item, *, back: bool | None) -> None:
+    def _wait(self, item: Item, *, back: bool) -> None:
         item.where, item.back, item.arrived, item.consumer = Where.WAITS, back, self.rounds, 0
+        item.is_derived = False
         self.slots[item.slot].waits[item] = None
 
     def plan(self, stream: int, at: Position, key_hash: int, answer: int) -> None:
@@ -254,19 +257,19 @@ class OrderOracle:
         if item is None:
             item = self.ordinary[at] = Item(at, 0, key_hash, Where.UNPLANNED, has_row=False)
             self.unplanned[at] = item
+        was_sent = self.sent.was_sent(at)
+        self.sent.offer(at)
         if item.where is Where.IN_FLIGHT:
             here = item.consumer if self.receivers[item.consumer].stream == stream else 0
             assert answer == here, f"{item} is planned again for {answer}"
-            self.sent.offer(at)
             self.sent.send(at)
             return
         if item.where is Where.UNPLANNED:
             self._plans += 1
             del self.unplanned[at]
             item.order, item.planner = (self._plans,), stream
-            self.sent.offer(at)
             # Who joined since waits for what was sent before.
-            self._wait(item, back=self.joins_behind and self.sent.was_sent(at))
+            self._wait(item, back=self.joins_behind and was_sent)
         else:
             assert not answer, f"{item} waits, and is planned again for {answer}"
         if answer:
@@ -344,10 +347,10 @@ class OrderOracle:
 
     def precedes(self, one: Item, other: Item) -> bool:
         """Whether one that waits must be handed out before another one of its slot."""
-        if one.back is None or other.back is None:
+        if one.is_derived and one.arrived == self.rounds:
             return False
         if one.back or other.back:
-            return bool(one.back) and (not other.back or one.at < other.at)
+            return one.back and (not other.back or one.at < other.at)
         alike = bool(one.deliver_at_ms) == bool(other.deliver_at_ms)
         if self.lets_go and one.deliver_at_ms and other.deliver_at_ms:
             return one.order < other.order and one.order[1:] < other.order[1:]

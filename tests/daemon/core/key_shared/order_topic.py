@@ -54,10 +54,10 @@ class OrderedTopic(JournaledTopic):
 
     def open_stream(self) -> int:
         stream = next(self._numbers)
-        frozen = None if self.streams else self.core.begin_key_shared(self.state, elapsed_ms=self.elapsed_ms)
+        frozen = None if self.streams else self.core.key_sharing.begin(self.state, elapsed_ms=self.elapsed_ms)
         self.core.open(self.state, stream)
         if frozen is not None:
-            self.core.finish_key_shared(self.state, frozen.rows()[0])
+            self.core.key_sharing.finish(self.state, frozen.rows()[0])
         self.streams.add(stream)
         return stream
 
@@ -83,14 +83,14 @@ class OrderedTopic(JournaledTopic):
         by_claim = {(each.at, each.deliver_at_ms): each for each in held}
         claimed = [by_claim[at, due] for at, due in _claims(found)]
         numbers = np.array([each.consumer for each in claimed], np.uint32)
-        mask = self.core.hold_by_key(self.state, found, numbers, elapsed_ms=self.elapsed_ms)
+        mask = self.core.key_sharing.hold(self.state, found, numbers, elapsed_ms=self.elapsed_ms)
         accepted.update((each.at, each.deliver_at_ms) for each, here in zip(claimed, mask, strict=True) if here)
         known = {(each.at, each.deliver_at_ms) for each in claimed}
         planned = [each for each in held if not each.deliver_at_ms and (each.at, 0) not in known]
         if planned:
             positions = _ordinary([(each.at, each.key_hash) for each in planned])
             numbers = np.array([each.consumer for each in planned], np.uint32)
-            mask = self.core.hold_planned(self.state, stream, positions, numbers, elapsed_ms=self.elapsed_ms)
+            mask = self.core.key_sharing.hold_planned(self.state, stream, positions, numbers, elapsed_ms=self.elapsed_ms)
             accepted.update((each.at, each.deliver_at_ms) for each, here in zip(planned, mask, strict=True) if here)
         return [(each.at, each.deliver_at_ms) in accepted for each in held]
 
@@ -109,7 +109,7 @@ class OrderedTopic(JournaledTopic):
 
     def plan(self, stream: int, positions: Sequence[tuple[Position, int]]) -> list[int]:
         """Who receives each (position, key_hash) now, 0: HELD."""
-        answers: list[int] = self.core.plan(
+        answers: list[int] = self.core.key_sharing.plan(
             self.state, stream, _ordinary(positions), elapsed_ms=self.elapsed_ms
         ).tolist()
         return answers
