@@ -165,8 +165,8 @@ def status(code: int, message: str = "refused by the script", **hints: str) -> s
     return refusal
 
 
-def opened(epoch: int = 1, held: int = 0) -> dispatch_pb2.SubscribeResponse:
-    return dispatch_pb2.SubscribeResponse(opened=dispatch_pb2.Opened(epoch=epoch, held=held))
+def opened(epoch: int = 1, held: int = 0, not_held: list[int] | None = None) -> dispatch_pb2.SubscribeResponse:
+    return dispatch_pb2.SubscribeResponse(opened=dispatch_pb2.Opened(epoch=epoch, held=held, not_held=not_held))
 
 
 def messages(
@@ -176,6 +176,8 @@ def messages(
     ledger: int = 7,
     redelivery_count: list[int] | None = None,
     batch_index: list[int] | None = None,
+    consumer_id: list[int] | None = None,
+    key_hash: list[int] | None = None,
 ) -> dispatch_pb2.SubscribeResponse:
     """Positions of one ledger; entry n is due at 1000 + n."""
     return dispatch_pb2.SubscribeResponse(
@@ -186,15 +188,35 @@ def messages(
             deliver_at_ms=[1000 + entry for entry in entries],
             redelivery_count=redelivery_count,
             batch_index=batch_index,
+            consumer_id=consumer_id,
+            key_hash=key_hash,
         )
     )
+
+
+def planned(request: Any, consumer_id: list[int], *, epoch: int = 1) -> dispatch_pb2.SubscribeResponse:
+    """The answer to a plan."""
+    answer = dispatch_pb2.Planned(request_id=request.plan_dispatch.request_id, epoch=epoch, consumer_id=consumer_id)
+    return dispatch_pb2.SubscribeResponse(planned=answer)
+
+
+def taken_back(entries: list[int], consumer_id: list[int], *, epoch: int = 1) -> dispatch_pb2.SubscribeResponse:
+    """Positions as `messages` sends them."""
+    answer = dispatch_pb2.TakenBack(
+        epoch=epoch,
+        ledger_id=[7] * len(entries),
+        entry_id=entries,
+        deliver_at_ms=[1000 + entry for entry in entries],
+        consumer_id=consumer_id,
+    )
+    return dispatch_pb2.SubscribeResponse(taken_back=answer)
 
 
 TO_BE_CONFIRMED = ("acknowledge", "negative_acknowledge", "extend")
 
 
 def done(request: Any, *, epoch: int = 1, ignored: int = 0, dead_lettered: int = 0) -> dispatch_pb2.SubscribeResponse:
-    """The answer to a request that is one of `TO_BE_CONFIRMED`."""
+    """The answer to any request that has an id."""
     request_id = getattr(request, request.WhichOneof("request")).request_id
     answer = dispatch_pb2.Done(request_id=request_id, epoch=epoch, ignored=ignored, dead_lettered=dead_lettered)
     return dispatch_pb2.SubscribeResponse(done=answer)

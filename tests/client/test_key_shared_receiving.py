@@ -61,7 +61,7 @@ class Connection:
         self.sent.append(message)
 
     def is_under_way(self, row: int) -> bool:
-        """Whether something about it was sent and has not arrived: who reads it does not know yet that it goes out anew."""
+        """Whether something about it was sent and has not arrived: it is about what was, should it go out anew."""
         for message in self.sent:
             request = dispatch_pb2.SubscribeRequest.FromString(message if isinstance(message, bytes) else message())
             kind = request.WhichOneof("request")

@@ -198,10 +198,79 @@ def test_an_open_is_the_message_that_the_generated_code_makes(
     assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
 
 
-@given(permits=u32)
-def test_a_flow_is_the_message_that_the_generated_code_makes(permits: int) -> None:
-    expected = dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=permits))
-    assert dispatch_pb2.SubscribeRequest.FromString(wire.encode_flow(permits)) == expected
+@given(permits=u32, consumer_id=u32)
+def test_a_flow_is_the_message_that_the_generated_code_makes(permits: int, consumer_id: int) -> None:
+    expected = dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=permits, consumer_id=consumer_id))
+    assert dispatch_pb2.SubscribeRequest.FromString(wire.encode_flow(permits, consumer_id)) == expected
+
+
+@given(
+    rows=st.lists(st.tuples(u64, u64, u64, u32, u32), max_size=50),
+    names=st.lists(st.text(), max_size=5),
+    has_hashes=st.booleans(),
+)
+def test_an_open_for_consumers_is_the_message_that_the_generated_code_makes(
+    rows: list[tuple[int, int, int, int, int]], names: list[str], has_hashes: bool
+) -> None:
+    held = columns_of([row[:3] for row in rows]) if rows else batch.concatenate([])
+    consumers = [
+        dispatch_pb2.Consumer(consumer_id=number, name=name, permits=number) for number, name in enumerate(names)
+    ]
+    consumer_id, key_hash = [row[3] for row in rows], [row[4] for row in rows]
+    by_key = wire.OpenConsumers(
+        consumers, np.array(consumer_id, np.uint32), np.array(key_hash, np.uint32) if has_hashes else None
+    )
+    kind = dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
+    expected = dispatch_pb2.SubscribeRequest(
+        open=dispatch_pb2.Open(
+            topic="t",
+            subscription="s",
+            type=kind,
+            held_ledger_id=[row[0] for row in rows],
+            held_entry_id=[row[1] for row in rows],
+            held_deliver_at_ms=[row[2] for row in rows],
+            consumers=consumers,
+            held_consumer_id=consumer_id,
+            held_key_hash=key_hash if has_hashes else [],
+        )
+    )
+    encoded = wire.encode_open(b"t", b"s", kind, held, by_key)
+    assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
+
+
+@given(request_id=u64, consumer_id=u32, name=st.text(), place=st.tuples(u64, u64))
+def test_what_is_said_of_consumers_is_the_message_that_the_generated_code_makes(
+    request_id: int, consumer_id: int, name: str, place: tuple[int, int]
+) -> None:
+    read = dispatch_pb2.SubscribeRequest.FromString
+    consumer = dispatch_pb2.Consumer(consumer_id=consumer_id, name=name)
+    assert read(wire.encode_add_consumer(request_id, consumer)) == dispatch_pb2.SubscribeRequest(
+        add_consumer=dispatch_pb2.AddConsumer(request_id=request_id, consumer=consumer)
+    )
+    assert read(wire.encode_remove_consumer(request_id, consumer_id)) == dispatch_pb2.SubscribeRequest(
+        remove_consumer=dispatch_pb2.RemoveConsumer(request_id=request_id, consumer_id=consumer_id)
+    )
+    assert read(wire.encode_mark_delete(request_id, place)) == dispatch_pb2.SubscribeRequest(
+        mark_delete=dispatch_pb2.MarkDelete(request_id=request_id, ledger_id=place[0], entry_id=place[1])
+    )
+
+
+@given(
+    request_id=u64,
+    ledger_id=u64,
+    entry_id=st.lists(u64, min_size=1, max_size=300),
+    key_hash=st.one_of(st.none(), st.lists(u32, min_size=1, max_size=1)),
+)
+def test_a_plan_is_the_message_that_the_generated_code_makes(
+    request_id: int, ledger_id: int, entry_id: list[int], key_hash: list[int] | None
+) -> None:
+    asked = columns.plan_columns(ledger_id, entry_id, key_hash)
+    expected = dispatch_pb2.PlanDispatch(
+        request_id=request_id, ledger_id=[ledger_id], entry_id=entry_id, key_hash=key_hash
+    )
+    assert dispatch_pb2.SubscribeRequest.FromString(
+        wire.encode_plan(request_id, asked)
+    ) == dispatch_pb2.SubscribeRequest(plan_dispatch=expected)
 
 
 @given(
@@ -261,7 +330,7 @@ def test_a_received_column_is_an_array_of_its_numbers(values: list[int], counts:
 @given(
     epoch=u64,
     rows=st.lists(st.tuples(u64, u64, u64), max_size=300),
-    others=st.lists(st.one_of(st.just([]), st.lists(u32, min_size=1, max_size=300)), min_size=3, max_size=3),
+    others=st.lists(st.one_of(st.just([]), st.lists(u32, min_size=1, max_size=300)), min_size=4, max_size=4),
 )
 def test_due_positions_are_what_the_generated_code_reads(
     epoch: int, rows: list[tuple[int, int, int]], others: list[list[int]]
@@ -274,6 +343,7 @@ def test_due_positions_are_what_the_generated_code_reads(
         key_hash=others[0],
         redelivery_count=others[1],
         batch_index=others[2],
+        consumer_id=others[3],
     )
     decoded = wire.decode_messages(dispatch_pb2.SubscribeResponse(messages=messages).SerializeToString())
     assert decoded is not None
@@ -286,7 +356,7 @@ def assert_same(decoded: wire.MessagesColumns, messages: dispatch_pb2.Messages) 
     assert decoded.ledger_id.tolist() == list(messages.ledger_id)
     assert decoded.entry_id.tolist() == list(messages.entry_id)
     assert decoded.deliver_at_ms.tolist() == list(messages.deliver_at_ms)
-    for name in ("key_hash", "redelivery_count", "batch_index"):
+    for name in ("key_hash", "redelivery_count", "batch_index", "consumer_id"):
         column = getattr(decoded, name)
         assert ([] if column is None else column.tolist()) == list(getattr(messages, name))
 

@@ -76,9 +76,15 @@ class _Client(_Threaded):
     def add_stream(self, *arguments: Any, **named: Any) -> _AddStream:
         return _AddStream(self._wrapped.add_stream(*arguments, **named))
 
-    def subscribe(self, *arguments: Any, **named: Any) -> tarry.aio.Opening:
+    def subscribe(self, *arguments: Any, **named: Any) -> tarry.aio.Opening[Any]:
         async def opening() -> Any:
             return _Subscription(await in_thread(self._wrapped.subscribe, *arguments, **named))
+
+        return tarry.aio.Opening(opening)
+
+    def subscribe_key_shared(self, *arguments: Any, **named: Any) -> tarry.aio.Opening[Any]:
+        async def opening() -> Any:
+            return _Subscription(await in_thread(self._wrapped.subscribe_key_shared, *arguments, **named))
 
         return tarry.aio.Opening(opening)
 
@@ -100,6 +106,18 @@ class _Subscription(_Threaded):
 
     def extend(self, given: Any) -> _Answer:
         return _Answer(self._wrapped.extend(given))
+
+    def add_consumer(self, consumer: tarry.Consumer) -> _Answer:
+        return _Answer(self._wrapped.add_consumer(consumer))
+
+    def remove_consumer(self, consumer: tarry.Consumer) -> _Answer:
+        return _Answer(self._wrapped.remove_consumer(consumer))
+
+    def plan(self, *arguments: Any, **named: Any) -> _Answer:
+        return _Answer(self._wrapped.plan(*arguments, **named))
+
+    def mark_delete(self, ledger_id: int, entry_id: int) -> _Answer:
+        return _Answer(self._wrapped.mark_delete(ledger_id, entry_id))
 
     def ack_unconfirmed(self, given: Any) -> None:
         self._wrapped.ack_unconfirmed(given)
