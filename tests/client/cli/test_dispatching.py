@@ -14,7 +14,7 @@ import pytest
 from tarry.cli import dispatching, output
 from tarry.v1 import dispatch_pb2, inspect_pb2, policy_pb2
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, Requests, answer, done, messages, opened, refuse
+from tests.client.fake_daemon import FakeDaemon, Requests, answer, done, messages, opened, refuse, taken_back
 
 
 def due(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
@@ -57,6 +57,48 @@ def test_watch_without_acknowledging_only_looks(daemon: FakeDaemon, run: Run) ->
     (requests,) = daemon.requests("Subscribe")
     assert not any(request.HasField("acknowledge") for request in requests.taken)
     assert daemon.count("CreateSubscription") == 1
+
+
+def shared_by_key(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+    """Sends entries 0 to 3 to two consumers, and takes entry 1 back."""
+    for request in requests:
+        match request.WhichOneof("request"):
+            case "open":
+                yield opened()
+                yield messages(range(4), consumer_id=[1, 2, 1, 2], key_hash=[65_537, 0, 65_537, 0])
+            case "acknowledge":
+                yield done(request)
+                if 0 in request.acknowledge.entry_id:
+                    yield taken_back([1], [2])
+                    yield messages([4], consumer_id=[1])
+
+
+def test_watch_says_which_consumer_has_what(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("Subscribe", shared_by_key)
+    result = run("watch", "t", "s", "--consumer", "a", "--consumer", "b=0-99,7", "--permits", "50", "--count", "5")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "  a  hash 1  ledger 7  entry 0  due " in lines[0]
+    assert ["  b  hash 0  ledger 7" in line for line in lines] == [False, False, True, True, False]
+    assert "tarry: taken back from b: 1 row" in result.stderr
+    (requests,) = daemon.requests("Subscribe")
+    opening = requests.taken[0].open
+    assert opening.type == dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
+    assert [(each.name, each.permits) for each in opening.consumers] == [("a", 5), ("b", 5)]
+    ranges = [[(each.first, each.last) for each in consumer.hash_ranges] for consumer in opening.consumers]
+    assert ranges == [[], [(0, 99), (7, 7)]]
+
+
+def test_watch_in_json_names_the_consumer(daemon: FakeDaemon, run: Run) -> None:
+    daemon.script("Subscribe", shared_by_key)
+    result = run("watch", "t", "s", "--consumer", "a", "--consumer", "b", "--count", "3", "--json", "--no-ack")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["consumer"], line["consumer_id"], line["entry_id"]) for line in lines] == [
+        ("a", 1, 0), ("a", 1, 2), ("b", 2, 1)
+    ]  # fmt: skip
+    assert lines[0]["key_hash"] == 65_537
+    (requests,) = daemon.requests("Subscribe")
+    assert not any(request.HasField("acknowledge") for request in requests.taken)
 
 
 LOST = inspect_pb2.RebuildNeeded(

@@ -111,3 +111,23 @@ def test_names_and_values_are_checked(texts: list[str], says: str) -> None:
 
 def test_a_value_may_hold_what_separates_it_from_its_name() -> None:
     assert rows.names_and_values(["a=1=2", "b="], option="--property") == {"a": "1=2", "b": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "slots"),
+    [
+        ("gate-1", "gate-1", []),
+        ("gate-1=0-16383,49152-65535", "gate-1", [(0, 16_383), (49_152, 65_535)]),
+        ("gate=1=7", "gate=1", [(7, 7)]),
+        ("gate=", "gate=", []),
+        ("gate=a", "gate=a", []),
+    ],
+)
+def test_consumers_may_be_told_with_their_slots(text: str, name: str, slots: list[tuple[int, int]]) -> None:
+    consumer = rows.ConsumerName().convert(text, None, None)
+    assert (consumer.name, [(each.first, each.last) for each in consumer.hash_ranges]) == (name, slots)
+
+
+def test_slots_from_higher_to_lower_are_refused() -> None:
+    with pytest.raises(click.BadParameter, match="must go from lower to higher slots"):
+        rows.ConsumerName().convert("gate-1=9-5", None, None)
