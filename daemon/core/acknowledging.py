@@ -134,5 +134,5 @@ def _planned(key_shared: KeyShared, claims: HeldPositions) -> Mask:
     """Acknowledges those of the claims that are for planned positions; which they are."""
     planned: Mask = (claims.deliver_at_ms == 0) & ~claims.are_parts()
     if planned.any():
-        planned[planned] = key_shared.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])
+        planned[planned] = key_shared.plans.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])
     return planned

@@ -66,7 +66,7 @@ class KeySharing:
         held = self._have_no_row(state, positions)
         places = np.flatnonzero(held)
         if len(places):
-            held[places] = _shared(state).hold_planned(
+            held[places] = _shared(state).plans.hold(
                 stream, positions.take(places), numbers[places], elapsed_ms=elapsed_ms
             )
         return held
@@ -79,7 +79,7 @@ class KeySharing:
         answers = np.zeros(len(positions), np.uint32)
         places = np.flatnonzero(self._have_no_row(state, positions))
         if len(places):
-            answers[places] = _shared(state).plan(stream, positions.take(places), elapsed_ms=elapsed_ms)
+            answers[places] = _shared(state).plans.plan(stream, positions.take(places), elapsed_ms=elapsed_ms)
         return answers
 
     def _have_no_row(self, state: SubscriptionState, positions: Rows) -> Mask:

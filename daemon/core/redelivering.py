@@ -193,7 +193,7 @@ class Redelivering:
             strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
             if state.key_shared is not None:
                 # Those that are left wait for a NACKED one.
-                strange &= ~state.key_shared.are_planned(entries.ledger_id, entries.entry_id)
+                strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
         return tuple(records), len(left)
@@ -278,7 +278,7 @@ class Redelivering:
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))
         keys = bitmap_of(keyed.keys)
         if state.key_shared is not None and not index.of_batch_parts:
-            state.key_shared.got_rows(keyed)
+            state.key_shared.plans.got_rows(keyed)
         index.staged.add(keys)
         state.nacking |= keys
         dead = how.are_dead(counts, terms.max_count)
@@ -394,7 +394,7 @@ class Redelivering:
         places = np.flatnonzero(planned)
         if not len(places):
             return [], nack
-        taken, key_hash = key_shared.take_planned(positions.ledger_id[places], positions.entry_id[places])
+        taken, key_hash = key_shared.plans.take(positions.ledger_id[places], positions.entry_id[places])
         places, key_hash = places[taken], key_hash[taken]
         if not len(places):
             return [], nack

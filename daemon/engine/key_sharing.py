@@ -236,7 +236,7 @@ class KeySharing:
     def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
         """Everything that was planned up to this position is acknowledged."""
         shared = self._shared[stream.state.subscription_id]
-        shared.key_shared.mark_delete(ledger_id, entry_id)
+        shared.key_shared.plans.mark_delete(ledger_id, entry_id)
         self._ask(shared)
 
     # ---- rounds

@@ -34,21 +34,18 @@ from daemon.core.key_shared.let_go import LetGo
 from daemon.core.key_shared.nack_order import BlockingNacks
 from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.planning import Planning
+from daemon.core.key_shared.plans import Plans
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
-from daemon.errors import QuotaExceeded
 from storage_backends.formats.index_ids import are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.rows import U32
 
 # Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
 LOOKED_AT_A_ROW = 2
 # A grant beyond this is cut: nobody holds more.
 PERMITS_MAX = (1 << 32) - 1
-# Planned positions that may wait: they are in memory.
-PLANNED_WAITING_MAX = 200_000
-PLANNED_WAITING_RETRY_MS = 1_000
 
 
 class Ready(Protocol):
@@ -129,15 +126,16 @@ class KeyShared:
         in_order = not policy.allow_out_of_order_delivery
         drains = in_order and policy.order is KeyOrder.DRAINING_HASHES
         self.holds = HashHolds(self.consumers) if drains else None
-        self._holds_joined_back = in_order and policy.order is KeyOrder.LAST_SENT_POSITION
+        self.holds_joined_back = in_order and policy.order is KeyOrder.LAST_SENT_POSITION
         self.nacks: BlockingNacks | None = None
         if policy.nack_order is NackOrder.BLOCK_KEY:
             self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, order)
+        self.plans = Plans(self, ready)
         self._planning = Planning(
             self.selector,
             self.draining,
             None if self.nacks is None else self.nacks.blocks,
-            self.last_sent if self._holds_joined_back else None,
+            self.last_sent if self.holds_joined_back else None,
             order,
         )
         self._elapsed_ms = elapsed_ms
@@ -163,14 +161,14 @@ class KeyShared:
             ]
         )
         self.consumers.join(joining)
-        if self._holds_joined_back:
+        if self.holds_joined_back:
             for ordinal in ordinals:
                 self.last_sent.joined(ordinal)
         self._look_again = True
 
     def leave(self, numbers: Collection[int]) -> None:
         """Consumers are no more: what they held waits for others, in the order of positions."""
-        self._back(self._dismiss(numbers))
+        self.back(self._dismiss(numbers))
 
     def _dismiss(self, numbers: Collection[int]) -> KeyedRows:
         held = self._in_flight.take_dispatchers(numbers)
@@ -194,7 +192,7 @@ class KeyShared:
             self._ready.withdraw(ended)
             self.last_sent.forget(*self._places.positions(keys_of(ended)))
             self.planned.settle(ended)
-        self._back(held)
+        self.back(held)
 
     def end(self) -> None:
         """Nobody has the subscription open by key any more."""
@@ -234,7 +232,7 @@ class KeyShared:
         """Whether `hand_out` might give something, or has something to look at."""
         if not self.is_whole or self._ready.in_flight_room <= 0:
             return False
-        if len(self.waiting) and self._something_changed():
+        if len(self.waiting) and self.something_changed():
             return True
         return bool(self._ready.ready_rows) and bool(self.consumers.permits().any())
 
@@ -243,13 +241,22 @@ class KeyShared:
         """How often a row was kept back for what another consumer holds of its hash."""
         return 0 if self.draining is None else self.draining.attempts_total
 
-    def _something_changed(self) -> bool:
+    def now(self, elapsed_ms: int) -> None:
+        """By a clock that never steps."""
+        self._elapsed_ms = elapsed_ms
+
+    def look_again(self) -> None:
+        """What waits may go."""
+        self._look_again = True
+
+    def something_changed(self) -> bool:
+        """Whether something changed that rows wait for."""
         if self.draining is not None and self.draining.has_unblocked:
             self.draining.take_unblocked()
             self._look_again = True
         if self.nacks is not None and self.nacks.blocks.take_unblocked():
             self._look_again = True
-        if self._holds_joined_back and self.last_sent.take_released():
+        if self.holds_joined_back and self.last_sent.take_released():
             self._look_again = True
         return self._look_again
 
@@ -263,7 +270,7 @@ class KeyShared:
         if not self.is_whole:
             return []
         # They come before all that waits.
-        self._back(self._ready.take_redelivered())
+        self.back(self._ready.take_redelivered())
         room = min(limit, self._ready.in_flight_room)
         sent = [self._hand_out_waiting(room)]
         room -= len(sent[-1].rows)
@@ -274,7 +281,7 @@ class KeyShared:
                 break
             rows = self._ready.take_ready(room)
             look_at -= len(rows)
-            sent.append(self._send_or_keep(self._fresh_of(rows), permits, room))
+            sent.append(self.send_or_keep(self._fresh_of(rows), permits, room))
             room -= len(sent[-1].rows)
         if self._is_crowded and not self._ready.ready_rows:
             self.let_go = LetGo(self._ready.reader_behind())
@@ -287,11 +294,11 @@ class KeyShared:
         if rows.redelivery_count is None or self.let_go is not None:
             return rows
         fresh = rows.redelivery_count == 0
-        self._back(rows.take(~fresh))
+        self.back(rows.take(~fresh))
         return rows.take(fresh)
 
     def _hand_out_waiting(self, room: int) -> _Sent:
-        if room <= 0 or not len(self.waiting) or not self._something_changed():
+        if room <= 0 or not len(self.waiting) or not self.something_changed():
             return _NOTHING_SENT
         self._look_again = False
         permits, left = self.consumers.permits(), room
@@ -311,7 +318,7 @@ class KeyShared:
         self._look_again = not left
         return self._sent(rows, consumers)
 
-    def _send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
+    def send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
         """Rows that never were delivered, in order: what may go goes, the others wait."""
         slots = slots_of(rows.key_hash())
         must_wait = self.waiting.by_slot[slots] > 0
@@ -378,7 +385,7 @@ class KeyShared:
         of_streams = [(stream, streams == stream) for stream in np.unique(streams).tolist()]
         return [Assigned(stream, rows.take(mine), numbers[mine]) for stream, mine in of_streams]
 
-    def _back(self, rows: KeyedRows) -> None:
+    def back(self, rows: KeyedRows) -> None:
         """Rows that were delivered before wait, before all others."""
         if len(rows):
             self.waiting.add_back(rows)
@@ -409,7 +416,7 @@ class KeyShared:
         nacked, self._take_back_behind = KeyedRows.concat(self._take_back_behind), []
         rows, numbers = self.nacks.take_behind(nacked)
         assigned = self._by_stream(rows, numbers)
-        self._back(rows)
+        self.back(rows)
         return assigned
 
     def are_kept_back(self, rows: KeyedRows) -> Mask:
@@ -459,128 +466,3 @@ class KeyShared:
             self._ready.withdraw(bitmap_of(held.keys))
             self._in_flight.add(held, numbers[may_hold], elapsed_ms=elapsed_ms)
         return may_hold
-
-    def hold_planned(self, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """The same of positions that have no row, planned by or for a stream of a former owner."""
-        keys = self.planned.intern(positions.ledger_id, positions.entry_id)
-        places = np.flatnonzero(~contained(keys, self._in_flight.among(bitmap_of(keys))))
-        rows = KeyedRows(positions, keys).take(places)
-        held = np.zeros(len(keys), np.bool_)
-        held[places] = self.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
-        # What another stream planned is planned by that one still.
-        self.planned.add(stream, keys[held & ~self.planned.are_planned(keys)])
-        return held
-
-    # ---- plans
-
-    def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
-        """Who of a stream's consumers receives each position now, 0: HELD. Positions in the order of the log, no one
-        twice, none that has a row. Raises QuotaExceeded.
-        """
-        self._elapsed_ms = elapsed_ms
-        self._check_planned(len(positions))
-        keys = self.planned.intern(positions.ledger_id, positions.entry_id)
-        self.last_sent.offer(positions.ledger_id, positions.entry_id)
-        answers = np.zeros(len(positions), np.uint32)
-        known = self.planned.are_planned(keys)
-        if known.any():
-            answers[known] = self._held_on(stream, positions.take(known), keys[known])
-        new = ~known
-        self.planned.add(stream, keys[new])
-        if self._holds_joined_back:
-            # Who joined since waits for what was sent before: it must not wait behind what never was.
-            again = new & self.last_sent.were_sent(positions.ledger_id, positions.entry_id)
-            self._back(KeyedRows(positions, keys).take(again))
-            new &= ~again
-        if new.any():
-            answers[new] = self._plan_new(stream, KeyedRows(positions, keys).take(new))
-        return answers
-
-    def _check_planned(self, rows: int) -> None:
-        waiting = self.waiting.keys.intersection_cardinality(self.planned.keys)
-        if waiting + rows > PLANNED_WAITING_MAX:
-            raise QuotaExceeded(
-                f"{waiting} planned positions wait, and {rows} more were named; the limit is {PLANNED_WAITING_MAX}",
-                retry_after_ms=PLANNED_WAITING_RETRY_MS,
-            )
-
-    def _held_on(self, stream: int, positions: Rows, keys: U64) -> U32:
-        """Of positions that are planned already who of a stream holds each; 0 where nobody does."""
-        holders = self._in_flight.holders_of(keys)
-        held = np.flatnonzero(holders)
-        if len(held):
-            self.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
-            streams = self.consumers.streams_of(self.consumers.ordinals_of(holders[held]))
-            holders[held[streams != np.uint32(stream)]] = 0
-        return holders
-
-    def _plan_new(self, stream: int, rows: KeyedRows) -> U32:
-        answers = np.zeros(len(rows), np.uint32)
-        room = self._ready.in_flight_room
-        if self._ready.ready_rows or not self.is_whole or room <= 0:
-            # What came before goes first.
-            self._ready.append_ready(rows)
-            return answers
-        changed, permits = self._something_changed(), self.consumers.permits()
-        on_stream = self.consumers.are_on(stream)
-        sent = self._send_or_keep(rows, np.where(on_stream, permits, 0), room)
-        # What is for consumers of other streams goes out on these.
-        self._look_again = changed or bool(permits[~on_stream].any())
-        answers[contained(rows.keys, bitmap_of(sent.rows.keys))] = self.consumers.numbers_of(sent.consumers)
-        return answers
-
-    def take_planned(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
-        """Planned positions are acknowledged, or about to have a row, and at nobody then: (which of them are planned,
-        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight).
-        """
-        hashes = np.zeros(len(ledger_id), np.uint32)
-        keys = self.planned.find(ledger_id, entry_id)
-        taken = self.planned.are_planned(keys)
-        if not taken.any():
-            return taken, hashes
-        places = np.flatnonzero(taken)
-        rows, found = self._in_flight.take_rows(keys[places], np.zeros(len(places), np.uint64))
-        hashes[places[found]] = rows.key_hash()
-        elsewhere = bitmap_of(keys[places[~found]])
-        if elsewhere:
-            if self.nacks is not None:
-                kept_back = self.waiting.where(elsewhere, self.nacks.are_kept_back)
-                taken &= ~contained(keys, kept_back)
-                elsewhere -= kept_back
-            self._ready.withdraw(elsewhere)
-        return taken, hashes
-
-    def got_rows(self, rows: KeyedRows) -> None:
-        """Entries that had none are about to have a row; those that were planned are planned no longer."""
-        keys = self.planned.find(rows.rows.ledger_id, rows.rows.entry_id)
-        planned = self.planned.are_planned(keys)
-        if not planned.any():
-            return
-        named, rows = keys[planned], rows.take(planned)
-        if self.holds is not None:
-            self.holds.rename(named, rows.keys)
-        self.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
-        self.planned.settle(bitmap_of(named))
-
-    def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
-        """Which of the positions are planned, in flight or waiting."""
-        return self.planned.are_planned(self.planned.find(ledger_id, entry_id))
-
-    def acknowledge(self, ledger_id: U64, entry_id: U64) -> Mask:
-        """Acknowledges planned positions; which of them were."""
-        taken, _ = self.take_planned(ledger_id, entry_id)
-        if taken.any():
-            keys = bitmap_of(self.planned.find(ledger_id[taken], entry_id[taken]))
-            # Nothing of them is durable.
-            self.settle(keys)
-            self.planned.settle(keys)
-            self.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
-        return taken
-
-    def mark_delete(self, ledger_id: int, entry_id: int) -> None:
-        """Everything that was planned up to a position is acknowledged."""
-        keys = self.planned.find(*self.last_sent.mark_delete(ledger_id, entry_id))
-        gone = bitmap_of(keys) & self.planned.keys
-        if gone:
-            self._ready.withdraw(gone)
-            self.planned.settle(gone)

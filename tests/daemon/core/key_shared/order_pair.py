@@ -325,7 +325,7 @@ class OrderPair:
     def mark_delete(self, at: Position) -> None:
         """Everything planned up to a position is acknowledged."""
         self.commit()
-        self.topic.shared.mark_delete(*at)
+        self.topic.shared.plans.mark_delete(*at)
         for each in self.oracle.sent.acknowledged_up_to(at):
             item = self.oracle.ordinary.get(each)
             if item is not None and not item.has_row:
