@@ -197,10 +197,12 @@ class KeySharedStats(_message.Message):
     SLOTS_WITHOUT_CONSUMER_FIELD_NUMBER: _builtins.int
     consumers: _builtins.int
     waiting: _builtins.int
-    """Positions that are due or planned, and wait for their consumer's permits, or for their hash."""
+    """Positions in memory that are due or planned, and wait for their consumer's permits, or for their hash. When too many do,
+    further ones stay in the backlog and are not counted here.
+    """
     draining_hashes: _builtins.int
-    """Hashes of which a consumer holds positions and another one has the slot; how many became free since the first consumer
-    joined; positions that are held of them.
+    """Hashes of which a consumer holds positions and another one has the slot; how many that kept positions back became free
+    since the first consumer joined; positions that are held of them.
     """
     draining_hashes_cleared: _builtins.int
     draining_hashes_unacked: _builtins.int
