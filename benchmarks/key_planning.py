@@ -137,7 +137,7 @@ class _Shared:
 
     def acknowledge_all(self) -> None:
         """What was planned so far."""
-        self.keys.mark_delete(1, self._next_entry)
+        self.keys.plans.mark_delete(1, self._next_entry)
 
 
 def _topic() -> tuple[Topic, SubscriptionState]:
