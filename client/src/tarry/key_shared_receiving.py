@@ -29,6 +29,8 @@ from tarry import batch, columns, errors, key_shared, receiving, retry, streams,
 from tarry.receiving import Answer, Settled
 from tarry.v1 import dispatch_pb2
 
+# Of one request.
+_PLANNED_ROWS_MAX = 10_000
 _KIND = dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
 
 
@@ -136,7 +138,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         self._must_plan_anew = False
         plans = [
             _Plan(self._next_request_id(), wire.encode_plan, part, promise(), _nothing)
-            for part in asked.requests(self._rows_max)
+            for part in asked.requests(min(self._rows_max, _PLANNED_ROWS_MAX))
         ]
         self._plans.extend(plans)
         self._send_plan()

@@ -1,0 +1,236 @@
+"""Both clients and a real daemon: keys in order at several consumers, through delays, nacks, leaves and a kill."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tarry
+import tarry.aio
+from examples import processes
+from tests.client.conformance.conftest import Connect
+from tests.client.conformance.threaded import in_thread
+from tests.support.processes import Daemons
+
+# gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+PATIENCE_S = 30.0
+KEY = tarry.key_hash("N14228")
+BLOCKING = tarry.SubscriptionPolicy(
+    nack_precision_bits=0, key_shared=tarry.KeySharedPolicy(nack_order=tarry.NackOrder.BLOCK_KEY)
+)
+LAST_SENT = tarry.SubscriptionPolicy(key_shared=tarry.KeySharedPolicy(order=tarry.KeyOrder.LAST_SENT_POSITION))
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
+    directory = tmp_path_factory.mktemp("daemon")
+    daemons = Daemons(directory)
+    try:
+        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(directory / "root"))
+        daemon.start_serving()
+        yield daemon
+    finally:
+        daemons.end()
+
+
+@pytest.fixture
+def mortal_daemon(tmp_path: Path) -> Iterator[processes.DaemonProcess]:
+    """One that the test may kill."""
+    daemons = Daemons(tmp_path)
+    try:
+        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(tmp_path / "root"))
+        daemon.start_serving()
+        yield daemon
+    finally:
+        daemons.end()
+
+
+@pytest.fixture
+def client(shared_daemon: processes.DaemonProcess, connect: Connect) -> tarry.aio.Client:
+    return connect(shared_daemon.address, timeout_s=PATIENCE_S)
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """One of its own for each test and client."""
+    return str(request.node.name)
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+async def batches(subscription: tarry.aio.KeySharedSubscription, rows: int) -> list[tarry.ConsumerBatch]:
+    """So many rows; nothing else comes between them."""
+    received: list[tarry.ConsumerBatch] = []
+    while (missing := rows - sum(map(len, received))) > 0:
+        event = await subscription.receive(PATIENCE_S)
+        assert isinstance(event, tarry.ConsumerBatch), f"{missing} rows are missing, and {event} came"
+        received.append(event)
+    return received
+
+
+def entries(received: list[tarry.ConsumerBatch]) -> list[int]:
+    return [entry for batch in received for entry in batch.entry_id.tolist()]
+
+
+async def test_equal_delays_keep_the_order_of_publication_at_one_consumer_for_each_key(
+    client: tarry.aio.Client, topic: str
+) -> None:
+    consumers = [tarry.Consumer(name) for name in "abcd"]
+    async with client.subscribe_key_shared(topic, "sub", consumers=consumers, create=True) as subscription:
+        hashes = tarry.key_hash([f"key-{entry % 50}" for entry in range(1_000)])
+        await client.add(topic, 7, range(1_000), delay_ms=100, key_hash=hashes)
+        received = await batches(subscription, 1_000)
+        by_key: dict[int, list[tuple[int, tarry.Consumer]]] = {}
+        for batch in received:
+            for entry in batch.entry_id.tolist():
+                by_key.setdefault(entry % 50, []).append((entry, batch.consumer))
+            _ = subscription.ack(batch)
+        assert len({batch.consumer for batch in received}) == 4
+        for key, came in by_key.items():
+            assert [entry for entry, _ in came] == list(range(key, 1_000, 50))
+            assert len({consumer for _, consumer in came}) == 1
+
+
+async def test_a_delayed_message_takes_its_place_when_it_is_due(client: tarry.aio.Client, topic: str) -> None:
+    """m1 now, m2 in 300 ms, m3 now: m1, m3, m2."""
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")], create=True) as subscription:
+        await client.add(topic, 7, 2, delay_ms=300, key_hash=KEY)
+        plan = await subscription.plan(7, [1, 3], KEY)
+        assert entries(list(plan.batches)) == [1, 3]
+        (late,) = await batches(subscription, 1)
+        assert late.entry_id.tolist() == [2]
+        assert late.lateness_ms[0] >= 0
+        for batch in (*plan.batches, late):
+            assert await subscription.ack(batch) == 0
+
+
+async def test_later_messages_of_a_key_wait_for_the_nacked_one(client: tarry.aio.Client, topic: str) -> None:
+    await client.create_subscription(topic, "sub", BLOCKING)
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]) as subscription:
+        await client.add(topic, 7, range(4), deliver_at_ms=now_ms(), key_hash=KEY)
+        received = await batches(subscription, 4)
+        assert entries(received) == [0, 1, 2, 3]
+        nacked = subscription.nack((7, 1, received[0].deliver_at_ms[0]), delay_ms=300)
+        taken: list[int] = []
+        while len(taken) < 2:
+            event = await subscription.receive(PATIENCE_S)
+            assert isinstance(event, tarry.TakenBack)
+            taken += event.positions.entry_id.tolist()
+        assert taken == [2, 3]
+        assert await nacked == tarry.Nacked(0, 0)
+        assert subscription.held == 1
+        assert await subscription.ack((7, [2, 3], received[0].deliver_at_ms[0])) == 2
+        assert await subscription.ack((7, 0, received[0].deliver_at_ms[0])) == 0
+        again = await batches(subscription, 1)
+        assert again[0].redelivery_count[0] == 1
+        again += await batches(subscription, 3 - len(again[0]))
+        assert entries(again) == [1, 2, 3]
+        for batch in again:
+            assert await subscription.ack(batch) == 0
+    (stats,) = (await client.stats(topic)).subscriptions
+    assert stats.backlog == 0
+
+
+async def test_what_a_consumer_held_goes_to_another_when_it_leaves(client: tarry.aio.Client, topic: str) -> None:
+    a, b = tarry.Consumer("a"), tarry.Consumer("b")
+    async with client.subscribe_key_shared(topic, "sub", consumers=[a], create=True) as subscription:
+        await client.add(topic, 7, range(10), deliver_at_ms=now_ms(), key_hash=KEY)
+        assert entries(await batches(subscription, 10)) == list(range(10))
+        await subscription.add_consumer(b)
+        await subscription.remove_consumer(a)
+        received = await batches(subscription, 10)
+        assert entries(received) == list(range(10))
+        assert {batch.consumer for batch in received} == {b}
+        assert subscription.held == 10
+        for batch in received:
+            assert await subscription.ack(batch) == 0
+
+
+async def test_a_held_message_comes_when_its_consumer_has_permits(client: tarry.aio.Client, topic: str) -> None:
+    a = tarry.Consumer("a", permits=1)
+    async with client.subscribe_key_shared(topic, "sub", consumers=[a], create=True) as subscription:
+        plan = await subscription.plan(7, range(3), tarry.key_hash(["x", "x", "y"]))
+        assert plan.is_held.tolist() == [False, True, True]
+        (batch,) = plan.batches
+        seen = []
+        for _ in range(2):
+            assert await subscription.ack(batch) == 0
+            (batch,) = await batches(subscription, 1)
+            seen += batch.entry_id.tolist()
+        assert seen == [1, 2]
+        assert await subscription.ack(batch) == 0
+
+
+async def test_who_joins_waits_for_the_mark_delete_position_where_the_policy_says_so(
+    client: tarry.aio.Client, topic: str
+) -> None:
+    await client.create_subscription(topic, "sub", LAST_SENT)
+    hashes = tarry.key_hash([f"key-{entry}" for entry in range(100)])
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]) as subscription:
+        first = await subscription.plan(7, range(100), hashes)
+        assert not first.is_held.any()
+        await subscription.add_consumer(tarry.Consumer("b"))
+        second = await subscription.plan(7, range(100, 200), hashes)
+        held = int(second.is_held.sum())
+        assert 0 < held < 100
+        assert (second.consumer_id[~second.is_held] == 1).all()
+        await subscription.mark_delete(7, 99)
+        late = await batches(subscription, held)
+        assert {batch.consumer.name for batch in late} == {"b"}
+        assert entries(late) == (100 + np.flatnonzero(second.is_held)).tolist()
+        for batch in (*second.batches, *late):
+            assert await subscription.ack(batch) == 0
+
+
+async def test_while_it_is_open_there_are_no_streams_of_another_type(client: tarry.aio.Client, topic: str) -> None:
+    async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")], create=True):
+        with pytest.raises(tarry.DeadlineExceeded) as refused:
+            await client.subscribe(topic, "sub", timeout_s=0.2)
+        assert isinstance(refused.value.last, tarry.Aborted)
+    async with client.subscribe(topic, "sub"):
+        pass
+
+
+async def test_after_a_kill_consumers_keep_what_they_hold_and_the_rest_is_planned_again(
+    mortal_daemon: processes.DaemonProcess, connect: Connect
+) -> None:
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
+    consumers = [tarry.Consumer("a", permits=40), tarry.Consumer("b", permits=40)]
+    hashes = tarry.key_hash([f"key-{entry % 20}" for entry in range(200)])
+    seen: list[int] = []
+    async with client.subscribe_key_shared("t", "sub", consumers=consumers, create=True) as subscription:
+        await client.add("t", 9, range(20), deliver_at_ms=now_ms(), key_hash=hashes[:20])
+        due = await batches(subscription, 20)
+        plan = await subscription.plan(7, range(200), hashes)
+        held = [entry for batch in plan.batches for entry in batch.entry_id.tolist()]
+        assert 0 < len(held) < 200
+        await in_thread(mortal_daemon.kill)
+        await in_thread(mortal_daemon.start_serving)
+        event: Any = await subscription.receive(PATIENCE_S)
+        assert isinstance(event, tarry.PlanAgain), "nothing is taken back: all of it was declared"
+        again = await subscription.plan(7, range(200), hashes, anew=True)
+        came = [entry for batch in again.batches for entry in batch.entry_id.tolist()]
+        assert not set(held) & set(came), "what consumers hold comes in no batch again"
+        assert again.consumer_id[held].tolist() == plan.consumer_id[held].tolist()
+        waiting = [*due, *plan.batches, *again.batches]
+        last: dict[int, int] = {}
+        while waiting or len(seen) < 200:
+            if not waiting:
+                waiting += await batches(subscription, 1)
+            batch = waiting.pop(0)
+            assert await subscription.ack(batch) == 0
+            if batch.ledger_id[0] == 7:
+                seen += batch.entry_id.tolist()
+                for entry in batch.entry_id.tolist():
+                    assert last.get(entry % 20, -1) < entry, "the messages of a key come in their order"
+                    last[entry % 20] = entry
+    assert sorted(seen) == list(range(200))
