@@ -94,7 +94,7 @@ class KeySharedStream(OpenStream):
     # ---- messages that are not delayed
 
     async def plan(self, request_id: int, ledger_id: U64, entry_id: U64, key_hash: U32 | None) -> None:
-        """Asks who receives positions, in the order of the log; `Planned` says it. Returns when that was taken.
+        """Asks who receives positions, in the order of the log; `Planned` says it. Returns when that is out.
 
         Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
         """
@@ -104,8 +104,8 @@ class KeySharedStream(OpenStream):
         sharing.check_plan(positions)
         async with self._in_order:
             await self._passed()
-            taken = sharing.plan(self, request_id, positions)
-        await taken
+            sent = sharing.plan(self, request_id, positions)
+        await sent
 
     async def mark_delete(self, ledger_id: int, entry_id: int) -> None:
         """Everything that was planned up to this position is acknowledged."""
@@ -183,7 +183,7 @@ class KeySharedStream(OpenStream):
             await passed
 
     def sends_no_more(self) -> None:
-        """Nobody takes out what goes out: who waits for a plan to be taken is told."""
+        """Nobody takes out what goes out: who waits for the answer to a plan is told."""
         if self._ended is None:
             self._topic.key_sharing.set_full(self, is_full=True)
         self.outbox.end(Unavailable("the caller has sent its last request: nothing is sent any more"))

@@ -206,7 +206,7 @@ class KeySharing:
         limits.check_rows("entry_id", len(positions), min(PLAN_ROWS_MAX, self._environment.request_limits.rows_max))
 
     def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:
-        """Who receives positions, in their order. The future ends when the answer was taken out.
+        """Who receives positions, in their order. The future ends when the answer is out.
 
         Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
         """
@@ -218,7 +218,7 @@ class KeySharing:
         numbers = topic.core.key_sharing.plan(
             state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
         )
-        taken = stream.outbox.plan(request_id, numbers)
+        sent = stream.outbox.plan(request_id, numbers)
         stream.notify()
         sent_rows = int(np.count_nonzero(numbers))
         self._environment.metrics.planned(topic.core.name, sent=sent_rows, held=len(numbers) - sent_rows)
@@ -226,7 +226,7 @@ class KeySharing:
         topic.redelivery.watch(state)
         # Others may have a consumer for what this stream has none for.
         self._ask(shared)
-        return taken
+        return sent
 
     def mark(self, stream: KeySharedStream) -> asyncio.Future[None]:
         """Ends when what was decided to go out on the stream is out."""

@@ -39,18 +39,18 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """The answer to a plan. `taken` ends when it is taken out."""
+    """The answer to a plan. `sent` ends when it is out."""
 
     request_id: int
     numbers: U32
-    taken: asyncio.Future[None]
+    sent: asyncio.Future[None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Mark:
-    """A place in the order. `taken` ends when all that stands before it was taken out, and what was last is sent."""
+    """A place in the order. `passed` ends when all that stands before it is out."""
 
-    taken: asyncio.Future[None]
+    passed: asyncio.Future[None]
 
 
 class Outbox:
@@ -87,13 +87,13 @@ class Outbox:
             self._items.append(Sent(taken_back, [rows], [numbers], len(rows)))
 
     def plan(self, request_id: int, numbers: U32) -> asyncio.Future[None]:
-        """The answer to a plan; the future ends when it is taken out."""
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """The answer to a plan; the future ends when it is out."""
+        sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._ended is not None:
-            taken.set_exception(self._ended)
+            sent.set_exception(self._ended)
         else:
-            self._items.append(Plan(request_id, numbers, taken))
-        return taken
+            self._items.append(Plan(request_id, numbers, sent))
+        return sent
 
     def mark(self) -> asyncio.Future[None]:
         """Ends when everything that is in it now is out."""
@@ -105,18 +105,16 @@ class Outbox:
         return passed
 
     def pass_marks(self) -> None:
-        """What was taken out last is sent: marks that come first now are reached."""
+        """What was taken out is out: marks that come first now are passed."""
         while self._items and isinstance(mark := self._items[0], Mark):
             self._items.popleft()
-            if not mark.taken.done():
-                mark.taken.set_result(None)
+            _end(mark.passed)
 
     def take(self) -> Sent | Plan:
         """Takes out what comes first; no mark does."""
         item = self._items.popleft()
         if isinstance(item, Plan):
-            if not item.taken.done():
-                item.taken.set_result(None)
+            self._items.appendleft(Mark(item.sent))
         elif isinstance(item, Sent):
             self.rows -= 0 if item.taken_back else item.count
         else:
@@ -127,9 +125,19 @@ class Outbox:
         """Nothing more is taken out: who waits for a plan gets the error."""
         self._ended = error
         for item in self._items:
-            if isinstance(item, Plan) and not item.taken.done():
-                item.taken.set_exception(error)
-            elif isinstance(item, Mark) and not item.taken.done():
-                item.taken.set_result(None)
+            if isinstance(item, Plan):
+                _end(item.sent, error)
+            elif isinstance(item, Mark):
+                _end(item.passed)
         self._items.clear()
         self.rows = 0
+
+
+def _end(waited_for: asyncio.Future[None], error: Exception | None = None) -> None:
+    """Who waited may have gone away."""
+    if waited_for.done():
+        return
+    if error is None:
+        waited_for.set_result(None)
+    else:
+        waited_for.set_exception(error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from daemon import config, errors
@@ -119,9 +119,12 @@ class SubscribeStream:
     async def _send(self, stream: _Opened, reader: asyncio.Future[None]) -> None:
         """Sends what is due until the caller is done."""
         while True:
-            for response in await _next(stream):
+            outgoing = await (stream.next() if isinstance(stream, KeySharedStream) else stream.next_messages())
+            # That a plan was made is to be answered.
+            is_owed = isinstance(outgoing, calls.Planned)
+            for response in key_shared.responses(outgoing):
                 async with self._writing:
-                    if reader.done():
+                    if reader.done() and not is_owed:
                         return
                     await self._context.write(response)
 
@@ -204,13 +207,6 @@ class SubscribeStream:
             raise errors.InvalidArgument(text)
 
         self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))
-
-
-async def _next(stream: _Opened) -> Iterator[bytes]:
-    """What goes out next, encoded."""
-    if isinstance(stream, KeySharedStream):
-        return key_shared.responses(await stream.next())
-    return columns.subscribe_responses(await stream.next_messages())
 
 
 def _not_planned(epoch: int, request_id: int, outcome: Exception | None) -> bytes | None:

@@ -16,7 +16,7 @@ from daemon import errors
 from daemon.engine import calls
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.rows import Rows
-from tests.support.fake_topic import EPOCH, Topic
+from tests.support.fake_topic import EPOCH, Subscription, Topic
 
 PAGE_DEFAULT, PAGE_MAX, BARS_MAX = 1_000, 10_000, 10_000
 
@@ -33,6 +33,9 @@ class FakeViews(abc.ABC):
 
     @abc.abstractmethod
     def _topic(self, topic: str) -> Topic: ...
+
+    @abc.abstractmethod
+    def find(self, topic: str, subscription: str) -> Subscription: ...
 
     @abc.abstractmethod
     def _check_names(self, topic: str, subscription: str | None = None) -> None: ...
@@ -88,6 +91,11 @@ class FakeViews(abc.ABC):
             next_after=next_after,
             as_of_ms=self.now_ms(),
         )
+
+    async def list_consumers(self, topic: str, subscription: str, page_size: int, after: int) -> calls.ConsumerPage:
+        """Nobody has a subscription open as KEY_SHARED here."""
+        self.find(topic, subscription)
+        return calls.ConsumerPage((), next_after=None, as_of_ms=self.now_ms(), key_shared=None)
 
     async def list_buckets(self, topic: str, page_size: int, after: str) -> calls.BucketPage:
         known = self._topic(topic)

@@ -384,8 +384,9 @@ COVERED: dict[type[message.Message], set[str]] = {
     delayed_delivery_pb2.TrimMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"ledger_id", "entry_id", "all_lower_ledgers"},
     delayed_delivery_pb2.ClearMessagesRequest: _TOPIC_AND_SUBSCRIPTION,
     dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION
-    | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"},
-    dispatch_pb2.Flow: {"permits"},
+    | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"}
+    | {"consumers", "held_consumer_id", "held_key_hash"},
+    dispatch_pb2.Flow: {"permits", "consumer_id"},
     dispatch_pb2.Acknowledge: _HANDED_OUT,
     dispatch_pb2.CreateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},
     dispatch_pb2.UpdateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},

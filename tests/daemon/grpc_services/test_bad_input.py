@@ -27,6 +27,13 @@ from tests.daemon.grpc_services.bad_calls import (
     TOPIC_STATS,
 )
 from tests.daemon.grpc_services.bad_dead_letters import BAD_DEAD_LETTERS, DEAD_LETTERS_COVERED
+from tests.daemon.grpc_services.bad_key_shared import (
+    BAD_CONSUMER_LISTS,
+    BAD_SHARED_OPENS,
+    KEY_SHARED_COVERED,
+    REFUSED_ON_SHARED,
+    UNNUMBERED,
+)
 from tests.daemon.grpc_services.bad_key_shared_policies import BAD_KEY_SHARED_POLICIES, KEY_SHARED_POLICIES_COVERED
 from tests.daemon.grpc_services.bad_levels import BAD_LEVELS, LEVELS_COVERED
 from tests.daemon.grpc_services.bad_redelivery import (
@@ -66,6 +73,7 @@ ALL_COVERED = (
     | DEAD_LETTERS_COVERED
     | REDELIVERY_COVERED
     | KEY_SHARED_POLICIES_COVERED
+    | KEY_SHARED_COVERED
 )
 
 
@@ -119,6 +127,7 @@ def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> No
         *BAD_DEAD_LETTERS,
         *BAD_REDELIVERIES,
         *BAD_KEY_SHARED_POLICIES,
+        *BAD_CONSUMER_LISTS,
     ],
     ids=str,
 )
@@ -173,7 +182,7 @@ async def test_an_add_stream_ends_when_a_message_has_not_even_an_id(populated: E
     assert await state(populated) == before
 
 
-@pytest.mark.parametrize("case", [*BAD_OPENS, *BAD_HELD_PARTS], ids=str)
+@pytest.mark.parametrize("case", [*BAD_OPENS, *BAD_HELD_PARTS, *BAD_SHARED_OPENS], ids=str)
 async def test_a_bad_open_ends_the_stream(populated: Edge, case: Case) -> None:
     before = await state(populated)
     stream = populated.caller.stream(SUBSCRIBE)
@@ -193,7 +202,7 @@ async def test_a_stream_that_ends_before_open_is_refused(populated: Edge) -> Non
     assert "open" in (refused.value.details() or "")
 
 
-@pytest.mark.parametrize("case", [*REFUSED_IN_BAND, *REDELIVERIES_REFUSED_IN_BAND], ids=str)
+@pytest.mark.parametrize("case", [*REFUSED_IN_BAND, *REDELIVERIES_REFUSED_IN_BAND, *REFUSED_ON_SHARED], ids=str)
 async def test_a_bad_request_on_an_open_stream_is_answered_by_done_and_the_stream_goes_on(
     populated: Edge, case: Case
 ) -> None:
@@ -203,7 +212,7 @@ async def test_a_bad_request_on_an_open_stream_is_answered_by_done_and_the_strea
     before = await state(populated)
     await stream.send(case.request)
     done = (await stream.receive()).done
-    assert done.request_id == (0 if case.name in ("zero permits", "an empty request") else 9)
+    assert done.request_id == (0 if case.name in ("zero permits", "an empty request", *UNNUMBERED) else 9)
     assert_says(case, done.error.code, done.error.message)
     assert await state(populated) == before
 

@@ -44,6 +44,7 @@ async def test_every_call_does_what_it_says(edge: Edge) -> None:
     await of_leases(calls)
     await of_dead_letters(calls)
     await of_streams(calls)
+    await of_consumers(calls)
     await of_topics(calls)
     await of_garbage(calls)
     assert calls.made == set(ANSWERS)
@@ -187,6 +188,19 @@ async def of_streams(calls: Calls) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def of_consumers(calls: Calls) -> None:
+    await calls.call("Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest, subscription="keys")
+    stream = calls.edge.caller.stream("Dispatch/Subscribe")
+    consumer = dispatch_pb2.Consumer(consumer_id=1, name="one", permits=5)
+    key_shared = dispatch_pb2.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED
+    by_key = dispatch_pb2.Open(topic="t", subscription="keys", type=key_shared, consumers=[consumer])
+    await stream.send(dispatch_pb2.SubscribeRequest(open=by_key))
+    assert (await stream.receive()).opened.epoch > 0
+    listed = await calls.call("Inspect/ListConsumers", inspect_pb2.ListConsumersRequest, subscription="keys")
+    assert [(each.name, each.permits) for each in listed.consumers] == [("one", 5)]
+    await calls.call("Dispatch/DeleteSubscription", dispatch_pb2.DeleteSubscriptionRequest, subscription="keys")
 
 
 async def of_topics(calls: Calls) -> None:
