@@ -20,6 +20,7 @@ from daemon.core.claims import HeldPositions
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.calls import HandedOut, Nack, NackOutcome
+from daemon.errors import Unavailable
 from storage_backends.formats.rows import U32, U64
 
 if TYPE_CHECKING:
@@ -31,8 +32,11 @@ MESSAGES_ROWS_MAX = 10_000
 PERMITS_MAX = (1 << 32) - 1
 
 
-class StreamClosed(Exception):
-    """The stream was closed while somebody waited for its messages."""
+class StreamClosed(Unavailable):
+    """The stream was closed while somebody waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream was closed")
 
 
 class OpenStream:
