@@ -87,7 +87,9 @@ class Seen:
 
 
 def dispatch(part: Part, parent: Connection) -> None:
-    """Runs in a process of its own. Sends that it is ready, and what it saw when it is sent anything."""
+    """Runs in a process of its own. Sends that it is ready, and is sent when the load begins (`start_ms`); sends what
+    it saw when it is sent anything more.
+    """
     asyncio.run(_Dispatcher(part, parent).run())
 
 
@@ -160,6 +162,8 @@ class _Dispatcher:
             if not isinstance(opened, pb.SubscribeResponse) or opened.WhichOneof("response") != "opened":
                 raise ConnectionError(f"the stream was not opened: {opened}")
             self._parent.send("ready")
+            start_ms = await asyncio.to_thread(self._parent.recv)
+            self._load = key_load.Load(dataclasses.replace(self._part.plan, start_ms=start_ms))
             reading = asyncio.create_task(self._read(stream))
             changes_at_s = time.monotonic() + self._part.changes_every_s
             while not self._parent.poll():

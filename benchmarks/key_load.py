@@ -91,10 +91,9 @@ def numbers_of(ledger_id: load.U64, entry_id: load.U64) -> NDArray[np.int64]:
 
 
 def add(address: str, topic: str, plan: Plan, parent: Connection) -> None:
-    """Runs in a process of its own: one batch a step, each at its moment. Sends that it is ready; then when each row
-    was answered to be added (ms), never where it was refused.
+    """Runs in a process of its own: one batch a step, each at its moment. Sends that it is ready, and is sent when the
+    load begins (`start_ms`); sends when each row was answered to be added (ms), never where it was refused.
     """
-    of = Load(plan)
     firsts = range(0, plan.rows, plan.rows_per_step)
     answered_at_ms = np.full(len(firsts), np.iinfo(np.int64).max)
     clock = threading.Event()
@@ -105,8 +104,9 @@ def add(address: str, topic: str, plan: Plan, parent: Connection) -> None:
 
     with tarry.Client(address) as client, client.add_stream(topic, in_flight=1_000) as stream:
         parent.send("ready")
+        of = Load(dataclasses.replace(plan, start_ms=parent.recv()))
         for step, first in enumerate(firsts):
-            remaining_s = (plan.start_ms + step * STEP_MS) / 1000 - time.time()
+            remaining_s = (of.plan.start_ms + step * STEP_MS) / 1000 - time.time()
             if remaining_s > 0:
                 clock.wait(remaining_s)
             batch = slice(first, first + plan.rows_per_step)

@@ -11,6 +11,7 @@ promises (`key_account`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -38,8 +39,8 @@ CONSUMERS, DISPATCHERS = 20, 2
 NACKED_SHARE = 0.05
 DELAYS_MS, QUICK_DELAYS_MS = (500, 5_000), (300, 1_000)
 NACK_DELAY_MS = 300
-# Until all processes are ready.
-LEAD_MS = 4_000
+# From when all processes are ready.
+LEAD_MS = 2_000
 # Consumers are numbered all over the load.
 CONSUMERS_OF_DISPATCHER = 1_000_000
 ORDERS = {"skip": policy_pb2.NACK_ORDER_SKIP, "block key": policy_pb2.NACK_ORDER_BLOCK_KEY}
@@ -98,7 +99,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, name: str) -> Ma
     with bench.daemon() as daemon:
         _create(daemon.address, ORDERS[name])
         plan = key_load.Plan(
-            start_ms=load.now_ms() + LEAD_MS,
+            start_ms=0,
             seconds=_seconds(bench),
             rows_per_s=bench.size(RATE, QUICK_RATE),
             keys=_keys(bench),
@@ -115,7 +116,9 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, name: str) -> Ma
                 for part in _parts(bench, daemon.address, plan, blocks=blocks)
             ]
             adding = stack.enter_context(side_process.SideProcess(key_load.add, daemon.address, NAME, plan))
-            rounds.check(name, "adding began late" if load.now_ms() > plan.start_ms else None)
+            plan = dataclasses.replace(plan, start_ms=load.now_ms() + LEAD_MS)
+            for process in (*dispatchers, adding):
+                process.send(plan.start_ms)
             answered_at_ms = adding.result()
             with tarry.Client(daemon.address) as client:
                 tarry_load.wait_for(client, NAME, "given out everything", _is_empty)
