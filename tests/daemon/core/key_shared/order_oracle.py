@@ -41,8 +41,8 @@ class Where(enum.Enum):
 class Item:
     """A position. `deliver_at_ms`: 0 of an ordinary one, which has a row only since it was negatively acknowledged.
     `arrived`: in which round it came. `sent`: the number of its first delivery, 0
-    before. `planner`: the stream that planned it, 0 when that is no more, though others held it. `is_derived`: it is read from
-    its bucket, in due order, so that it goes first only when all that is READY was looked at.
+    before. `planner`: the stream that planned it, 0 when that is no more, though others held it. `is_unread`: it is read from
+    its bucket, or comes while others are, so that its place among them is not known until all that is READY was looked at.
     """
 
     at: Position
@@ -59,7 +59,7 @@ class Item:
     until_ms: int = 0
     planner: int = 0
     taken_back: bool = False
-    is_derived: bool = False
+    is_unread: bool = False
 
     @property
     def slot(self) -> int:
@@ -197,6 +197,7 @@ class OrderOracle:
                 item.where = Where.UNPLANNED
                 self.unplanned[item.at] = item
         for item in was_nacked:
+            item.sent = 0
             slot = self.slots[item.slot]
             slot.nacked[item] = slot.outstanding[item] = None
 
@@ -206,9 +207,9 @@ class OrderOracle:
         for item in self.items(Where.WAITS):
             item.order = (self._passes, item.deliver_at_ms, *item.at)
             item.arrived = self.rounds
-            item.back = item.is_derived = item.count > 0
+            item.back = item.is_unread = item.count > 0
         for slot in self.slots.values():
-            slot.since_ms = self.elapsed_ms
+            slot.outstanding, slot.since_ms = dict(slot.nacked), self.elapsed_ms
 
     def crashed(self) -> None:
         """So it is after a crash; and the head passes again what is due."""
@@ -226,14 +227,16 @@ class OrderOracle:
         assert at not in self.rows
         self.rows[at] = Item(at, deliver_at_ms, key_hash, Where.PENDING, has_row=True)
 
-    def passed(self, now_ms: int, *, redelivered: bool) -> None:
-        """All rows that are due are in the backlog. `redelivered`: and all nacked ones whose time has come."""
+    def passed(self, now_ms: int, *, redelivered: bool, are_read: bool) -> None:
+        """All rows that are due are in the backlog. `redelivered`: and all nacked ones whose time has come. `are_read`: others
+        are being read from their buckets.
+        """
         self._passes += 1
         for item in [*self.items(Where.PENDING)]:
             if item.deliver_at_ms <= now_ms:
                 item.order = (self._passes, item.deliver_at_ms, *item.at)
                 self._wait(item, back=item.count > 0)
-                item.is_derived = item.back
+                item.is_unread = item.back or are_read
         if redelivered:
             for item in [*self.items(Where.NACKED)]:
                 if item.until_ms <= now_ms:
@@ -245,7 +248,7 @@ class OrderOracle:
 
     def _wait(self, item: Item, *, back: bool) -> None:
         item.where, item.back, item.arrived, item.consumer = Where.WAITS, back, self.rounds, 0
-        item.is_derived = False
+        item.is_unread = False
         self.slots[item.slot].waits[item] = None
 
     def plan(self, stream: int, at: Position, key_hash: int, answer: int) -> None:
@@ -347,7 +350,7 @@ class OrderOracle:
 
     def precedes(self, one: Item, other: Item) -> bool:
         """Whether one that waits must be handed out before another one of its slot."""
-        if one.is_derived and one.arrived == self.rounds:
+        if one.is_unread or (other.is_unread and not one.back):
             return False
         if one.back or other.back:
             return one.back and (not other.back or one.at < other.at)
@@ -368,6 +371,14 @@ class OrderOracle:
                     f"nothing: {firsts}; held {slot.holding}, nacked {slot.nacked}"
                 )
         self.rounds += 1
+        if not self.lets_go and any(self._takes(number) for number in self.receivers):
+            # All that was READY was looked at.
+            for slot in self.slots.values():
+                for item in slot.waits:
+                    item.is_unread = False
+
+    def _takes(self, number: int) -> bool:
+        return self.permits[number] > 0 and self.receivers[number].stream not in self.full
 
     def _reason(self, number: int, slot: Slot, item: Item) -> str:
         """Why a position waits; empty: for nothing."""
@@ -400,9 +411,6 @@ class OrderOracle:
         slot = self.slots[item.slot]
         slot.waits.pop(item, None)
         self.in_flight.pop(item, None)
-        if not item.has_row:
-            # Nothing of it was durable.
-            self._release(item)
         item.where = Where.STAGED
 
     def nacking(self, item: Item) -> None:
@@ -412,6 +420,7 @@ class OrderOracle:
         if not slot.outstanding:
             slot.since_ms = self.elapsed_ms
         slot.nacked[item] = slot.outstanding[item] = None
+        self.sent.send(item.at)
 
     def nacked(self, item: Item, until_ms: int, count: int) -> None:
         """It is NACKED; from now on it has a row."""

@@ -164,12 +164,14 @@ class OrderPair:
 
     def pass_due(self) -> None:
         topic = self.topic
+        are_read = topic.state.reader is not None
         while wanted := topic.core.indexes.wanted_segments(topic.now_ms):
             topic.load(wanted)
         topic.pass_all()
         self._is_passed = True
-        next_ms = topic.core.next_redelivery_ms()
-        self.oracle.passed(topic.now_ms, redelivered=next_ms is None or next_ms > topic.now_ms)
+        next_ms = topic.state.nacks.next_due_ms()
+        redelivered = next_ms is None or next_ms > topic.now_ms
+        self.oracle.passed(topic.now_ms, redelivered=redelivered, are_read=are_read)
 
     def some(self, limit: int) -> int:
         """One portion of hand-outs; how many."""

@@ -18,6 +18,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from storage_backends.formats.rows import Rows
+from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import TURNS_MAX, JournaledTopic, Position, batch_of, claims_of
 from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
 
@@ -34,7 +35,9 @@ class Held:
 
 class OrderedTopic(JournaledTopic):
     def __init__(self, policy: KeySharedPolicy, *, ready_rows_max: int = 1 << 30) -> None:
-        super().__init__(ready_rows_max=ready_rows_max)
+        # So large that all that is due is in memory: rows come due in order across buckets.
+        limits = SegmentLimits(time_step_ms=2_000, rows_max=50, rows_min=0)
+        super().__init__(ready_rows_max=ready_rows_max, segment_limits=limits)
         self._numbers = itertools.count(1)
         self.streams: set[int] = set()
         self.create_subscription(policy=SubscriptionPolicy(key_shared=policy))
