@@ -167,6 +167,7 @@ def what_comes_back_is_handed_out_after_what_is_ready(patch: pytest.MonkeyPatch)
         times_ms = redeliver(self, now_ms, limit)
         self._ready += self._redelivered
         self._redelivered.clear()
+        self._redelivered_ms.clear()
         return times_ms
 
     patch.setattr(SubscriptionState, "redeliver", behind)
