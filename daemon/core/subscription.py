@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from pyroaring import BitMap64
@@ -69,7 +69,6 @@ class SubscriptionState:
         self.last_dead_letter_id = 0
         self.key_shared: KeyShared | None = None
         self.reader: BacklogReader | None = None
-        self._reader_at_head: Callable[[], BacklogReader] | None = None
         self.ready_rows = 0
         self._ready_rows_max = ready_rows_max
         self._returned: KeyedRows = KeyedRows.empty()
@@ -103,26 +102,15 @@ class SubscriptionState:
             self.reader = reader
         self._dispatchers.add(dispatcher)
 
-    def share_by_key(
-        self, places: PagePlaces, reader_at_head: Callable[[], BacklogReader], *, elapsed_ms: int
-    ) -> KeyShared:
+    def share_by_key(self, places: PagePlaces, *, elapsed_ms: int) -> KeyShared:
         """READY goes to consumers by key, as the policy says now, until the last dispatcher closes. Call before the
         first one opens, when nothing is IN_FLIGHT.
         """
         if len(self.in_flight):
             raise InvariantViolated(f"{len(self.in_flight)} rows are in flight when a subscription is shared by key")
         policy = self.stored.policy.key_shared or KeySharedPolicy()
-        self._reader_at_head = reader_at_head
         self.key_shared = KeyShared(policy, self, places, waiting_rows_max=self._ready_rows_max, elapsed_ms=elapsed_ms)
         return self.key_shared
-
-    def reader_behind(self) -> BacklogReader:
-        """A reader behind everything that is or was READY. Call when nothing is, while it is shared by key."""
-        if self.reader is not None:
-            return self.reader.copy()
-        if self._reader_at_head is None:
-            raise InvariantViolated("a subscription that is not shared by key lets no rows go")
-        return self._reader_at_head()
 
     @property
     def looks_on(self) -> bool:
@@ -147,7 +135,7 @@ class SubscriptionState:
             self.key_shared.close(dispatcher)
             if not self._dispatchers:
                 self.key_shared.end()
-                self.key_shared = self._reader_at_head = None
+                self.key_shared = None
         if not self._dispatchers:
             self.reader = None
             self._ready.clear()
@@ -280,6 +268,11 @@ class SubscriptionState:
         """Rows that come behind all that is READY."""
         self._append(rows)
 
+    def put_first(self, rows: KeyedRows) -> None:
+        """Rows that come before all that is READY: they were taken last."""
+        self._ready.appendleft(rows)
+        self.ready_rows += len(rows)
+
     # ---- NACKED
 
     @property
@@ -379,10 +372,13 @@ class SubscriptionState:
         """Those of the positions that are IN_FLIGHT or being acknowledged."""
         return self.in_flight.among(keys) | (self.acknowledging & keys)
 
+    def ready_among(self, keys: BitMap64) -> BitMap64:
+        """Those of the positions that are in the queue of READY rows."""
+        return BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) & keys for rows in self._ready_parts()])
+
     def in_hand_among(self, keys: BitMap64) -> BitMap64:
         """Those of the positions that are READY, IN_FLIGHT or being acknowledged: not as much work as `in_hand`."""
-        ready = [bitmap_of(rows.keys) & keys for rows in self._ready_parts()]
-        return BitMap64.union(self.held_among(keys), self._waiting_keys & keys, *ready)
+        return BitMap64.union(self.held_among(keys), self._waiting_keys & keys, self.ready_among(keys))
 
     def drop(self, keys: BitMap64, *, backlog_rows: int) -> None:
         """Positions left the backlog by a decision, of which so many were counted in it. O(READY)."""

@@ -71,12 +71,12 @@ class Ready(Protocol):
 
     def append_ready(self, rows: KeyedRows) -> None: ...
 
-    def withdraw(self, keys: BitMap64) -> None:
-        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
+    def put_first(self, rows: KeyedRows) -> None:
+        """What was taken last is READY still."""
         ...
 
-    def reader_behind(self) -> BacklogReader:
-        """A reader behind everything that is or was READY. Call when nothing is."""
+    def withdraw(self, keys: BitMap64) -> None:
+        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
         ...
 
 
@@ -283,8 +283,8 @@ class KeyShared:
             look_at -= len(rows)
             sent.append(self.send_or_keep(self._fresh_of(rows), permits, room))
             room -= len(sent[-1].rows)
-        if self._is_crowded and not self._ready.ready_rows:
-            self.let_go = LetGo(self._ready.reader_behind())
+        if self._evictable_rows > self._waiting_rows_max:
+            self._evict(self._able_slots())
         rows = KeyedRows.concat([each.rows for each in sent])
         numbers = self.consumers.numbers_of(np.concatenate([each.consumers for each in sent]))
         return self._by_stream(rows, numbers)
@@ -327,6 +327,12 @@ class KeyShared:
         places = np.flatnonzero(~must_wait)
         consumers = np.zeros(len(rows), np.uint16)
         consumers[places] = self._planning.choose(rows, places, slots[places], permits, room)
+        sent = np.flatnonzero(consumers)
+        if len(sent) == room and sent[-1] + 1 < len(rows):
+            # There is no room for what follows, whether it may go or not.
+            end = sent[-1] + 1
+            self._ready.put_first(rows.take(slice(end, None)))
+            rows, consumers = rows.take(slice(0, end)), consumers[:end]
         kept = consumers == 0
         if kept.any():
             self._keep(rows.take(kept))
@@ -334,35 +340,65 @@ class KeyShared:
         return self._sent(rows, consumers)
 
     def _keep(self, rows: KeyedRows) -> None:
-        """Rows that never were delivered must wait, in memory if there is room."""
+        """Rows that never were delivered must wait."""
         if self.let_go is None:
             self.waiting.add_fresh(rows)
             return
+        let_go = self.let_go.are_let_go(slots_of(rows.key_hash()))
         planned = self.planned.are_planned(rows.keys)
-        self.let_go.add(rows.take(~planned))
-        behind = self.let_go.are_let_go(slots_of(rows.key_hash()))
-        self.waiting.add_last(rows.take(planned & behind))
-        self.waiting.add_fresh(rows.take(planned & ~behind))
+        self.let_go.add(rows.take(let_go & ~planned))
+        self.waiting.add_last(rows.take(let_go & planned))
+        self.waiting.add_fresh(rows.take(~let_go))
+
+    # ---- what there is no room for
 
     @property
-    def _is_crowded(self) -> bool:
-        """Whether so many rows wait that others must be let go, which they are not yet."""
-        return self.let_go is None and len(self.waiting) > self._waiting_rows_max
+    def _evictable_rows(self) -> int:
+        """About how many rows wait that can be let go: planned positions cannot be found again."""
+        planned_rows = self.waiting.keys.intersection_cardinality(self.planned.keys)
+        return self.waiting.never_delivered_rows - planned_rows
+
+    def _able_slots(self) -> Mask:
+        """bool[65536]: of which rows could go now, if there were any."""
+        return self._planning.are_able(np.arange(HASH_SLOTS).astype(np.uint16), self.consumers.permits())
+
+    def _evict(self, able: Mask) -> None:
+        """Rows that cannot go are let go."""
+        rows = self.waiting.evict(~able, self.planned.keys)
+        if len(rows):
+            if self.let_go is None:
+                self.let_go = LetGo()
+            self.let_go.evict(rows)
 
     @property
     def reads_on(self) -> bool:
-        """Whether there is room for rows that were let go."""
-        return self.let_go is not None and 2 * len(self.waiting) < self._waiting_rows_max
+        """Whether rows that were let go are to be sought now."""
+        if self.let_go is None:
+            return False
+        if self.let_go.reader is None:
+            return bool((self.let_go.slots & self._able_slots()).any())
+        return self._evictable_rows < self._waiting_rows_max
 
-    def found_again(self, rows: KeyedRows | None) -> None:
-        """Rows that the reader of `let_go` found, in due order, at nobody; None: that is all."""
+    def seek_let_go(self, reader: BacklogReader) -> None:
+        """Rows that were let go and can go are sought. `reader`: at the beginning of the backlog."""
+        if self.let_go is not None:
+            able = self._able_slots()
+            if 2 * self._evictable_rows > self._waiting_rows_max:
+                self._evict(able)
+            self.let_go.seek(able, reader)
+
+    def found_let_go(self, rows: KeyedRows, passed_over: KeyedRows, *, are_all: bool) -> None:
+        """Rows that the reader found, in due order, at nobody; those it passed over that are READY; whether it is at the
+        end.
+        """
         if self.let_go is None:
             return
-        if rows is None:
-            self.let_go = None
-            self.waiting.end_last()
-        else:
-            self.waiting.add_fresh(self.let_go.found(rows))
+        self.waiting.add_fresh(self.let_go.found(self._fresh_of(rows), passed_over))
+        if are_all:
+            self.let_go.end()
+            self.waiting.end_last(self.let_go.slots)
+            if not self.let_go.slots.any():
+                self.let_go = None
         self._look_again = True
 
     def _sent(self, rows: KeyedRows, consumers: U16) -> _Sent:
