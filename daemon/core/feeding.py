@@ -14,7 +14,7 @@ from daemon.core.backlog_reader import BacklogReader
 from daemon.core.index import Index
 from daemon.core.indexes import Passed
 from daemon.core.mutable_bucket import MutableBucket
-from daemon.core.positions import KeyedRows, bitmap_of
+from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
@@ -124,26 +124,27 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
 def find_let_go(
     indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int
 ) -> list[SegmentRange]:
-    """The same of rows that a subscription that is shared by key had no room for."""
+    """The same of rows that a subscription that is shared by key let go and seeks."""
     key_shared = state.key_shared
-    if key_shared is None or key_shared.let_go is None:
+    if key_shared is None or key_shared.let_go is None or key_shared.let_go.reader is None:
         return []
     reading = _Reading(indexes, cache, state, key_shared.let_go.reader)
     rows = reading.read(limit)
-    if rows is not None:
-        key_shared.found_again(state.counted(rows))
-    elif reading.is_at_end:
-        key_shared.found_again(None)
+    found = KeyedRows.empty() if rows is None else state.counted(rows)
+    key_shared.found_let_go(found, KeyedRows.concat(reading.passed_over), are_all=reading.is_at_end)
     return reading.needed
 
 
 class _Reading:
-    """One look of a reader at a bounded number of rows. `needed`: the segments to load first, if any."""
+    """One look of a reader at a bounded number of rows. `needed`: the segments to load first, if any. `passed_over`: of
+    the rows those that are READY.
+    """
 
     def __init__(
         self, indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, reader: BacklogReader
     ) -> None:
         self.needed: list[SegmentRange] = []
+        self.passed_over: list[KeyedRows] = []
         self.is_at_end = False
         self._sealed = [bucket for index in indexes for bucket in index.readable]
         self._memory = [bucket for index in indexes for bucket in index.memory_buckets]
@@ -174,6 +175,9 @@ class _Reading:
         state = self._state
         named = BitMap64.union(BitMap64(), *[bitmap_of(rows.keys) for _, rows in taken])
         left_out = state.in_hand_among(named) | state.set_aside_among(named)
+        ready = state.ready_among(named)
+        if ready:
+            self.passed_over += [rows.take(contained(rows.keys, ready)) for _, rows in taken]
         parts = []
         for bucket, rows in taken:
             owed = bucket.unacknowledged(rows, state.subscription_id, left_out)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from daemon.core import limits
+from daemon.core import feeding, limits
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.in_flight import Mask
@@ -18,25 +18,24 @@ from daemon.core.indexes import Indexes
 from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U32, Rows
 
 
 class KeySharing:
-    """The KEY_SHARED subscriptions of one topic. `reader_at_head`: makes one of a backlog that stands at the head."""
+    """The KEY_SHARED subscriptions of one topic. `reader`: makes one of a backlog that stands at the beginning."""
 
-    def __init__(self, indexes: Indexes, reader_at_head: Callable[[SubscriptionState], BacklogReader]) -> None:
+    def __init__(self, indexes: Indexes, reader: Callable[[SubscriptionState], BacklogReader]) -> None:
         self._indexes = indexes
-        self._reader_at_head = reader_at_head
+        self._reader = reader
 
     def begin(self, state: SubscriptionState, *, elapsed_ms: int = 0) -> FrozenNacks | None:
         """A subscription is about to be opened as KEY_SHARED for the first time: what must be read, in a thread, and
         given to `finish`, before anything is handed out; None when nothing must be.
         """
-        key_shared = state.share_by_key(
-            self._indexes.places, lambda: self._reader_at_head(state), elapsed_ms=elapsed_ms
-        )
+        key_shared = state.share_by_key(self._indexes.places, elapsed_ms=elapsed_ms)
         if key_shared.nacks is None or not len(state.nacks):
             return None
         key_shared.is_whole = False
@@ -46,6 +45,17 @@ class KeySharing:
         """`nacked`: the rows of what `begin` gave; some may have left since. Nothing where nobody has it open now."""
         if state.key_shared is not None:
             state.key_shared.knew_nacked(nacked.take(contained(nacked.keys, state.nacks.keys)))
+
+    def find_let_go(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+        """Looks at about `limit` rows for those that wait for their key and were let go for want of room; the segments
+        to load first, if any. Call when `reads_on`.
+        """
+        key_shared = _shared(state)
+        if key_shared.let_go is None:
+            return []
+        if key_shared.let_go.reader is None:
+            key_shared.seek_let_go(self._reader(state))
+        return feeding.find_let_go(self._indexes.serving(state.subscription_id), self._indexes.cache, state, limit)
 
     def hold(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
         """Rows of the backlog are IN_FLIGHT at consumers that declared to hold them, u32[n] of their numbers; which of

@@ -93,7 +93,7 @@ class Topic:
         self.redelivery = Redelivering(
             topic_id, incarnation, self.indexes, self.subscriptions, self.acknowledging, self.dead_lettering
         )
-        self.key_sharing = KeySharing(self.indexes, lambda state: self._reader(state, at_head=True))
+        self.key_sharing = KeySharing(self.indexes, lambda state: self._reader(state, at_head=False))
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
@@ -347,7 +347,7 @@ class Topic:
                 passed, states, self._coming, lambda state: self._reader(state, at_head=True)
             )
             if any(each.late for each in passed):
-                self._read_again_what_was_let_go(states)
+                self._seek_again(states)
         return rows + sum(len(each.rows) for each in passed)
 
     def _redeliver(self, state: SubscriptionState, now_ms: int, limit: int) -> int:
@@ -356,11 +356,11 @@ class Topic:
             self._redelivered_at_ms.append(times_ms)
         return len(times_ms)
 
-    def _read_again_what_was_let_go(self, states: Iterable[SubscriptionState]) -> None:
-        """Late rows lie before the readers."""
+    def _seek_again(self, states: Iterable[SubscriptionState]) -> None:
+        """Late rows may lie behind the readers that seek what was let go."""
         for state in states:
             if state.key_shared is not None and state.key_shared.let_go is not None:
-                state.key_shared.let_go.reader = self._reader(state, at_head=False)
+                state.key_shared.let_go.seek_again()
 
     def take_redelivered(self) -> U64:
         """The redelivery times of what came back since the last call."""
@@ -407,10 +407,6 @@ class Topic:
         When there is nothing left to derive the subscription is fed again.
         """
         return feeding.catch_up(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
-
-    def find_let_go(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
-        """The same of rows that wait for their key and for which there was no room; call when `reads_on`."""
-        return feeding.find_let_go(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
 
     # ---- seals
 

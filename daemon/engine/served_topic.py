@@ -444,7 +444,7 @@ class ServedTopic:
         if state.reader is not None and state.ready_rows < READY_LOW_ROWS:
             needed = self.core.catch_up(state, limit)
         elif state.key_shared is not None and state.key_shared.reads_on:
-            needed = self.core.find_let_go(state, limit)
+            needed = self.core.key_sharing.find_let_go(state, limit)
         else:
             return
         if not needed:

@@ -44,6 +44,8 @@ from storage_backends.formats.rows import U32
 
 # Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
 LOOKED_AT_A_ROW = 2
+# As many at once, however few may be handed out: each look has its price.
+LOOKED_AT_LEAST_ROWS = 256
 # A grant beyond this is cut: nobody holds more.
 PERMITS_MAX = (1 << 32) - 1
 
@@ -275,11 +277,11 @@ class KeyShared:
         sent = [self._hand_out_waiting(room)]
         room -= len(sent[-1].rows)
         look_at = LOOKED_AT_A_ROW * limit
-        while room > 0 and self._ready.ready_rows and (look_at > 0 or self._is_crowded):
+        while room > 0 and look_at > 0 and self._ready.ready_rows:
             permits = self.consumers.permits()
             if not permits.any():
                 break
-            rows = self._ready.take_ready(room)
+            rows = self._ready.take_ready(max(room, LOOKED_AT_LEAST_ROWS))
             look_at -= len(rows)
             sent.append(self.send_or_keep(self._fresh_of(rows), permits, room))
             room -= len(sent[-1].rows)
@@ -291,7 +293,7 @@ class KeyShared:
 
     def _fresh_of(self, rows: KeyedRows) -> KeyedRows:
         """Those of READY rows that never were delivered. Others are there where nobody listened when they came back."""
-        if rows.redelivery_count is None or self.let_go is not None:
+        if rows.redelivery_count is None:
             return rows
         fresh = rows.redelivery_count == 0
         self.back(rows.take(~fresh))
@@ -388,8 +390,8 @@ class KeyShared:
             self.let_go.seek(able, reader)
 
     def found_let_go(self, rows: KeyedRows, passed_over: KeyedRows, *, are_all: bool) -> None:
-        """Rows that the reader found, in due order, at nobody; those it passed over that are READY; whether it is at the
-        end.
+        """Rows that the reader found, in due order, at nobody; those it passed over that are READY; whether it is at
+        the end.
         """
         if self.let_go is None:
             return

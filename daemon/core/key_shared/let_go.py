@@ -1,11 +1,12 @@
-"""Rows that must wait for their hash and for which there is no room: they stay in the backlog, and are read again.
+"""Rows that must wait for their hash and for which there is no room: they stay in the backlog, and are sought again.
 
-Owns: of which hashes rows were let go, and the reader that finds them again, in order.
-Does not own: reading (`feeding`), and what waits in memory (`waiting_rows`).
+Owns: of which hashes rows were let go, and which of these a reader of the backlog seeks.
+Does not own: reading (`feeding`), what waits in memory (`waiting_rows`), and which hashes may go (`key_shared`).
 
-It begins when too many rows wait: what waits then stays, and the reader stands behind it. From then on a row that must
-wait is let go, and with it all later rows of its hash, until the reader has found everything and is where the head is.
-So a consumer without permits costs no memory, and nobody else waits for it.
+When too many rows wait, those of hashes that cannot go now are let go, and so is what comes later of these. When some
+of the hashes can go, a reader looks through the backlog from the beginning: what it finds of them waits in memory
+again. At the end nothing of them is let go any more, but of those of which it passed a row over that was READY just
+then: that may be let go later, behind it. So a consumer without permits costs no memory, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -20,26 +21,51 @@ from daemon.core.runs import earliest, first_time_ms
 
 
 class LetGo:
-    """`reader`: behind everything that is in hand. `first_ms`: no row that was let go and not read again has a time
-    before; None when there is none.
+    """`slots`: bool[65536], of which rows were let go. `reader`: while some of them are sought. `first_ms`: no row that
+    was let go has a time before; None when none was.
     """
 
-    def __init__(self, reader: BacklogReader) -> None:
-        self.reader = reader
+    def __init__(self) -> None:
+        self.slots: Mask = np.zeros(HASH_SLOTS, np.bool_)
+        self.reader: BacklogReader | None = None
         self.first_ms: int | None = None
-        self._slots = np.zeros(HASH_SLOTS, np.bool_)
+        self._sought: Mask = np.zeros(HASH_SLOTS, np.bool_)
+        self._again: Mask = np.zeros(HASH_SLOTS, np.bool_)
 
     def add(self, rows: KeyedRows) -> None:
-        self._slots[slots_of(rows.key_hash())] = True
+        """Rows that just came are let go."""
+        self.slots[slots_of(rows.key_hash())] = True
         self.first_ms = earliest(self.first_ms, first_time_ms(rows.rows.deliver_at_ms, 1))
+
+    def evict(self, rows: KeyedRows) -> None:
+        """Rows that waited are let go: the reader may be behind them."""
+        self.add(rows)
+        self._sought[slots_of(rows.key_hash())] = False
 
     def are_let_go(self, slots: U16) -> Mask:
         """Which slots are of rows that were let go: whatever comes later waits for these."""
-        let_go: Mask = self._slots[slots]
+        let_go: Mask = self.slots[slots]
         return let_go
 
-    def found(self, rows: KeyedRows) -> KeyedRows:
-        """Those of rows that were read which had been let go. `rows`: in due order, at nobody."""
-        if len(rows):
-            self.first_ms = int(rows.rows.deliver_at_ms[-1]) or None
-        return rows.take(self._slots[slots_of(rows.key_hash())])
+    def seek(self, able: Mask, reader: BacklogReader) -> None:
+        """Looks for rows of the slots that may go. `reader`: at the beginning."""
+        self.reader = reader
+        self._sought = self.slots & able
+        self._again[:] = False
+
+    def seek_again(self) -> None:
+        """A row may have come into the backlog behind the reader."""
+        self._again[:] = True
+
+    def found(self, rows: KeyedRows, passed_over: KeyedRows) -> KeyedRows:
+        """Those of rows that the reader found at nobody which are sought. `passed_over`: those that are READY."""
+        self._again[slots_of(passed_over.key_hash())] = True
+        return rows.take(self._sought[slots_of(rows.key_hash())])
+
+    def end(self) -> None:
+        """The reader is at the end."""
+        self.reader = None
+        self.slots &= ~self._sought | self._again
+        self._sought[:] = False
+        if not self.slots.any():
+            self.first_ms = None

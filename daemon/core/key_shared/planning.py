@@ -56,6 +56,19 @@ class Planning:
         chosen[able] = share_out(consumers, may_go, permits, room)
         return chosen
 
+    def are_able(self, slots: U16, permits: I64) -> Mask:
+        """Of which slots rows may go that never were delivered, if there are any."""
+        consumers = self.selector.owners[slots]
+        able: Mask = permits[consumers] > 0
+        if self.blocks is not None and self.blocks.any_blocked:
+            able &= ~self.blocks.are_blocked(slots)
+        if self.draining is not None:
+            able &= self.draining.may_receive(slots, consumers)
+        if self.joined_behind is not None and self.joined_behind.has_recent:
+            recent = [consumer for consumer, _ in self.joined_behind.after_mark_delete()]
+            able &= ~np.isin(consumers, np.array(recent, np.uint16))
+        return able
+
     def _may_go(self, rows: KeyedRows, places: Places, slots: U16, consumers: U16) -> Mask:
         may_go = np.ones(len(slots), np.bool_)
         if self.blocks is not None and self.blocks.any_blocked:

@@ -19,6 +19,7 @@ from pyroaring import BitMap64
 
 from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.planning import before_refused
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import first_time_ms
@@ -80,16 +81,40 @@ class WaitingRows:
         self._fresh.append(_part_of(rows))
 
     def add_last(self, rows: KeyedRows) -> None:
-        """Rows that never were, and that come behind some that are not here yet: they stay until `end_last`."""
+        """Rows that never were, and that come behind some that are not here: they stay until `end_last`."""
         if len(rows):
             self._came(rows)
             self._last.append(_part_of(rows))
 
-    def end_last(self) -> None:
-        """Everything is here that the last rows come behind."""
-        last, self._last = self._last, []
-        for part in last:
-            self._fresh.append(part)
+    def end_last(self, let_go: Mask) -> None:
+        """Of other slots than these everything is here that the last rows come behind. `let_go`: bool[65536]."""
+        for part in self._last:
+            rows = part.take(~let_go[part.slots[part.places]])
+            if len(rows):
+                self._fresh.append(_part_of(rows))
+        self._tidy()
+
+    def evict(self, slots: Mask, staying: BitMap64) -> KeyedRows:
+        """Removes and returns rows of slots that never were delivered, but for `staying`, which are the last ones where
+        they come behind one that leaves. `slots`: bool[65536]. O(what waits).
+        """
+        evicted, left = [], np.zeros(HASH_SLOTS, np.bool_)
+        last = []
+        for part in self._fresh:
+            here = part.slots[part.places]
+            stay = contained(part.rows.keys[part.places], staying) if staying else np.zeros(len(here), np.bool_)
+            leave = slots[here] & ~stay
+            behind = stay & (left[here] | ~before_refused(here, leave))
+            left[here[leave]] = True
+            if behind.any():
+                last.append(part.rows.take(part.places[behind]))
+            evicted.append(part.rows.take(part.places[leave]))
+            part.take(leave | behind)
+        self._last = [*[_part_of(rows) for rows in last], *self._last]
+        self._tidy()
+        rows = KeyedRows.concat(evicted)
+        self._left(rows)
+        return rows
 
     def _came(self, rows: KeyedRows) -> None:
         fresh = ~contained(rows.keys, self.keys)
@@ -142,6 +167,11 @@ class WaitingRows:
 
     def _parts(self) -> tuple[_Part, ...]:
         return (*self._back, *self._fresh, *self._last)
+
+    @property
+    def never_delivered_rows(self) -> int:
+        """How many of them never were delivered."""
+        return sum(len(part.places) for part in (*self._fresh, *self._last))
 
     @property
     def back_rows(self) -> int:
