@@ -245,18 +245,24 @@ class InFlight:
 
     def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
         """Removes what dispatchers hold of the batches. The rest stays: sorting all of it in would take long."""
-        taken, kept = [], {}
+        columns = [batch.dispatchers for batch in self._batches.values()]
+        if not columns:
+            return []
+        whose = np.concatenate(columns)
+        theirs = np.isin(whose, dispatchers)
+        taken, kept, first = [], {}, 0
         for first_key, batch in self._batches.items():
-            chosen = np.isin(batch.dispatchers, dispatchers)
+            chosen = theirs[first : first + len(batch.rows)]
+            first += len(batch.rows)
             if not chosen.any():
                 kept[first_key] = batch
                 continue
             taken.append(batch.rows.take(chosen))
-            self._left(taken[-1], batch.dispatchers[chosen], are_claimed=False)
-            if not chosen.all():
+            if len(taken[-1]) < len(batch.rows):
                 rows = batch.rows.take(~chosen)
                 kept[int(rows.keys[0])] = _Batch(rows, batch.dispatchers[~chosen], batch.since_ms)
         self._batches = kept
+        self._left(KeyedRows.concat(taken), whose[theirs], are_claimed=False)
         return taken
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
