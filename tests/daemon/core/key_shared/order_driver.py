@@ -143,7 +143,6 @@ class OrderDriver:
         for _ in range(1_000):
             self._plan_again_all()
             self.pair.wait(1_000)
-            self.pair.look_after()
             for number in self.oracle.receivers:
                 self.pair.grant(number, 1_000)
             self.pair.round()
@@ -225,8 +224,6 @@ class OrderDriver:
 
     def pass_time(self) -> None:
         self.pair.wait(self.random.choice((1, 1, 5, 50, 200, 700)))
-        if self.topic.streams and self._chance(0.5):
-            self.pair.look_after()
 
     def hand_out(self) -> None:
         if self.topic.streams:

@@ -481,11 +481,11 @@ class OrderOracle:
     # ---- counts
 
     def draining(self) -> dict[int, int]:
-        """Slots that a consumer holds which has them no longer, with how many positions."""
+        """Slots of which one consumer holds positions and another one has the slot, with how many positions."""
         found = {}
         for number, slot in self.slots.items():
-            rows = sum(1 for item in slot.holding if item.where is Where.IN_FLIGHT and item.consumer != self.owner(number))
-            if rows:
+            rows = sum(held for consumer, held in slot.held.items() if consumer != self.owner(number))
+            if rows and self.owner(number):
                 found[number] = rows
         return found
 

@@ -142,7 +142,7 @@ class OrderedTopic(JournaledTopic):
         """Derives rows again for which there was no room."""
         self.catch_up(self.state, limit)
         for _ in range(TURNS_MAX):
-            needed = self.core.find_let_go(self.state, limit) if self.shared.reads_on else []
+            needed = self.core.key_sharing.find_let_go(self.state, limit) if self.shared.reads_on else []
             if not needed:
                 return
             self.load(needed)

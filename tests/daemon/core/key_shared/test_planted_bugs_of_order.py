@@ -1,0 +1,280 @@
+"""The oracle of key order can fail: each of these bugs, planted, is found by runs of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from pyroaring import BitMap64
+
+from daemon.core import key_sharing
+from daemon.core.in_flight import Mask
+from daemon.core.key_shared import key_shared as key_shared_module
+from daemon.core.key_shared import planning
+from daemon.core.key_shared.consumers import I64, Consumers
+from daemon.core.key_shared.draining_hashes import DrainingHashes
+from daemon.core.key_shared.hash_holds import HashHolds
+from daemon.core.key_shared.hash_slots import U16
+from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.last_sent_position import LastSentPosition
+from daemon.core.key_shared.nack_blocks import NackBlocks
+from daemon.core.key_shared.nack_order import BlockingNacks
+from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.planning import Planning
+from daemon.core.key_shared.plans import Plans
+from daemon.core.key_shared.waiting_rows import WaitingRows
+from daemon.core.positions import KeyedRows
+from daemon.core.subscription import SubscriptionState
+from daemon.errors import InvariantViolated
+from storage_backends.formats.manifest import HashSelector, KeyOrder, NackOrder
+from storage_backends.formats.rows import U32, U64
+from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+DRAINING = Profile()
+BLOCKING = Profile(nack_order=NackOrder.BLOCK_KEY)
+LAST_SENT = Profile(order=KeyOrder.LAST_SENT_POSITION)
+FEW_READY = Profile(ready_rows_max=20)
+OPERATIONS = 2_500
+SEEDS = range(1, 7)
+
+
+def _all(columns: Sequence[Any] | np.ndarray[Any, Any], value: bool) -> Mask:
+    return np.full(len(columns), value, np.bool_)
+
+
+# ---- one consumer at a time
+
+
+def two_consumers_hold_one_key(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DrainingHashes, "may_receive", lambda self, slots, consumers: _all(slots, True))
+    patch.setattr(DrainingHashes, "received", lambda self, slots, consumers: None)
+    patch.setattr(DrainingHashes, "settled", lambda self, slots, consumers: None)
+
+
+def a_hash_is_free_before_its_acknowledgement_is_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HashHolds, "claimed", HashHolds.returned)
+
+
+def what_a_consumer_held_that_left_is_held_by_it_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HashHolds, "returned", lambda self, rows, dispatchers: None)
+
+
+def nobody_hears_that_a_hash_is_free(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DrainingHashes, "blocked", lambda self, slots: None)
+
+
+def what_others_have_received_since_is_held_too(patch: pytest.MonkeyPatch) -> None:
+    """After a takeover: by who declares it."""
+    patch.setattr(DrainingHashes, "received", lambda self, slots, consumers: None)
+    patch.setattr(DrainingHashes, "settled", lambda self, slots, consumers: None)
+
+
+def what_is_in_flight_elsewhere_is_held_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "held_among", lambda self, keys: BitMap64())
+
+
+# ---- the order of what waits
+
+
+def later_rows_of_a_key_pass_those_that_wait(patch: pytest.MonkeyPatch) -> None:
+    send_or_keep = KeyShared.send_or_keep
+
+    def past(self: KeyShared, rows: KeyedRows, permits: I64, room: int) -> Any:
+        by_slot, self.waiting.by_slot = self.waiting.by_slot, np.zeros_like(self.waiting.by_slot)
+        try:
+            return send_or_keep(self, rows, permits, room)
+        finally:
+            by_slot += self.waiting.by_slot
+            self.waiting.by_slot = by_slot
+
+    patch.setattr(KeyShared, "send_or_keep", past)
+
+
+def what_comes_back_is_behind_what_is_new(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingRows, "add_back", WaitingRows.add_fresh)
+
+
+def what_comes_back_is_in_no_order(patch: pytest.MonkeyPatch) -> None:
+    lexsort = np.lexsort
+
+    def backwards(self: WaitingRows, rows: KeyedRows) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(np, "lexsort", lambda keys: lexsort(keys)[::-1])
+            add_back(self, rows)
+
+    add_back = WaitingRows.add_back
+    patch.setattr(WaitingRows, "add_back", backwards)
+
+
+def what_a_consumer_held_that_left_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyShared, "leave", lambda self, numbers: self._dismiss(numbers) and None)
+
+
+def keys_of_one_hash_do_not_wait_for_each_other(patch: pytest.MonkeyPatch) -> None:
+    """As if the high bits were the hash."""
+    patch.setattr(key_shared_module, "slots_of", lambda key_hash: (key_hash >> np.uint32(16)).astype(np.uint16))
+
+
+# ---- permits
+
+
+def permits_are_not_used_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Consumers, "sent", lambda self, ordinals: None)
+
+
+def a_full_stream_goes_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Consumers, "set_full", lambda self, stream, is_full: None)
+
+
+def one_without_permits_holds_up_the_others(patch: pytest.MonkeyPatch) -> None:
+    choose = Planning.choose
+
+    def together(self: Planning, rows: KeyedRows, places: Any, slots: U16, permits: I64, *rest: Any) -> U16:
+        chosen = choose(self, rows, places, slots, permits, *rest)
+        stuck = np.flatnonzero(permits[self.selector.owners[slots]] <= 0)
+        if len(stuck):
+            chosen[stuck[0] :] = 0
+        return chosen
+
+    patch.setattr(Planning, "choose", together)
+
+
+def nobody_hears_of_permits(patch: pytest.MonkeyPatch) -> None:
+    grant = Consumers.grant
+    patch.setattr(Consumers, "grant", lambda self, number, permits, most: grant(self, number, permits, most) and False)
+
+
+# ---- negative acknowledgements
+
+
+def a_nack_blocks_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NackBlocks, "are_blocked", lambda self, slots: _all(slots, False))
+
+
+def nothing_is_taken_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockingNacks, "take_behind", lambda self, rows: (KeyedRows.empty(), np.empty(0, np.uint32)))
+
+
+def a_key_waits_for_ever_for_one_that_never_succeeds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NackBlocks, "expire", lambda self, *, elapsed_ms: None)
+
+
+def what_waits_behind_a_nack_is_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockingNacks, "are_kept_back", lambda self, keys, slots: _all(slots, False))
+
+
+def a_hash_waits_for_one_that_came_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NackBlocks, "redelivered", lambda self, keys: None)
+
+
+def a_hash_waits_for_one_that_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NackBlocks, "left", lambda self, keys: None)
+
+
+def a_new_owner_knows_of_no_nacks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyShared, "knew_nacked", lambda self, rows: setattr(self, "is_whole", True))
+
+
+# ---- plans
+
+
+def what_has_a_row_is_planned(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(key_sharing, "are_owed", lambda indexes, state, entries: _all(entries.ledger_id, False))
+
+
+def a_plan_outlives_its_stream(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PlannedPositions, "close", lambda self, stream: BitMap64())
+
+
+def a_plan_is_forgotten_when_another_stream_ends(patch: pytest.MonkeyPatch) -> None:
+    close = PlannedPositions.close
+
+    def all_of_them(self: PlannedPositions, stream: int) -> BitMap64:
+        return close(self, stream) | self.keys
+
+    patch.setattr(PlannedPositions, "close", all_of_them)
+
+
+def a_mark_delete_forgets_who_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Plans, "mark_delete", lambda self, ledger_id, entry_id: None)
+
+
+# ---- the last sent position
+
+
+def who_joined_receives_what_is_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LastSentPosition, "may_receive", lambda self, ledger_id, entry_id, consumers: _all(consumers, True))
+
+
+def who_joined_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LastSentPosition, "acknowledged", lambda self, ledger_id, entry_id: None)
+
+
+def nobody_hears_that_who_joined_waits_no_more(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LastSentPosition, "take_released", lambda self: [])
+
+
+def delayed_rows_are_among_what_was_sent(patch: pytest.MonkeyPatch) -> None:
+    def offered(self: KeyShared, rows: KeyedRows, consumers: U16) -> Any:
+        self.last_sent.offer(rows.rows.ledger_id, rows.rows.entry_id)
+        self.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
+        return sent(self, rows, consumers)
+
+    sent = KeyShared._sent
+    patch.setattr(KeyShared, "_sent", offered)
+
+
+# ---- rows that are let go
+
+
+def what_was_let_go_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KeyShared, "reads_on", property(lambda self: False))
+
+
+PLANTS: tuple[tuple[Plant, Profile], ...] = (
+    (two_consumers_hold_one_key, DRAINING),
+    (a_hash_is_free_before_its_acknowledgement_is_durable, DRAINING),
+    (what_a_consumer_held_that_left_is_held_by_it_for_ever, DRAINING),
+    (nobody_hears_that_a_hash_is_free, DRAINING),
+    (what_others_have_received_since_is_held_too, DRAINING),
+    (what_is_in_flight_elsewhere_is_held_again, DRAINING),
+    (later_rows_of_a_key_pass_those_that_wait, DRAINING),
+    (what_comes_back_is_behind_what_is_new, DRAINING),
+    (what_comes_back_is_in_no_order, DRAINING),
+    (what_a_consumer_held_that_left_is_lost, DRAINING),
+    (keys_of_one_hash_do_not_wait_for_each_other, DRAINING),
+    (permits_are_not_used_up, DRAINING),
+    (a_full_stream_goes_on, DRAINING),
+    (one_without_permits_holds_up_the_others, DRAINING),
+    (nobody_hears_of_permits, DRAINING),
+    (a_nack_blocks_nothing, BLOCKING),
+    (nothing_is_taken_back, BLOCKING),
+    (a_key_waits_for_ever_for_one_that_never_succeeds, BLOCKING),
+    (what_waits_behind_a_nack_is_acknowledged, BLOCKING),
+    (a_hash_waits_for_one_that_came_back, BLOCKING),
+    (a_hash_waits_for_one_that_left, BLOCKING),
+    (a_new_owner_knows_of_no_nacks, BLOCKING),
+    (what_has_a_row_is_planned, DRAINING),
+    (a_plan_outlives_its_stream, DRAINING),
+    (a_plan_is_forgotten_when_another_stream_ends, DRAINING),
+    (a_mark_delete_forgets_who_waits, DRAINING),
+    (who_joined_receives_what_is_behind, LAST_SENT),
+    (who_joined_waits_for_ever, LAST_SENT),
+    (nobody_hears_that_who_joined_waits_no_more, LAST_SENT),
+    (delayed_rows_are_among_what_was_sent, LAST_SENT),
+    (what_was_let_go_is_lost, FEW_READY),
+)
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("plant", "profile"), PLANTS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_planted_bug_is_found_by_the_oracle(plant: Plant, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    # The product's own checks find it, too.
+    with pytest.raises((AssertionError, InvariantViolated)):
+        for seed in SEEDS:
+            OrderDriver(profile, seed).run(OPERATIONS)
