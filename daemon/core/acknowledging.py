@@ -56,8 +56,12 @@ class Acknowledging:
                 records += self._leave(state, index, taken.rows_in(index), keys)
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
-            # They have no row, and nothing to journal.
-            claims = claims.take(~_planned(state.key_shared, claims))
+            # They have no row, and nothing to journal, but for messages of theirs.
+            planned = _planned(state.key_shared, claims)
+            if planned.any():
+                entries = claims.take(planned)
+                records += self.end_parts(state, entries.ledger_id, entries.entry_id)
+                claims = claims.take(~planned)
         if len(claims):
             strange = self._are_strange_with_parts(state, claims)
             if strange.any():

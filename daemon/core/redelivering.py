@@ -20,6 +20,7 @@ slot may be applied in any order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -214,7 +215,7 @@ class Redelivering:
         if state.key_shared is not None:
             planned = state.key_shared.planned.are_planned(rows.keys)
             if planned.any():
-                records += self._decide_ordinary(state, rows.rows.take(planned), _How(), terms)
+                records += self._decide_plans(state, state.key_shared, rows.rows.take(planned), _How(), terms)
         return tuple(records)
 
     def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
@@ -329,9 +330,19 @@ class Redelivering:
 
     def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
         """The keys that the entries of parts may have which have no row yet."""
-        fresh = left.take(self._are_new_parts(state, left))
-        keys = [fresh.positions.entries().keys_in(index) for index in self._indexes.of_entries(state.subscription_id)]
-        return bitmap_of(np.concatenate(keys))
+        entries = left.take(self._are_new_parts(state, left)).positions.entries()
+        return bitmap_of(np.concatenate([keys_in(entries) for keys_in in self._keys_of_entries(state)]))
+
+    def _keys_of_entries(self, state: SubscriptionState) -> list[Callable[[HeldPositions], U64]]:
+        """Which keys entries may have: as rows of each index, or as planned ones."""
+        indexes = self._indexes.of_entries(state.subscription_id)
+        found: list[Callable[[HeldPositions], U64]] = [
+            functools.partial(HeldPositions.keys_in, index=index) for index in indexes
+        ]
+        if state.key_shared is not None:
+            planned = state.key_shared.planned
+            found.append(lambda entries: planned.find(entries.ledger_id, entries.entry_id))
+        return found
 
     def _are_new_parts(self, state: SubscriptionState, left: NackBatch) -> Mask:
         parts = left.positions.are_parts()
@@ -350,11 +361,10 @@ class Redelivering:
         `entries`: rows of the backlog with their counts, among others those of the parts. A part counts on from there.
         """
         records: list[Record] = []
-        for index in self._indexes.of_entries(state.subscription_id):
+        for keys_in in self._keys_of_entries(state):
             fresh = np.flatnonzero(self._are_new_parts(state, left))
             asked = left.take(fresh)
-            keys = asked.positions.entries().keys_in(index)
-            rows, here = _matched(keys, asked.positions.deliver_at_ms, entries)
+            rows, here = _matched(keys_in(asked.positions.entries()), asked.positions.deliver_at_ms, entries)
             if not here.any():
                 continue
             chosen = asked.take(here)
@@ -404,7 +414,19 @@ class Redelivering:
         rows = Rows(named.positions.deliver_at_ms, named.positions.ledger_id, named.positions.entry_id, key_hash)
         left = np.ones(len(nack), np.bool_)
         left[places] = False
-        return list(self._decide_ordinary(state, rows, named.how, terms)), nack.take(left)
+        return list(self._decide_plans(state, key_shared, rows, named.how, terms)), nack.take(left)
+
+    def _decide_plans(
+        self, state: SubscriptionState, key_shared: KeyShared, rows: Rows, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that."""
+        entries = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
+        owed = are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
+        if owed.any():
+            key_shared.plans.come_by_rows(rows.ledger_id[owed], rows.entry_id[owed])
+            rows, how = rows.take(~owed), how.take(~owed)
+        if len(rows):
+            yield from self._decide_ordinary(state, rows, how, terms)
 
     # ---- decisions are applied
 

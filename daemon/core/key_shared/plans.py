@@ -69,7 +69,12 @@ class Plans:
         return answers
 
     def _check_planned(self, rows: int) -> None:
-        waiting = self._shared.waiting.keys.intersection_cardinality(self._shared.planned.keys)
+        planned = self._shared.planned.keys
+        waiting = self._shared.waiting.keys.intersection_cardinality(planned)
+        # Others of them may be READY.
+        waiting += min(self._ready.ready_rows, len(planned) - waiting)
+        if waiting + rows > PLANNED_WAITING_MAX:
+            waiting = len(planned) - len(self._in_flight.among(planned))
         if waiting + rows > PLANNED_WAITING_MAX:
             raise QuotaExceeded(
                 f"{waiting} planned positions wait, and {rows} more were named; the limit is {PLANNED_WAITING_MAX}",
@@ -104,7 +109,7 @@ class Plans:
 
     def take(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
         """Planned positions are acknowledged, or about to have a row, and at nobody then: (which of them are planned,
-        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight).
+        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight or waited).
         """
         hashes = np.zeros(len(ledger_id), np.uint32)
         keys = self._shared.planned.find(ledger_id, entry_id)
@@ -120,6 +125,10 @@ class Plans:
                 kept_back = self._shared.waiting.where(elsewhere, self._shared.nacks.are_kept_back)
                 taken &= ~contained(keys, kept_back)
                 elsewhere -= kept_back
+            waited = self._shared.waiting.remove(elsewhere)
+            here = contained(keys, bitmap_of(waited.keys))
+            order = np.argsort(waited.keys)
+            hashes[here] = waited.key_hash()[order[np.searchsorted(waited.keys, keys[here], sorter=order)]]
             self._ready.withdraw(elsewhere)
         return taken, hashes
 
@@ -134,6 +143,13 @@ class Plans:
             self._shared.holds.rename(named, rows.keys)
         self._shared.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
         self._shared.planned.settle(bitmap_of(named))
+
+    def come_by_rows(self, ledger_id: U64, entry_id: U64) -> None:
+        """Positions that are at nobody have a row: they are planned no longer."""
+        keys = bitmap_of(self._shared.planned.find(ledger_id, entry_id)) & self._shared.planned.keys
+        self._shared.settle(keys)
+        self._shared.last_sent.sent(ledger_id, entry_id)
+        self._shared.planned.settle(keys)
 
     def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
         """Which of the positions are planned, in flight or waiting."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
+from daemon.core.key_shared import plans
+from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
+from tests.daemon.core import nacking
 from tests.daemon.core.journaled_topic import Position
 from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
 from tests.daemon.core.key_shared.order_topic import OrderedTopic
+from tests.daemon.core.oracle import Claim
 
 SKIP = KeySharedPolicy(selector=HashSelector.AUTO_SPLIT)
 BLOCK_KEY = KeySharedPolicy(selector=HashSelector.AUTO_SPLIT, nack_order=NackOrder.BLOCK_KEY)
@@ -85,3 +90,76 @@ def test_a_planned_position_for_which_there_was_no_room_in_flight_goes_when_ther
     assert topic.plan(topic.stream, [(at, key) for at in planned]) == [one, one, one, 0, 0]
     topic.acknowledge(topic.state, [(at, 0) for at in planned[:2]])
     assert topic.positions() == planned[3:]
+
+
+def test_a_nack_of_a_planned_position_that_has_a_row_by_now_ends_its_plan_and_makes_no_second_row() -> None:
+    topic = SharedTopic(permits=10)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    at = (2, 7)
+    assert topic.plan(topic.stream, [(at, key)]) == [one]
+    topic.add([at], topic.now_ms + 1_000, topic.state.subscription_id)
+    nacking.nack(topic, topic.state, [(at, 0)])
+    assert topic.core.indexes.present_rows == 1
+    assert not topic.state.backlog and not len(topic.state.in_flight) and not len(topic.shared.planned)
+    topic.now_ms += 1_000
+    topic.pass_all()
+    assert topic.positions() == [at]
+
+
+def test_a_time_out_of_a_planned_position_that_has_a_row_by_now_makes_no_second_row() -> None:
+    topic = SharedTopic(permits=10)
+    one, _ = topic.numbers
+    at = (2, 7)
+    assert topic.plan(topic.stream, [(at, topic.keys_of(one)[0])]) == [one]
+    topic.add([at], topic.now_ms + 1_000, topic.state.subscription_id)
+    nacking.stage_overdue(topic, topic.state, topic.elapsed_ms, nacking.terms(topic.now_ms), limit=10)
+    topic.commit()
+    assert topic.core.indexes.present_rows == 1
+    assert not len(topic.state.in_flight) and not len(topic.shared.planned)
+
+
+def test_one_message_of_a_planned_entry_can_be_nacked_and_leaves_with_the_entry() -> None:
+    topic = SharedTopic(permits=10)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    at = (2, 7)
+    topic.plan(topic.stream, [(at, key)])
+    decided = nacking.nack(topic, topic.state, [Claim(at, 0, 3)])
+    assert not decided.ignored and len(decided.nacks) == 1
+    topic.pass_all()
+    (part,) = topic.hand_out_now()
+    assert (part.key_hash, part.consumer, part.count) == (key, one, 1)
+    assert not topic.acknowledge(topic.state, [(at, 0)])
+    assert not topic.state.backlog and not len(topic.state.in_flight) and not topic.core.indexes.present_rows
+    assert not topic.shared.draining.unacked.any()
+
+
+def test_the_key_of_a_planned_position_that_waits_is_kept_when_it_is_nacked() -> None:
+    topic = SharedTopic(permits=10)
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    at = (2, 7)
+    topic.plan(topic.stream, [(at, key)])
+    # Its consumer leaves, and the nack comes late.
+    topic.shared.leave([one])
+    nacking.nack(topic, topic.state, [(at, 0)])
+    topic.pass_all()
+    (again,) = topic.hand_out_now()
+    assert (again.at, again.consumer, again.key_hash, again.count) == (at, two, key, 1)
+
+
+def test_planned_positions_that_are_ready_count_among_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "PLANNED_WAITING_MAX", 10)
+    topic = SharedTopic()
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    # Nobody has permits: what is READY stays.
+    topic.due([key])
+    for first in (0, 5):
+        assert not any(topic.plan(topic.stream, [((2, first + entry), key) for entry in range(5)]))
+    with pytest.raises(QuotaExceeded, match="10 planned positions wait"):
+        topic.plan(topic.stream, [((2, 10), key)])
+    topic.shared.grant(one, 6)
+    assert len(topic.hand_out_now()) == 6
+    topic.plan(topic.stream, [((2, 10 + entry), key) for entry in range(5)])
