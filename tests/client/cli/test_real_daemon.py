@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -41,6 +42,16 @@ class Shell:
         result = self.result(line, stdin=stdin)
         assert result.returncode == 0, f"tarry {line}: {result.stderr}"
         return result.stdout
+
+    @contextlib.contextmanager
+    def lines(self, line: str) -> Iterator[Iterator[Any]]:
+        """What it prints as it runs, one object of JSON a line; it is ended with the block."""
+        with subprocess.Popen([TARRY, *line.split(" ")], env=self._environment, stdout=subprocess.PIPE) as running:
+            assert running.stdout is not None
+            try:
+                yield map(json.loads, running.stdout)
+            finally:
+                running.kill()
 
     def parsed(self, line: str, *, stdin: str | None = None) -> Any:
         """Its one line of JSON."""
@@ -130,3 +141,25 @@ def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(sh
     assert "Forget 1 dead letter of arrivals for subscription belts?" in unanswered.stderr
     assert shell.parsed("dead-letters purge arrivals belts --yes")["purged"] == 1
     assert shell.parsed("subscription delete arrivals belts --yes")["dead_letters"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(shell: Shell) -> None:
+    """The tour of the README."""
+    shell.out("subscription create boarding gates --nack-order block-key --nack-precision-bits 0")
+    shell.out("add boarding --ledger 7 --entries 0-2 --in 1ms --key N14228")
+    shell.out("add boarding --ledger 7 --entries 3-4 --in 1ms --key N24211")
+    with shell.lines("watch boarding gates --consumer gate-1 --consumer gate-2 --no-ack --json") as watched:
+        first = [next(watched) for _ in range(5)]
+        by_entry = {each["entry_id"]: each for each in first}
+        assert [each["entry_id"] for each in first if each["entry_id"] < 3] == [0, 1, 2]
+        assert len({each["consumer"] for each in first if each["entry_id"] < 3}) == 1
+        at_ms = by_entry[0]["deliver_at_ms"]
+        nack = f"nack boarding gates --ledger 7 --entries 0 --at {at_ms} --delay"
+        assert shell.parsed(f"{nack} 1h")["ignored"] == 0
+        shown = shell.parsed("consumers boarding gates")
+        assert (shown["key_shared"]["nack_blocked_hashes"], shown["key_shared"]["waiting"]) == (1, 2)
+        assert [(each["name"], each["consumer_id"]) for each in shown["consumers"]] == [("gate-1", 1), ("gate-2", 2)]
+        assert shell.parsed(f"{nack} 1ms")["ignored"] == 0
+        again = [next(watched) for _ in range(3)]
+        assert [(each["entry_id"], each["redelivery_count"]) for each in again] == [(0, 1), (1, 0), (2, 0)]
