@@ -122,6 +122,9 @@ class KeySharing:
             if shared.round is not None:
                 shared.round.cancel()
 
+    def _of(self, stream: KeySharedStream) -> _Shared:
+        return self._shared[stream.state.subscription_id]
+
     def has(self, state: SubscriptionState, number: int) -> bool:
         """Whether a consumer of the subscription has the dispatcher number."""
         shared = self._shared.get(state.subscription_id)
@@ -164,7 +167,7 @@ class KeySharing:
         """Consumers of a stream join, all or none. Raises InvalidArgument, QuotaExceeded."""
         if not consumers:
             return
-        shared = self._shared[stream.state.subscription_id]
+        shared = self._of(stream)
         self.check_consumers(stream.state, consumers)
         for consumer in consumers:
             if stream.has(consumer.consumer_id):
@@ -182,20 +185,20 @@ class KeySharing:
 
     def leave(self, stream: KeySharedStream, number: int) -> None:
         """A consumer of a stream leaves: what it holds is READY."""
-        shared = self._shared[stream.state.subscription_id]
+        shared = self._of(stream)
         del shared.consumers[number]
         shared.key_shared.leave([number])
         self._ask(shared)
 
     def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
         """That many more rows may be sent to a consumer."""
-        shared = self._shared[stream.state.subscription_id]
+        shared = self._of(stream)
         shared.key_shared.grant(number, permits)
         self._ask(shared)
 
     def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
         """Whether nothing more is to be sent on a stream for now."""
-        shared = self._shared[stream.state.subscription_id]
+        shared = self._of(stream)
         shared.key_shared.set_full(stream.dispatcher, is_full)
         self._ask(shared)
 
@@ -213,7 +216,7 @@ class KeySharing:
         topic, state = self._topic, stream.state
         if not topic.may_hand_out(state):
             raise Unavailable(f"topic {topic.core.name}: nothing may be handed out now; try again")
-        shared = self._shared[state.subscription_id]
+        shared = self._of(stream)
         self._take_back(shared)
         numbers = topic.core.key_sharing.plan(
             state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
@@ -230,12 +233,12 @@ class KeySharing:
 
     def mark(self, stream: KeySharedStream) -> asyncio.Future[None]:
         """Ends when what was decided to go out on the stream is out."""
-        self._take_back(self._shared[stream.state.subscription_id])
+        self._take_back(self._of(stream))
         return stream.outbox.mark()
 
     def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
         """Everything that was planned up to this position is acknowledged."""
-        shared = self._shared[stream.state.subscription_id]
+        shared = self._of(stream)
         shared.key_shared.plans.mark_delete(ledger_id, entry_id)
         self._ask(shared)
 
@@ -271,9 +274,11 @@ class KeySharing:
 
     def _fail(self, shared: _Shared, error: Exception) -> None:
         """What is shared by key cannot be relied on any more: its streams end with the error."""
-        for stream in list(shared.streams.values()):
-            self._topic.close_stream(stream)
+        streams = list(shared.streams.values())
+        for stream in streams:
             stream.end(error)
+        for stream in streams:
+            self._topic.close_stream(stream)
 
     def _take_back(self, shared: _Shared) -> None:
         rows = 0

@@ -112,6 +112,8 @@ class Opening:
         are_held = _of_claims(core.key_sharing.hold(state, found, holders, elapsed_ms=elapsed_ms), rows)
         planned = np.flatnonzero((rows == NO_ROW) & (claims.deliver_at_ms == 0) & ~claims.are_parts())
         if len(planned):
+            named = np.stack([claims.ledger_id[planned], claims.entry_id[planned]])
+            planned = planned[np.sort(np.unique(named, axis=1, return_index=True)[1])]
             key_hash = np.zeros(len(claims), np.uint32) if held.key_hash is None else held.key_hash
             positions = Rows(claims.deliver_at_ms, claims.ledger_id, claims.entry_id, key_hash).take(planned)
             are_held[planned] = core.key_sharing.hold_planned(
@@ -141,8 +143,7 @@ def _declare(stream: OpenStream, are_held: Mask) -> None:
 
 
 def _check_holders(held: HeldByConsumers, consumers: Sequence[Consumer]) -> None:
-    """Raises InvalidArgument for a position of a consumer that does not join, or that is named twice."""
-    limits.check_distinct(held.positions.ledger_id, held.positions.entry_id, held.positions.batch_index)
+    """Raises InvalidArgument for a position of a consumer that does not join."""
     known = np.array([consumer.consumer_id for consumer in consumers], np.uint32)
     strange = np.flatnonzero(~np.isin(held.consumer_id, known))
     if len(strange):

@@ -34,6 +34,16 @@ class Sent(NamedTuple):
         return self.row.entry
 
 
+def claim_of(sent: Sent) -> tuple[int, Claim, int]:
+    """As it is declared on a new stream."""
+    return sent.consumer, sent.row[:3], sent.row.key_hash
+
+
+def planned(ledger: int, entries: Sequence[int]) -> list[Claim]:
+    """As positions that were planned are acknowledged."""
+    return [(ledger, entry, 0) for entry in entries]
+
+
 def sticky(**fields: Any) -> calls.SubscriptionPolicy:
     """Consumers say which hashes they have."""
     return by_key(selector=HashSelector.STICKY, **fields)
