@@ -187,14 +187,8 @@ class KeyShared:
         """A stream is no more: its consumers leave, and its plans end, but for what others hold."""
         held = self._dismiss(self.consumers.on_stream(stream))
         self.consumers.set_full(stream, False)
-        planned = self.planned.close(stream)
-        ended = planned - self._in_flight.among(planned)
-        if ended:
-            held = held.take(~contained(held.keys, ended))
-            self._ready.withdraw(ended)
-            self.last_sent.forget(*self._places.positions(keys_of(ended)))
-            self.planned.settle(ended)
-        self.back(held)
+        ended = self.plans.close(stream)
+        self.back(held.take(~contained(held.keys, ended)) if ended else held)
 
     def end(self) -> None:
         """Nobody has the subscription open by key any more."""

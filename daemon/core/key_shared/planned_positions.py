@@ -13,7 +13,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.in_flight import Mask
-from daemon.core.positions import PAGE_BITS, PagePlaces, PageTable, bitmap_of, contained, pages_of
+from daemon.core.positions import PAGE_BITS, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.rows import U64
 
@@ -56,7 +56,7 @@ class PlannedPositions:
         return contained(keys, self.keys)
 
     def add(self, stream: int, keys: U64) -> None:
-        """A stream planned positions, or holds them."""
+        """A stream planned positions, or holds them; another one may have, too."""
         added = bitmap_of(keys)
         self.were_any = self.were_any or bool(added)
         self.keys |= added
@@ -76,6 +76,11 @@ class PlannedPositions:
         self._held_pages -= unheld
         self._pages_max = 2 * len(self._held_pages) + _PAGES_SLACK
 
+    def positions(self, keys: BitMap64) -> tuple[U64, U64]:
+        """(ledger_id, entry_id) of planned ones."""
+        return self._pages.positions(keys_of(keys))
+
     def close(self, stream: int) -> BitMap64:
-        """The positions that a stream planned, which is no more."""
-        return self._by_stream.pop(stream, BitMap64())
+        """The positions that a stream planned, which is no more, and no other one."""
+        planned = self._by_stream.pop(stream, BitMap64())
+        return BitMap64.difference(planned, *self._by_stream.values())

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pyroaring import BitMap64
 
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.positions import KeyedRows, bitmap_of, contained
@@ -41,8 +42,7 @@ class Plans:
         rows = KeyedRows(positions, keys).take(places)
         held = np.zeros(len(keys), np.bool_)
         held[places] = self._shared.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
-        # What another stream planned is planned by that one still.
-        self._shared.planned.add(stream, keys[held & ~self._shared.planned.are_planned(keys)])
+        self._shared.planned.add(stream, keys[held])
         return held
 
     def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
@@ -58,7 +58,7 @@ class Plans:
         if known.any():
             answers[known] = self._held_on(stream, positions.take(known), keys[known])
         new = ~known
-        self._shared.planned.add(stream, keys[new])
+        self._shared.planned.add(stream, keys)
         if self._shared.holds_joined_back:
             # Who joined since waits for what was sent before: it must not wait behind what never was.
             again = new & self._shared.last_sent.were_sent(positions.ledger_id, positions.entry_id)
@@ -142,14 +142,14 @@ class Plans:
         if self._shared.holds is not None:
             self._shared.holds.rename(named, rows.keys)
         self._shared.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
-        self._shared.planned.settle(bitmap_of(named))
+        self._end(bitmap_of(named))
 
     def come_by_rows(self, ledger_id: U64, entry_id: U64) -> None:
         """Positions that are at nobody have a row: they are planned no longer."""
         keys = bitmap_of(self._shared.planned.find(ledger_id, entry_id)) & self._shared.planned.keys
         self._shared.settle(keys)
         self._shared.last_sent.sent(ledger_id, entry_id)
-        self._shared.planned.settle(keys)
+        self._end(keys)
 
     def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
         """Which of the positions are planned, in flight or waiting."""
@@ -162,7 +162,7 @@ class Plans:
             keys = bitmap_of(self._shared.planned.find(ledger_id[taken], entry_id[taken]))
             # Nothing of them is durable.
             self._shared.settle(keys)
-            self._shared.planned.settle(keys)
+            self._end(keys)
             self._shared.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
         return taken
 
@@ -172,4 +172,20 @@ class Plans:
         gone = bitmap_of(keys) & self._shared.planned.keys
         if gone:
             self._ready.withdraw(gone)
-            self._shared.planned.settle(gone)
+            self._end(gone)
+
+    def close(self, stream: int) -> BitMap64:
+        """A stream is no more: what it alone planned, and nobody holds, is planned no longer; these positions."""
+        planned = self._shared.planned.close(stream)
+        ended = planned - self._in_flight.among(planned)
+        if ended:
+            self._ready.withdraw(ended)
+            self._shared.last_sent.forget(*self._shared.planned.positions(ended))
+            self._end(ended)
+        return ended
+
+    def _end(self, keys: BitMap64) -> None:
+        """Positions are planned no longer."""
+        self._shared.planned.settle(keys)
+        if self._shared.nacks is not None:
+            self._shared.nacks.taken_back -= keys

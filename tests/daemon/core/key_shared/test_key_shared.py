@@ -101,7 +101,9 @@ def test_a_nack_of_a_planned_position_that_has_a_row_by_now_ends_its_plan_and_ma
     topic.add([at], topic.now_ms + 1_000, topic.state.subscription_id)
     nacking.nack(topic, topic.state, [(at, 0)])
     assert topic.core.indexes.present_rows == 1
-    assert not topic.state.backlog and not len(topic.state.in_flight) and not len(topic.shared.planned)
+    assert not topic.state.backlog
+    assert not len(topic.state.in_flight)
+    assert not len(topic.shared.planned)
     topic.now_ms += 1_000
     topic.pass_all()
     assert topic.positions() == [at]
@@ -116,7 +118,8 @@ def test_a_time_out_of_a_planned_position_that_has_a_row_by_now_makes_no_second_
     nacking.stage_overdue(topic, topic.state, topic.elapsed_ms, nacking.terms(topic.now_ms), limit=10)
     topic.commit()
     assert topic.core.indexes.present_rows == 1
-    assert not len(topic.state.in_flight) and not len(topic.shared.planned)
+    assert not len(topic.state.in_flight)
+    assert not len(topic.shared.planned)
 
 
 def test_one_message_of_a_planned_entry_can_be_nacked_and_leaves_with_the_entry() -> None:
@@ -126,12 +129,16 @@ def test_one_message_of_a_planned_entry_can_be_nacked_and_leaves_with_the_entry(
     at = (2, 7)
     topic.plan(topic.stream, [(at, key)])
     decided = nacking.nack(topic, topic.state, [Claim(at, 0, 3)])
-    assert not decided.ignored and len(decided.nacks) == 1
+    assert not decided.ignored
+    assert len(decided.nacks) == 1
     topic.pass_all()
     (part,) = topic.hand_out_now()
     assert (part.key_hash, part.consumer, part.count) == (key, one, 1)
     assert not topic.acknowledge(topic.state, [(at, 0)])
-    assert not topic.state.backlog and not len(topic.state.in_flight) and not topic.core.indexes.present_rows
+    assert not topic.state.backlog
+    assert not len(topic.state.in_flight)
+    assert not topic.core.indexes.present_rows
+    assert topic.shared.draining is not None
     assert not topic.shared.draining.unacked.any()
 
 
@@ -163,3 +170,51 @@ def test_planned_positions_that_are_ready_count_among_those_that_wait(monkeypatc
     topic.shared.grant(one, 6)
     assert len(topic.hand_out_now()) == 6
     topic.plan(topic.stream, [((2, 10 + entry), key) for entry in range(5)])
+
+
+def test_a_position_that_two_streams_planned_is_planned_as_long_as_one_of_them_is_there() -> None:
+    topic = SharedTopic()
+    other = topic.open_stream()
+    (third,) = topic.join_on(other, 1)
+    (key,) = topic.keys_of(third)
+    at = (2, 7)
+    assert topic.plan(topic.stream, [(at, key)]) == topic.plan(other, [(at, key)]) == [0]
+    topic.close_stream(topic.stream)
+    topic.shared.grant(third, 1)
+    assert topic.positions() == [at]
+
+
+def test_what_a_stream_planned_alone_is_planned_no_longer_when_it_is_gone() -> None:
+    topic = SharedTopic()
+    other = topic.open_stream()
+    (third,) = topic.join_on(other, 1)
+    planned = [(2, 7), (2, 8)]
+    (key,) = topic.keys_of(third)
+    topic.plan(topic.stream, [(at, key) for at in planned])
+    topic.shared.grant(third, 1)
+    assert topic.positions() == planned[:1]
+    topic.close_stream(topic.stream)
+    topic.shared.grant(third, 10)
+    assert topic.positions() == []
+    # What another one holds is acknowledged as before.
+    assert not topic.acknowledge(topic.state, [(planned[0], 0)])
+    assert not len(topic.shared.planned)
+
+
+def test_a_position_that_was_taken_back_when_its_stream_closed_can_be_acknowledged_once_it_is_planned_anew() -> None:
+    topic = SharedTopic(policy=BLOCK_KEY, permits=10)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    first, second = (2, 7), (2, 8)
+    assert topic.plan(topic.stream, [(first, key), (second, key)]) == [one, one]
+    topic.open_stream()
+    nacking.nack(topic, topic.state, [(first, 0)], 1_000)
+    assert [each.at for each in topic.taken_back()] == [second]
+    topic.close_stream(topic.stream)
+    (stream,) = topic.streams
+    topic.join_on(stream, 1, permits=1)
+    topic.now_ms += 1_000
+    topic.pass_all()
+    topic.ack(topic.hand_out_now())
+    assert topic.plan(stream, [(second, key)]) == [0]
+    assert not topic.acknowledge(topic.state, [(second, 0)])
