@@ -3,7 +3,8 @@
 Owns: which request or event comes next, and with what.
 Does not own: saying it to the topic and to the oracle (`order_pair`), and the rules (`order_oracle`).
 
-Consumers are well-behaved: of one hash they acknowledge in the order in which they received. Under SKIP they also do not.
+Consumers are well-behaved: of one hash they acknowledge in the order in which they received. Under SKIP they also do
+not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ NACK_BLOCK_MAX_MS = 4_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """`ready_rows_max`: how many READY rows are kept. `plain`: consumers only join, and nothing is delayed or comes back."""
+    """`ready_rows_max`: how many READY rows are kept. `plain`: consumers only join, and nothing is delayed or comes
+    back.
+    """
 
     selector: HashSelector = HashSelector.CONSISTENT_HASHING
     order: KeyOrder = KeyOrder.DRAINING_HASHES
@@ -150,8 +153,10 @@ class OrderDriver:
                 self.pair.acknowledge([self._first_of_a_slot(item) for item in [next(iter(self.oracle.in_flight))]])
             if not self.oracle.rows and not self.oracle.ordinary:
                 break
-        assert not self.oracle.rows and not self.oracle.ordinary, f"{self.oracle.rows} {self.oracle.ordinary} are lost"
-        assert not self.topic.state.backlog and not len(self.topic.state.in_flight)
+        lost = [*self.oracle.rows.values(), *self.oracle.ordinary.values()]
+        assert not lost, f"{len(lost)} positions are lost: {lost[:3]}"
+        assert not self.topic.state.backlog
+        assert not len(self.topic.state.in_flight)
         assert self.oracle.left_rows == len(self._key_of), "positions left twice, or never"
 
     def _own_all_slots(self) -> None:
@@ -323,7 +328,9 @@ class OrderDriver:
     def _first_of_a_slot(self, item: Item) -> Item:
         """What its consumer received first of its slot."""
         holding = self.oracle.slots[item.slot].holding
-        return next(each for each, holder in holding.items() if holder == item.consumer and each.where is Where.IN_FLIGHT)
+        return next(
+            each for each, holder in holding.items() if holder == item.consumer and each.where is Where.IN_FLIGHT
+        )
 
     def _some_held(self, most: int) -> list[Item]:
         held = [*self.oracle.in_flight]

@@ -1,13 +1,13 @@
 """What key order means, position by position: the rules that hand-outs, answers and counts are held against.
 
-Owns: where every position is, what waits behind what, who may receive it, what a negative acknowledgement blocks, and why
-a position may wait. Nothing of it comes from the product's tables but the selectors, which have their own tests.
+Owns: where every position is, what waits behind what, who may receive it, what a negative acknowledgement blocks, and
+why a position may wait. Nothing of it comes from the product's tables but the selectors, which have their own tests.
 Does not own: what happens next (`order_driver`), how that is said to the product (`order_topic`), and the order of sent
 positions (`order_sent`).
 
-What waits is `back` when it was delivered before: it goes first, by position. What never was goes as it came: planned ones
-in the order of plans, rows as they became due. Where a row and a planned position came between the same two whole rounds of
-hand-outs no order is asked of them; what waited for a whole round goes before what came later.
+What waits is `back` when it was delivered before: it goes first, by position. What never was goes as it came: planned
+ones in the order of plans, rows as they became due. Where a row and a planned position came between the same two whole
+rounds of hand-outs no order is asked of them; what waited for a whole round goes before what came later.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Where(enum.Enum):
 @dataclasses.dataclass(eq=False, slots=True)
 class Item:
     """A position. `deliver_at_ms`: 0 of an ordinary one, which has a row only since it was negatively acknowledged.
-    `arrived`: in which round it came. `sent`: the number of its first delivery, 0
-    before. `planner`: the stream that planned it, 0 when that is no more, though others held it. `is_unread`: it is read from
-    its bucket, or comes while others are, so that its place among them is not known until all that is READY was looked at.
+    `arrived`: in which round it came. `sent`: the number of its first delivery, 0 before. `planner`: the stream that
+    planned it, 0 when that is no more, though others held it. `is_unread`: it is read from its bucket, or comes while
+    others are, so that its place among them is not known until all that is READY was looked at.
     """
 
     at: Position
@@ -86,8 +86,8 @@ class Receiver:
 
 @dataclasses.dataclass(slots=True)
 class Slot:
-    """What is of one hash. `held`: rows by consumer, those of decisions that are not durable yet included. `nacked`: NACKED,
-    or about to be. `outstanding`: were NACKED, and have not left.
+    """What is of one hash. `held`: rows by consumer, those of decisions that are not durable yet included. `nacked`:
+    NACKED, or about to be. `outstanding`: were NACKED, and have not left.
     """
 
     waits: dict[Item, None] = dataclasses.field(default_factory=dict)
@@ -228,8 +228,8 @@ class OrderOracle:
         self.rows[at] = Item(at, deliver_at_ms, key_hash, Where.PENDING, has_row=True)
 
     def passed(self, now_ms: int, *, redelivered: bool, are_read: bool) -> None:
-        """All rows that are due are in the backlog. `redelivered`: and all nacked ones whose time has come. `are_read`: others
-        are being read from their buckets.
+        """All rows that are due are in the backlog. `redelivered`: and all nacked ones whose time has come. `are_read`:
+        others are being read from their buckets.
         """
         self._passes += 1
         for item in [*self.items(Where.PENDING)]:
@@ -391,7 +391,8 @@ class OrderOracle:
             return "its stream is full"
         if self.drains and any(other != owner for other in +slot.held):
             return "its hash drains"
-        if self.joins_behind and not self.sent.must_receive(item.at, owner):
+        # Of a row that was let go it is not known where it stands.
+        if owner in self.sent.recent and (self.lets_go or not self.sent.must_receive(item.at, owner)):
             return "its consumer joined recently"
         if self.blocks and slot.blocks:
             return "a negative acknowledgement"

@@ -1,7 +1,7 @@
 """Sent positions as PIP-282 (Change definition of the recently joined consumers position) has them, one by one.
 
-Owns: the list of positions that were offered, in that order, with what was sent and acknowledged of it, and which consumers
-joined behind which of them.
+Owns: the list of positions that were offered, in that order, with what was sent and acknowledged of it, and which
+consumers joined behind which of them.
 Does not own: anything else (`order_oracle`).
 """
 

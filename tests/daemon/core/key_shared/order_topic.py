@@ -93,7 +93,9 @@ class OrderedTopic(JournaledTopic):
         if planned:
             positions = _ordinary([(each.at, each.key_hash) for each in planned])
             numbers = np.array([each.consumer for each in planned], np.uint32)
-            mask = self.core.key_sharing.hold_planned(self.state, stream, positions, numbers, elapsed_ms=self.elapsed_ms)
+            mask = self.core.key_sharing.hold_planned(
+                self.state, stream, positions, numbers, elapsed_ms=self.elapsed_ms
+            )
             accepted.update((each.at, each.deliver_at_ms) for each, here in zip(planned, mask, strict=True) if here)
         return [(each.at, each.deliver_at_ms) in accepted for each in held]
 
@@ -131,12 +133,17 @@ class OrderedTopic(JournaledTopic):
             sent = self.hand_out_some(limit)
             if sent:
                 yield sent
-            elif not self.shared.may_hand_out and not self.shared.reads_on:
-                if self.state.reader is None or self.state.is_full:
-                    return
+            elif self._is_done:
+                return
             idle = 0 if sent else idle + 1
             assert idle < 100, "handing out makes no progress, and says that it might"
         raise AssertionError("handing out does not end")
+
+    @property
+    def _is_done(self) -> bool:
+        if self.shared.may_hand_out or self.shared.reads_on:
+            return False
+        return self.state.reader is None or self.state.is_full
 
     def read_on(self, limit: int) -> None:
         """Derives rows again for which there was no room."""
@@ -166,9 +173,7 @@ def deliveries(assigned: Iterable[Assigned]) -> list[Delivery]:
     for each in assigned:
         counts, keys = each.rows.counts().tolist(), each.rows.key_hash().tolist()
         columns = (each.consumers.tolist(), _claims(each.rows), keys, counts)
-        found += [
-            Delivery(number, at, due, key, count) for number, (at, due), key, count in zip(*columns, strict=True)
-        ]
+        found += [Delivery(number, at, due, key, count) for number, (at, due), key, count in zip(*columns, strict=True)]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Whatever happens to a KEY_SHARED subscription, in whatever order: keys keep their order, and nothing waits for nothing.
+"""Whatever happens to a KEY_SHARED subscription, in whatever order: keys keep their order, and nothing waits for
+nothing.
 
 The same at length: `python -m tests.daemon.core.key_shared.order_run`.
 """

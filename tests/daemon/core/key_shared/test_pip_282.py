@@ -5,6 +5,7 @@ Each story is held against the oracle of key order as it goes on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ def shared(order: KeyOrder, selector: HashSelector = HashSelector.AUTO_SPLIT, **
 
 
 def slots_of_owners(before: Sequence[str], after: Sequence[str], *owners: tuple[str, str]) -> list[int]:
-    """With AUTO_SPLIT and consumers that join in these orders: of each pair of names (owner before, owner after) a slot."""
+    """With AUTO_SPLIT and consumers that join in these orders: a slot of each pair of names (owner before, after)."""
     owned = []
     for names in (before, after):
         selector = selectors.selector_of(HashSelector.AUTO_SPLIT, 1)
@@ -233,7 +234,9 @@ def test_what_comes_again_for_a_slow_consumer_waits_for_its_permits_and_others_g
 
 
 @both_orders
-def test_permits_that_come_back_keep_the_order_of_each_key_over_what_comes_again_and_what_is_new(order: KeyOrder) -> None:
+def test_permits_that_come_back_keep_the_order_of_keys_over_what_comes_again_and_what_is_new(
+    order: KeyOrder,
+) -> None:
     pair = shared(order, HashSelector.STICKY)
     stream, _ = pair.open()
     c1, c2 = one_slot_each(pair, stream, (1, 2), (2, 2))
@@ -269,7 +272,7 @@ def test_what_a_consumer_that_crashed_had_comes_to_others_in_the_order_of_positi
     received: dict[int, list[Position]] = {}
     for number, at in pair.round():
         received.setdefault(number, []).append(at)
-    assert sorted(sum(received.values(), [])) == entries(1, 0, 11)
+    assert sorted(itertools.chain(*received.values())) == entries(1, 0, 11)
     for key in range(3):
         of_key = [at for positions in received.values() for at in positions if at[1] % 3 == key]
         assert of_key == sorted(of_key)
@@ -285,7 +288,7 @@ def test_positions_without_a_key_are_one_key(order: KeyOrder) -> None:
     positions = Rows(np.zeros(4, np.uint64), np.ones(4, np.uint64), np.arange(4, dtype=np.uint64), None)
     answers = pair.topic.core.key_sharing.plan(pair.topic.state, stream, positions, elapsed_ms=0).tolist()
     assert answers in ([first, first, 0, 0], [answers[0]] * 4)
-    for (at, answer) in zip(entries(1, 0, 3), answers, strict=True):
+    for at, answer in zip(entries(1, 0, 3), answers, strict=True):
         pair.oracle.plan(stream, at, 0, answer)
     for number in pair.oracle.receivers:
         pair.grant(number, MANY)
@@ -393,9 +396,9 @@ def test_keys_are_in_order_and_at_one_consumer_through_a_storm_of_reconnects(
             break
         acknowledge(pair, *[item.at for item in pair.oracle.in_flight])
     assert pair.oracle.left_rows == planned
-    assert sum(
-        pair.oracle.selector.slots_of_consumer(number) for number in pair.oracle.receivers
-    ) == HASH_SLOTS, "every slot has a consumer"
+    assert sum(pair.oracle.selector.slots_of_consumer(number) for number in pair.oracle.receivers) == HASH_SLOTS, (
+        "every slot has a consumer"
+    )
 
 
 def test_the_first_of_two_streams_that_ends_leaves_its_keys_to_the_other_in_order() -> None:

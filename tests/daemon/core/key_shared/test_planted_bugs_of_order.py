@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from pyroaring import BitMap64
 from daemon.core import key_sharing
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared import key_shared as key_shared_module
-from daemon.core.key_shared import planning
 from daemon.core.key_shared.consumers import I64, Consumers
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_holds import HashHolds
@@ -28,8 +27,7 @@ from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
-from storage_backends.formats.manifest import HashSelector, KeyOrder, NackOrder
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.manifest import KeyOrder, NackOrder
 from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -276,5 +274,9 @@ def test_a_planted_bug_is_found_by_the_oracle(plant: Plant, profile: Profile, mo
     plant(monkeypatch)
     # The product's own checks find it, too.
     with pytest.raises((AssertionError, InvariantViolated)):
-        for seed in SEEDS:
-            OrderDriver(profile, seed).run(OPERATIONS)
+        _run(profile)
+
+
+def _run(profile: Profile) -> None:
+    for seed in SEEDS:
+        OrderDriver(profile, seed).run(OPERATIONS)
