@@ -282,8 +282,9 @@ class SubscriptionState:
         """
         if not self._dispatchers:
             return True
-        waiting_rows = 0 if self.key_shared is None else self.key_shared.waiting.back_rows
-        return max(self.ready_rows, waiting_rows) < self._ready_rows_max
+        if self.ready_rows >= self._ready_rows_max:
+            return False
+        return self.key_shared is None or self.key_shared.takes_back(self._ready_rows_max)
 
     def redeliver(self, now_ms: int, limit: int) -> U64:
         """Takes about `limit` nacked positions whose time has come back into what may be handed out; their times."""

@@ -21,6 +21,9 @@ HASH_SLOTS = 1 << 16
 U16 = npt.NDArray[np.uint16]
 Slots = npt.NDArray[np.intp]
 
+ALL_SLOTS: U16 = np.arange(HASH_SLOTS).astype(np.uint16)
+ALL_SLOTS.flags.writeable = False
+
 
 @dataclasses.dataclass(frozen=True, order=True, slots=True)
 class HashRange:

@@ -28,7 +28,7 @@ from daemon.core.key_shared import selectors
 from daemon.core.key_shared.consumers import I64, Consumers, Joining
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_holds import HashHolds
-from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.hash_slots import ALL_SLOTS, HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.let_go import LetGo
 from daemon.core.key_shared.nack_order import BlockingNacks
@@ -356,7 +356,7 @@ class KeyShared:
 
     def _able_slots(self) -> Mask:
         """bool[65536]: of which rows could go now, if there were any."""
-        return self._planning.are_able(np.arange(HASH_SLOTS).astype(np.uint16), self.consumers.permits())
+        return self._planning.are_able(ALL_SLOTS, self.consumers.permits())
 
     def _evict(self, able: Mask) -> None:
         """Rows that cannot go are let go."""
@@ -456,6 +456,14 @@ class KeyShared:
         if self.nacks is None:
             return np.zeros(len(rows), np.bool_)
         return self.nacks.are_kept_back(rows.keys, slots_of(rows.key_hash()))
+
+    def takes_back(self, rows_max: int) -> bool:
+        """Whether NACKED rows may come back: fewer than so many wait that were delivered before. Those that wait for a
+        NACKED row do not count, or neither would ever go.
+        """
+        if self.waiting.back_rows < rows_max or self.nacks is None or not self.nacks.blocks.any_blocked:
+            return self.waiting.back_rows < rows_max
+        return self.waiting.back_rows_of(~self.nacks.blocks.are_blocked(ALL_SLOTS)) < rows_max
 
     def redelivered(self, keys: BitMap64) -> None:
         """NACKED rows are READY again."""

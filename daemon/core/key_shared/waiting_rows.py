@@ -66,8 +66,8 @@ class WaitingRows:
     def add_back(self, rows: KeyedRows) -> None:
         """Rows that were delivered before: they go before all others, by position."""
         if len(rows):
-            rows = KeyedRows.concat([*[part.rows.take(part.places) for part in self._back], rows])
             self._came(rows)
+            rows = KeyedRows.concat([*[part.rows.take(part.places) for part in self._back], rows])
             self._back = [_part_of(self._order.ordered(rows))]
 
     def add_fresh(self, rows: KeyedRows) -> None:
@@ -177,6 +177,10 @@ class WaitingRows:
     def back_rows(self) -> int:
         """How many of them were delivered before."""
         return sum(len(part.places) for part in self._back)
+
+    def back_rows_of(self, slots: Mask) -> int:
+        """The same, of some slots. `slots`: bool[65536]. O(what waits)."""
+        return sum(int(np.count_nonzero(slots[part.slots[part.places]])) for part in self._back)
 
     def first_ms(self, from_ms: int) -> int | None:
         """The earliest time of a row from a time on; None when there is none. O(what waits)."""

@@ -218,3 +218,59 @@ def test_a_position_that_was_taken_back_when_its_stream_closed_can_be_acknowledg
     topic.ack(topic.hand_out_now())
     assert topic.plan(stream, [(second, key)]) == [0]
     assert not topic.acknowledge(topic.state, [(second, 0)])
+
+
+# ---- what comes back
+
+
+def test_a_nacked_row_comes_back_however_many_wait_for_it() -> None:
+    topic = SharedTopic(policy=BLOCK_KEY, permits=100, ready_rows_max=4)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    delivered = []
+    for _ in range(4):
+        topic.due([key, key])
+        delivered += topic.hand_out_now()
+    first, *others = delivered
+    nacking.nack(topic, topic.state, [(first.at, first.deliver_at_ms)])
+    assert len(topic.taken_back()) == len(others) == 7
+    topic.pass_all()
+    assert topic.positions() == [each.at for each in delivered]
+
+
+def test_rows_nacked_together_all_come_back_before_what_waits_for_them() -> None:
+    topic = SharedTopic(policy=BLOCK_KEY, permits=100, ready_rows_max=4)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    delivered = []
+    for _ in range(4):
+        topic.due([key, key])
+        delivered += topic.hand_out_now()
+    nacking.nack(topic, topic.state, [(each.at, each.deliver_at_ms) for each in delivered])
+    handed_out = []
+    while len(topic.state.nacks):
+        assert not handed_out
+        assert topic.core.pass_due(topic.now_ms, 1)
+        handed_out = topic.positions()
+    assert handed_out == [each.at for each in delivered]
+
+
+def test_nacked_rows_stay_where_they_are_while_many_wait_for_permits() -> None:
+    topic = SharedTopic(ready_rows_max=4)
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    topic.shared.grant(one, 8)
+    delivered = []
+    for _ in range(4):
+        topic.due([key, key])
+        delivered += topic.hand_out_now()
+    nacking.nack(topic, topic.state, [(each.at, each.deliver_at_ms) for each in delivered[:4]])
+    # The other four wait.
+    topic.shared.leave([one])
+    topic.pass_all()
+    assert len(topic.shared.waiting) == 4
+    assert len(topic.state.nacks) == 4
+    topic.shared.grant(two, 8)
+    handed_out = topic.positions()
+    topic.pass_all()
+    assert handed_out + topic.positions() == [each.at for each in (*delivered[4:], *delivered[:4])]
