@@ -373,7 +373,8 @@ class KeyShared:
             return False
         if self.let_go.reader is None:
             return bool((self.let_go.slots & self._able_slots()).any())
-        return self._evictable_rows < self._waiting_rows_max
+        # With one more, what cannot go makes room.
+        return self._evictable_rows <= self._waiting_rows_max
 
     def seek_let_go(self, reader: BacklogReader) -> None:
         """Rows that were let go and can go are sought. `reader`: at the beginning of the backlog."""
