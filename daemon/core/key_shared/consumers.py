@@ -145,6 +145,12 @@ class Consumers:
         here: Mask = self._streams == np.uint32(stream)
         return here
 
+    def behind(self, number: int, limit: int) -> list[tuple[int, Joining]]:
+        """(ordinal, consumer) of at most so many consumers, in the order of their numbers, behind a number."""
+        there = np.flatnonzero(self._numbers > np.uint32(number))
+        chosen = there[np.argsort(self._numbers[there])[:limit]]
+        return [(ordinal, self[ordinal]) for ordinal in chosen.tolist()]
+
     def on_stream(self, stream: int) -> list[int]:
         """The numbers of the consumers of a stream."""
         return [consumer.number for _, consumer in self if consumer.stream == stream]
@@ -160,6 +166,11 @@ class Consumers:
 
     def permits_of(self, ordinal: int) -> int:
         return int(self._permits[ordinal])
+
+    @property
+    def permits_together(self) -> int:
+        """How many more rows may be sent to all of them."""
+        return int(self._permits.sum())
 
     def sent(self, ordinals: U16) -> None:
         """Each of these, of which one may be named many times, has used a permit."""

@@ -90,7 +90,7 @@ def nack_blocked_hashes(key_shared: KeyShared) -> int:
 
 def permits(key_shared: KeyShared) -> int:
     """How many more rows may be sent to all consumers."""
-    return sum(key_shared.consumers.permits_of(ordinal) for ordinal, _ in key_shared.consumers)
+    return key_shared.consumers.permits_together
 
 
 def subscription_stats(key_shared: KeyShared) -> KeySharedStats:
@@ -121,8 +121,7 @@ def _after_mark_delete(consumer: Joining, position: Position) -> ConsumerAfterMa
 def consumer_stats(key_shared: KeyShared, after: int, limit: int) -> list[ConsumerStats]:
     """At most `limit` consumers in the order of their numbers, behind the number `after`."""
     hashes = draining_hashes(key_shared)
-    chosen = sorted((consumer.number, ordinal) for ordinal, consumer in key_shared.consumers if consumer.number > after)
-    return [_of_consumer(key_shared, ordinal, hashes) for _, ordinal in chosen[:limit]]
+    return [_of_consumer(key_shared, ordinal, hashes) for ordinal, _ in key_shared.consumers.behind(after, limit)]
 
 
 def _of_consumer(key_shared: KeyShared, ordinal: int, draining_slots: U16) -> ConsumerStats:

@@ -247,7 +247,7 @@ def test_rows_nacked_together_all_come_back_before_what_waits_for_them() -> None
         topic.due([key, key])
         delivered += topic.hand_out_now()
     nacking.nack(topic, topic.state, [(each.at, each.deliver_at_ms) for each in delivered])
-    handed_out = []
+    handed_out: list[Position] = []
     while len(topic.state.nacks):
         assert not handed_out
         assert topic.core.pass_due(topic.now_ms, 1)
