@@ -385,10 +385,6 @@ class Story:
         for each in settled:
             each.answer.results.append(each)
             self.state.remove(each.request_id)
-            if isinstance(each.result, tarry.Planned):
-                for batch in each.result.batches:
-                    self.receive(batch)
-                    assert not (each.result.is_held & np.isin(each.result.consumer_id, [batch.consumer_id])).any()
             if isinstance(each.error, tarry.InvalidArgument) and each.answer in self.plans:
                 # A plan that is wrong is not planned: the dispatcher mends it and goes on.
                 self.next_planned = DELAYED

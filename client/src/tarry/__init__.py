@@ -57,7 +57,7 @@ from tarry.inspection import (
     TopicSummary,
 )
 from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
-from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, Planned, TakenBack
+from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, TakenBack
 from tarry.key_shared_subscription import KeySharedSubscription
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
 from tarry.redelivery import (
@@ -158,7 +158,6 @@ __all__ = [
     "PermissionDenied",
     "PlanAgain",
     "PlanLost",
-    "Planned",
     "Position",
     "PositionRange",
     "Positions",

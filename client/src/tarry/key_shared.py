@@ -1,6 +1,6 @@
 """What a dispatcher of a KEY_SHARED subscription says and is told.
 
-Owns: its consumers, and what `tarry.KeySharedSubscription` gives: batches of one consumer, what is taken back, plans.
+Owns: its consumers, and what `tarry.KeySharedSubscription` gives: batches of one consumer, what is taken back.
 Does not own: who gets what, which the daemon decides; permits and streams (`tarry.key_shared_receiving`); policies of
 key order (`tarry.key_order`); what is seen of consumers (`tarry.consumer_stats`).
 """
@@ -10,14 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tarry import batch, columns, errors, key_order, wire
 from tarry.v1 import dispatch_pb2
 
 HELD = 0
-"""In `Planned.consumer_id`: nobody yet. It comes by itself when it is free."""
+"""In the answer to a plan: nobody receives it yet. It comes by itself when it is free."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,27 +92,3 @@ class PlanAgain:
 
 Event: TypeAlias = ConsumerBatch | TakenBack | PlanAgain
 """What `KeySharedSubscription.receive` gives, in the order in which the daemon decided it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Planned:
-    """Who receives messages that are not delayed."""
-
-    consumer_id: NDArray[np.uint32]
-    """One per position, in the order of the call; `tarry.HELD` where nobody receives it yet."""
-    batches: tuple[ConsumerBatch, ...]
-    """What consumers receive now, and did not hold before. Acknowledge them as what is received."""
-
-    @property
-    def is_held(self) -> NDArray[np.bool_]:
-        """Which positions come later, by `receive`."""
-        held: NDArray[np.bool_] = self.consumer_id == HELD
-        return held
-
-    @staticmethod
-    def merge(parts: list[Planned]) -> Planned:
-        """One of the answers to the requests of one call."""
-        return Planned(
-            np.concatenate([part.consumer_id for part in parts]),
-            tuple(each for part in parts for each in part.batches),
-        )

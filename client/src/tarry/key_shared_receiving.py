@@ -12,8 +12,9 @@ ends takes them with it: those that are not answered fail, and others are not ac
 says that it plans anew; by then it has taken everything that was decided before. What came to consumers stays with
 them: it is declared with its hash when a stream is opened again.
 
-What is taken back leaves what is held, and the batches that nobody has taken yet; requests that name it are repeated
-without it.
+What a consumer is to receive is in one row with everything else that comes, however it came to be: the answer to a plan
+says only who that is. What is taken back leaves what is held, and the batches that nobody has taken yet; requests that
+name it are repeated without it.
 """
 
 from __future__ import annotations
@@ -390,7 +391,6 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         if plan.attempt > 1:
             # When it was sent again is not known; what was acknowledged since may come once more.
             plan.held_by = self._held_of(asked)
-        batches = []
         for number, rows in _by_consumer(consumer_id):
             if number == key_shared.HELD:
                 continue
@@ -403,9 +403,8 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
                 rows = rows[plan.held_by[rows] != number]
             if len(rows):
                 self._spend(number, len(rows))
-                batches.append(self._receive(number, messages.take(rows)))
-        result = key_shared.Planned(consumer_id, tuple(batches))
-        return [streams.Settled(plan.request_id, plan.answer, result, None)]
+                self._inbox.append(self._receive(number, messages.take(rows)))
+        return [streams.Settled(plan.request_id, plan.answer, consumer_id, None)]
 
     def _held_of(self, asked: columns.PlanColumns) -> NDArray[np.uint32] | None:
         """Who holds each of them now; from now on they were planned."""

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tarry import calls, columns, connections, futures, key_shared, key_shared_receiving, subscription
 
 
@@ -74,20 +77,20 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
         key_hash: columns.Column | None = None,
         *,
         anew: bool = False,
-    ) -> Future[key_shared.Planned]:
+    ) -> Future[NDArray[np.uint32]]:
         """Asks who receives messages that are not delayed, in the order in which they stand in the log.
 
-        The future has a consumer for each position, or HELD: such a one comes by `receive` when it is free. What
-        consumers have is acknowledged like anything that is received. It is settled before anything that was decided
-        later comes by `receive`. Calls are answered one after the other.
+        The future has for each position the `consumer_id` that receives it now, or HELD. All of them come by `receive`,
+        the HELD ones when they are free, and are acknowledged like anything that is received. What consumers hold
+        already does not come again. Calls are answered one after the other.
         `anew`: it is the first of the plans from the mark-delete position on, after `PlanAgain` has come.
         Raises InvalidArgument, PlanLost, also from the future: the stream has ended, and its plans with it.
 
-        Example: `subscription.plan(1, range(100), tarry.key_hash(keys)).result().batches`
+        Example: `(subscription.plan(1, range(100), tarry.key_hash(keys)).result() == tarry.HELD).sum()`
         """
         with self._changed:
             parts = self._receiving.plan(ledger_id, entry_id, key_hash, futures.promise, anew=anew)
-        return subscription.whole(parts, key_shared.Planned.merge)
+        return subscription.whole(parts, np.concatenate)
 
     def mark_delete(self, ledger_id: int, entry_id: int) -> Future[None]:
         """Tells that everything that was planned up to and including this position is acknowledged.

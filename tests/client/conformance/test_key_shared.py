@@ -175,7 +175,7 @@ async def test_what_is_taken_back_is_told_and_left_out_of_what_was_not_taken_yet
 
 
 async def test_messages_are_planned(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
-    """What a consumer receives is a batch of it; a HELD one comes by itself."""
+    """What a consumer receives comes as a batch of it, a HELD one when it is free."""
 
     def step(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
         take(requests, "open")
@@ -199,10 +199,9 @@ async def test_messages_are_planned(daemon: FakeDaemon, client: tarry.aio.Client
     daemon.script(METHOD, step)
     a, b = two()
     async with client.subscribe_key_shared("topic", "sub", consumers=[a, b]) as subscription:
-        plan = await subscription.plan(9, range(4), [5, 6, 5, 7])
-        assert plan.consumer_id.tolist() == [2, 1, 2, tarry.HELD]
-        assert plan.is_held.tolist() == [False, False, False, True]
-        of_a, of_b = plan.batches
+        consumer_id = await subscription.plan(9, range(4), [5, 6, 5, 7])
+        assert consumer_id.tolist() == [2, 1, 2, tarry.HELD]
+        of_a, of_b = await event(subscription, tarry.ConsumerBatch), await event(subscription, tarry.ConsumerBatch)
         assert (of_a.consumer, of_a.entry_id.tolist(), hashes(of_a)) == (a, [1], [6])
         assert (of_b.consumer, of_b.entry_id.tolist(), hashes(of_b)) == (b, [0, 2], [5, 5])
         assert subscription.held == 3
@@ -235,9 +234,10 @@ async def test_plans_go_out_in_their_order_also_when_one_is_refused_for_now(daem
     )
     async with client.subscribe_key_shared("topic", "sub", consumers=[tarry.Consumer("a")]) as subscription:
         first, second = subscription.plan(9, range(4)), subscription.plan(9, 4)
-        assert (await first).consumer_id.tolist() == [1] * 4
-        assert [each.entry_id.tolist() for each in (await first).batches] == [[0, 1], [2, 3]]
-        assert (await second).consumer_id.tolist() == [1]
+        assert (await first).tolist() == [1] * 4
+        assert (await second).tolist() == [1]
+        batches = [await event(subscription, tarry.ConsumerBatch) for _ in range(3)]
+        assert [each.entry_id.tolist() for each in batches] == [[0, 1], [2, 3], [4]]
         with pytest.raises(tarry.InvalidArgument):
             await subscription.plan(9, 5)
 
@@ -273,8 +273,8 @@ async def test_after_a_break_consumers_and_what_they_hold_are_declared_and_plans
     async with client.subscribe_key_shared("topic", "sub", consumers=[a, b, c]) as subscription:
         of_a, of_b = await event(subscription, tarry.ConsumerBatch), await event(subscription, tarry.ConsumerBatch)
         assert (of_a.consumer, of_b.consumer) == (a, b)
-        first = await subscription.plan(9, [0, 1], [6, 6])
-        assert first.consumer_id.tolist() == [2, 0]
+        assert (await subscription.plan(9, [0, 1], [6, 6])).tolist() == [2, 0]
+        assert (await event(subscription, tarry.ConsumerBatch)).entry_id.tolist() == [0]
         await subscription.remove_consumer(c)
         unanswered = subscription.ack(of_a.take([1]))
         with pytest.raises(tarry.PlanLost):
@@ -298,9 +298,8 @@ async def test_after_a_break_consumers_and_what_they_hold_are_declared_and_plans
         with pytest.raises(tarry.PlanLost):
             await subscription.plan(9, 2)
         assert await unanswered == 0
-        plan = await subscription.plan(9, [0, 1, 2], [6, 6, 6], anew=True)
-        assert plan.consumer_id.tolist() == [2, 2, 0]
-        assert [each.entry_id.tolist() for each in plan.batches] == [[1]]
+        assert (await subscription.plan(9, [0, 1, 2], [6, 6, 6], anew=True)).tolist() == [2, 2, 0]
+        assert (await event(subscription, tarry.ConsumerBatch)).entry_id.tolist() == [1]
         assert subscription.held == 3
 
 

@@ -11,6 +11,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tarry import calls, columns, key_shared, key_shared_receiving
 from tarry.aio import connections, subscription
 
@@ -57,10 +60,10 @@ class KeySharedSubscription(subscription.Receiver[key_shared.Event]):
         key_hash: columns.Column | None = None,
         *,
         anew: bool = False,
-    ) -> asyncio.Future[key_shared.Planned]:
+    ) -> asyncio.Future[NDArray[np.uint32]]:
         """As `tarry.KeySharedSubscription.plan`; sent and awaited as `ack`."""
         parts = self._receiving.plan(ledger_id, entry_id, key_hash, subscription.promise, anew=anew)
-        return subscription.whole(parts, key_shared.Planned.merge)
+        return subscription.whole(parts, np.concatenate)
 
     def mark_delete(self, ledger_id: int, entry_id: int) -> asyncio.Future[None]:
         """As `tarry.KeySharedSubscription.mark_delete`; sent and awaited as `ack`."""
