@@ -40,9 +40,9 @@ class Where(enum.Enum):
 @dataclasses.dataclass(eq=False, slots=True)
 class Item:
     """A position. `deliver_at_ms`: 0 of an ordinary one, which has a row only since it was negatively acknowledged.
-    `arrived`: in which round it came. `sent`: the number of its first delivery, 0 before. `planner`: the stream that
-    planned it, 0 when that is no more, though others held it. `is_unread`: it is read from its bucket, or comes while
-    others are, so that its place among them is not known until all that is READY was looked at.
+    `arrived`: in which round it came. `sent`: the number of its first delivery, 0 before. `planners`: the streams that
+    planned it or declared to hold it. `is_unread`: it is read from its bucket, or comes while others are, so that its
+    place among them is not known until all that is READY was looked at.
     """
 
     at: Position
@@ -57,7 +57,7 @@ class Item:
     sent: int = 0
     count: int = 0
     until_ms: int = 0
-    planner: int = 0
+    planners: set[int] = dataclasses.field(default_factory=set)
     taken_back: bool = False
     is_unread: bool = False
 
@@ -169,9 +169,9 @@ class OrderOracle:
         self.leave([each.number for each in self.receivers.values() if each.stream == stream])
         self.full.discard(stream)
         for item in self.ordinary.values():
-            if item.planner == stream:
-                item.planner = 0
-                if item.where is Where.WAITS and not item.has_row:
+            if stream in item.planners:
+                item.planners.remove(stream)
+                if not item.planners and item.where is Where.WAITS and not item.has_row:
                     self._unplan(item)
 
     def closed_last(self) -> None:
@@ -190,7 +190,7 @@ class OrderOracle:
         self.full.clear()
         self.permits.clear()
         for item in [*self.items(Where.WAITS, Where.IN_FLIGHT, Where.STAGED, Where.UNPLANNED)]:
-            item.consumer, item.planner, item.taken_back, item.sent = 0, 0, False, 0
+            item.consumer, item.planners, item.taken_back, item.sent = 0, set(), False, 0
             if item.has_row:
                 self._wait(item, back=item.count > 0)
             else:
@@ -261,6 +261,7 @@ class OrderOracle:
             item = self.ordinary[at] = Item(at, 0, key_hash, Where.UNPLANNED, has_row=False)
             self.unplanned[at] = item
         was_sent = self.sent.was_sent(at)
+        item.planners.add(stream)
         self.sent.offer(at)
         if item.where is Where.IN_FLIGHT:
             here = item.consumer if self.receivers[item.consumer].stream == stream else 0
@@ -270,7 +271,7 @@ class OrderOracle:
         if item.where is Where.UNPLANNED:
             self._plans += 1
             del self.unplanned[at]
-            item.order, item.planner = (self._plans,), stream
+            item.order = (self._plans,)
             # Who joined since waits for what was sent before.
             self._wait(item, back=self.joins_behind and was_sent)
         else:
@@ -295,8 +296,8 @@ class OrderOracle:
             return False
         slot.waits.pop(item, None)
         slot.is_disordered |= any(other.sent and other.at < at for other in slot.waits)
-        if self.unplanned.pop(at, None) is not None:
-            item.planner = self.receivers[consumer].stream
+        self.unplanned.pop(at, None)
+        item.planners.add(self.receivers[consumer].stream)
         item.where, item.consumer, item.taken_back = Where.IN_FLIGHT, consumer, False
         self._hold(item)
         return True
