@@ -331,6 +331,38 @@ async def test_joining_and_leaving_are_settled_whatever_breaks(daemon: FakeDaemo
         assert (await event(subscription, tarry.ConsumerBatch)).consumer is b
 
 
+async def test_acknowledgements_of_what_was_taken_back_are_not_repeated(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    """0 and 1 acknowledged at once, 2 by itself; 1 and 2 are taken back, and the daemon is gone without an answer."""
+    again = Gate()
+
+    def breaking(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        take(requests, "open")
+        yield opened()
+        yield messages(range(3), consumer_id=[1, 1, 1])
+        take(requests, "acknowledge")
+        take(requests, "acknowledge")
+        yield taken_back([1, 2], [1, 1])
+        context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
+
+    def continuing(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+        again.open(requests.take())
+        yield opened(held=1)
+        repeated = take(requests, "acknowledge")
+        assert list(repeated.acknowledge.entry_id) == [0]
+        yield done(repeated)
+        hold(requests)
+
+    daemon.script(METHOD, breaking, continuing)
+    async with client.subscribe_key_shared("topic", "sub", consumers=[tarry.Consumer("a")]) as subscription:
+        received = await event(subscription, tarry.ConsumerBatch)
+        both, alone = subscription.ack(received.take([0, 1])), subscription.ack(received.take([2]))
+        assert (await event(subscription, tarry.TakenBack)).positions.entry_id.tolist() == [1, 2]
+        assert held_of(await again.passed()) == [(7, 0, 1000)]
+        assert (await both, await alone) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
