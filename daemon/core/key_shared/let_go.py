@@ -5,8 +5,9 @@ Does not own: reading (`feeding`), what waits in memory (`waiting_rows`), and wh
 
 When too many rows wait, those of hashes that cannot go now are let go, and so is what comes later of these. When some
 of the hashes can go, a reader looks through the backlog from the beginning: what it finds of them waits in memory
-again. At the end nothing of them is let go any more, but of those of which it passed a row over that was READY just
-then: that may be let go later, behind it. So a consumer without permits costs no memory, and nobody waits for it.
+again. At the end nothing of them is let go any more. Of those of which it passed a row over that was READY just then it
+seeks no more: that may be let go later, behind it, and goes before the later ones. So a consumer without permits costs
+no memory, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.planning import before_refused
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import earliest, first_time_ms
 
@@ -59,8 +61,12 @@ class LetGo:
 
     def found(self, rows: KeyedRows, passed_over: KeyedRows) -> KeyedRows:
         """Those of rows that the reader found at nobody which are sought. `passed_over`: those that are READY."""
-        self._again[slots_of(passed_over.key_hash())] = True
-        return rows.take(self._sought[slots_of(rows.key_hash())])
+        chosen = self._sought[slots_of(rows.key_hash())]
+        if len(passed_over):
+            # What is behind a READY row of its slot must not overtake it.
+            chosen &= _before(rows, passed_over)
+            self._sought[slots_of(passed_over.key_hash())] = False
+        return rows.take(chosen)
 
     def end(self) -> None:
         """The reader is at the end."""
@@ -69,3 +75,12 @@ class LetGo:
         self._sought[:] = False
         if not self.slots.any():
             self.first_ms = None
+
+
+def _before(rows: KeyedRows, others: KeyedRows) -> Mask:
+    """Which of the rows are due before all of the others of their slot."""
+    together = KeyedRows.concat([rows, others])
+    order = together.rows.due_order()
+    before = np.empty(len(together), np.bool_)
+    before[order] = before_refused(slots_of(together.key_hash())[order], order >= len(rows))
+    return before[: len(rows)]

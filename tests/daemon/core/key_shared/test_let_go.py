@@ -97,6 +97,27 @@ def test_rows_that_are_ready_while_what_was_let_go_is_sought_come_too_and_in_ord
     assert topic.shared.let_go is None
 
 
+@pytest.mark.parametrize("permits", [1, 3, 100])
+def test_what_comes_behind_ready_rows_does_not_pass_them_when_it_is_found_first(permits: int) -> None:
+    topic = SharedTopic(ready_rows_max=4)
+    one, two = topic.numbers
+    (key,), (other,) = topic.keys_of(one), topic.keys_of(two)
+    topic.shared.grant(two, 1)
+    rows = []
+    for _ in range(4):
+        rows += topic.due([key] * 3)
+        topic.hand_out_now()
+    assert topic.shared.let_go is not None
+    topic.due([other])
+    topic.ack(topic.hand_out_now())
+    # READY is full, and what comes then must be read.
+    for _ in range(3):
+        rows += topic.due([key] * 3)
+    assert topic.state.reader is not None
+    assert topic.state.ready_rows
+    assert handed_out_by_and_by(topic, [one], permits) == rows
+
+
 def test_who_has_permits_gets_everything_though_another_has_none_and_memory_is_full() -> None:
     topic = SharedTopic(ready_rows_max=4)
     one, two = topic.numbers
