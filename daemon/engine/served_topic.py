@@ -441,11 +441,15 @@ class ServedTopic:
         if self._ended is not None or number in self._behind:
             return
         limit = CATCH_UP_PORTIONS * self.pace.rows
-        if state.reader is not None and state.ready_rows < READY_LOW_ROWS:
-            needed = self.core.catch_up(state, limit)
-        elif state.key_shared is not None and state.key_shared.reads_on:
-            needed = self.core.key_sharing.find_let_go(state, limit)
-        else:
+        needed: list[SegmentRange] = []
+        runs_low = state.reader is not None and state.ready_rows < READY_LOW_ROWS
+        if runs_low:
+            needed += self.core.catch_up(state, limit)
+        # However long that goes on.
+        seeks = state.key_shared is not None and state.key_shared.reads_on
+        if seeks:
+            needed += self.core.key_sharing.find_let_go(state, limit)
+        if not runs_low and not seeks:
             return
         if not needed:
             self.notify(state)

@@ -369,7 +369,7 @@ class KeyShared:
     @property
     def reads_on(self) -> bool:
         """Whether rows that were let go are to be sought now."""
-        if self.let_go is None:
+        if self.let_go is None or self._ready.in_flight_room <= 0:
             return False
         if self.let_go.reader is None:
             return bool((self.let_go.slots & self._able_slots()).any())

@@ -184,3 +184,21 @@ def test_what_was_let_go_can_be_trimmed_and_acknowledged() -> None:
     topic.trim_at_once(LedgerRanges(np.array([1], np.uint64), np.array([rows[10][1]], np.uint64)))
     assert handed_out_by_and_by(topic, [one], 2) == rows[11:-1]
     assert not topic.state.backlog
+
+
+def test_nothing_is_sought_while_there_is_no_room_in_flight() -> None:
+    topic = SharedTopic(ready_rows_max=4, in_flight_rows_max=3)
+    one, two = topic.numbers
+    (key,), (other,) = topic.keys_of(one), topic.keys_of(two)
+    topic.shared.grant(two, 100)
+    for _ in range(4):
+        topic.due([key] * 3)
+        topic.hand_out_now()
+    topic.due([other] * 4)
+    held = topic.hand_out_now()
+    assert len(held) == 3
+    topic.shared.grant(one, 100)
+    assert topic.shared.let_go is not None
+    assert not topic.shared.reads_on
+    topic.ack(held)
+    assert topic.shared.reads_on
