@@ -442,7 +442,7 @@ class ServedTopic:
             return
         limit = CATCH_UP_PORTIONS * self.pace.rows
         needed: list[SegmentRange] = []
-        runs_low = state.reader is not None and state.ready_rows < READY_LOW_ROWS
+        runs_low = state.reader is not None and state.ready_rows < READY_LOW_ROWS and not state.is_full
         if runs_low:
             needed += self.core.catch_up(state, limit)
         # However long that goes on.
