@@ -280,6 +280,14 @@ class KeySharing:
         for stream in streams:
             self._topic.close_stream(stream)
 
+    def take_back(self, state: SubscriptionState) -> None:
+        """Rows may have come to be NACKED: what is behind them of their hashes is at nobody from now on. To be called
+        before anybody else can name it.
+        """
+        shared = self._shared.get(state.subscription_id)
+        if shared is not None:
+            self._take_back(shared)
+
     def _take_back(self, shared: _Shared) -> None:
         rows = 0
         for taken in shared.key_shared.take_back():

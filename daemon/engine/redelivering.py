@@ -66,6 +66,7 @@ class TopicRedelivery:
             # They may be rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
+        topic.key_sharing.take_back(state)
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
@@ -73,6 +74,7 @@ class TopicRedelivery:
         if len(left.positions):
             found = await acknowledging.find(state, redelivery.sought(state, left), left.positions)
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
+            topic.key_sharing.take_back(state)
             if found_records:
                 slot = commits.stage(*found_records, awaited=awaited)
             records = (*records, *found_records)
@@ -175,6 +177,7 @@ class TopicRedelivery:
         commits.check_accepting()
         before_ms = self._environment.elapsed_ms() - timeout_ms
         records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
+        topic.key_sharing.take_back(state)
         if not records:
             return False
         slot = commits.stage(*records)

@@ -217,6 +217,19 @@ async def test_later_rows_of_a_key_are_taken_back_and_wait_for_the_nacked_one(ma
     assert counter == 1
 
 
+async def test_an_acknowledgement_right_behind_a_nack_of_an_earlier_row_of_its_key_is_ignored(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one")
+    shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky(nack_order=NackOrder.BLOCK_KEY))
+    await add(one, 1, [1, 2, 3], [7, 7, 8])
+    rows = await shared.next(3)
+    nacked, acknowledged = shared.nack(rows[:1], 1_000), shared.acknowledge(rows[1:])
+    assert await nacked == calls.NackOutcome(0, 0)
+    assert await acknowledged == 1
+    assert [each.entry for each in await shared.next(2)] == [1, 2]
+
+
 async def test_where_nacked_rows_are_skipped_the_later_ones_go_on(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
     shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky())
