@@ -380,7 +380,7 @@ class OrderDriver:
         self.pair.nack(items, terms, delay_ms=delay_ms, reject=reject, now=self._chance(0.7))
 
     def time_out(self) -> None:
-        before_ms = self.topic.elapsed_ms - 3_000
+        before_ms = self.topic.elapsed_ms - self.random.choice((100, 500, 2_000))
         if before_ms > 0:
             terms = nacking.terms(self.topic.now_ms, delay_ms=self.random.choice((0, 200)), max_count=4)
             self.pair.time_out(before_ms, terms, self.random.choice((1, 100)))

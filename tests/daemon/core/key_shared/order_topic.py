@@ -53,6 +53,11 @@ class OrderedTopic(JournaledTopic):
         assert shared is not None
         return shared
 
+    def take_checkpoint(self) -> None:
+        """What is before it in the journal is needed no more."""
+        super().take_checkpoint()
+        self.slots.clear()
+
     # ---- streams and consumers
 
     def open_stream(self) -> int:
