@@ -338,11 +338,12 @@ class Receiving(Generic[Answer, Received]):
         return self._last_request_id
 
     def _send(self, request: Request[Answer]) -> Request[Answer]:
-        """Sends it now, and on every stream until it is answered."""
+        """Sends it now, and on every stream until it is answered. Raises InvalidArgument: the wire has no form for it."""
+        message = request.message()
         self._unconfirmed[request.request_id] = request
         self._unconfirmed_rows += request.size_rows
         if self._sending is not None:
-            self._sending.put(request.message())
+            self._sending.put(message)
         return request
 
     def _give_back(self, given: batch.HandedOut, positions: columns.Positions, requests: list[Request[Answer]]) -> None:
