@@ -338,7 +338,7 @@ class Receiving(Generic[Answer, Received]):
         return self._last_request_id
 
     def _send(self, request: Request[Answer]) -> Request[Answer]:
-        """Sends it now, and on every stream until it is answered. Raises InvalidArgument: the wire has no form for it."""
+        """Sends it now, and on every stream until it is answered. Raises InvalidArgument: the wire cannot hold it."""
         message = request.message()
         self._unconfirmed[request.request_id] = request
         self._unconfirmed_rows += request.size_rows
