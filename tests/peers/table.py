@@ -1,4 +1,5 @@
-"""Every test that Apache Pulsar has for its delayed delivery trackers, and the tests of this repository that say it.
+"""Every test that Apache Pulsar has for its delayed delivery trackers and for Key_Shared, and the tests of this
+repository that say it.
 
 Owns: the table, and finding the tests that it names. Does not own: the tests.
 
@@ -8,48 +9,12 @@ all that is taken from it.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import importlib
 import textwrap
 from collections.abc import Iterable, Iterator
 
-
-class Standing(enum.Enum):
-    """How a test of Pulsar stands here."""
-
-    HERE = "has its equivalent"
-    DIFFERS = "differs on purpose: the equivalent tests our rule"
-    MEASURED = "is measured: never an assertion on time in a test"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Peer:
-    """`tests`: `module:name` under this repository. `note`: the rule that differs, or why."""
-
-    name: str
-    tests: tuple[str, ...] = ()
-    standing: Standing = Standing.HERE
-    note: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Section:
-    title: str
-    peers: tuple[Peer, ...]
-
-
-def here(name: str, *tests: str, note: str = "") -> Peer:
-    return Peer(name, tests, note=note)
-
-
-def differs(name: str, *tests: str, rule: str) -> Peer:
-    return Peer(name, tests, Standing.DIFFERS, rule)
-
-
-def measured(name: str, *places: str, note: str) -> Peer:
-    return Peer(name, places, Standing.MEASURED, note)
-
+from tests.peers.entries import Peer, Section, Standing, differs, here, measured
+from tests.peers.table_of_keys import DISPATCHER, DRAINING_HASHES, PIP_282, SUBSCRIPTIONS
 
 TIMERS = "tests.peers.test_pulsar_timers:"
 COLLECTION = "tests.daemon.engine.test_collection:"
@@ -428,7 +393,8 @@ NOBODYS = Section(
     ),
 )
 
-SECTIONS = (ABSTRACT, BUCKETS, THREADS, QUEUES, DELIVERY, NOBODYS)
+KEYS = (PIP_282, DRAINING_HASHES, DISPATCHER, SUBSCRIPTIONS)
+SECTIONS = (*KEYS, ABSTRACT, BUCKETS, THREADS, QUEUES, DELIVERY, NOBODYS)
 
 
 def peers() -> Iterator[Peer]:
