@@ -41,10 +41,14 @@ class KeySharing:
         key_shared.is_whole = False
         return state.nacks.freeze()
 
+    def learn(self, state: SubscriptionState, nacked: KeyedRows) -> None:
+        """`nacked`: some of the rows of what `begin` gave, of which some may have left since."""
+        _shared(state).learn_nacked(nacked.take(contained(nacked.keys, state.nacks.keys)))
+
     def finish(self, state: SubscriptionState, nacked: KeyedRows) -> None:
-        """`nacked`: the rows of what `begin` gave; some may have left since. Nothing where nobody has it open now."""
-        if state.key_shared is not None:
-            state.key_shared.knew_nacked(nacked.take(contained(nacked.keys, state.nacks.keys)))
+        """The same; these are the last of them."""
+        self.learn(state, nacked)
+        _shared(state).knows_nacked()
 
     def find_let_go(self, state: SubscriptionState, limit: int) -> list[SegmentRange]:
         """Looks at about `limit` rows for those that wait for their key and were let go for want of room; the segments

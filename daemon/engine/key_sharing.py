@@ -100,14 +100,24 @@ class KeySharing:
             reading.add_done_callback(self._reading.discard)
 
     async def _read_nacked(self, shared: _Shared, frozen: FrozenNacks) -> None:
-        """What was NACKED before is known, in a thread; nothing is handed out until then."""
+        """What was NACKED before is read in a thread, and learnt portion by portion; nothing is handed out until then."""
         try:
             rows, _ = await self._environment.run(frozen.rows)
-            if self._shared.get(shared.state.subscription_id) is shared:
-                self._topic.core.key_sharing.finish(shared.state, rows)
-                self._ask(shared)
+            await self._learn_nacked(shared, rows)
         except Exception as error:  # noqa: BLE001 - the streams tell it
             self._fail(shared, error)
+
+    async def _learn_nacked(self, shared: _Shared, rows: KeyedRows) -> None:
+        sharing, pace, left = self._topic.core.key_sharing, self._topic.pace, rows
+        while self._shared.get(shared.state.subscription_id) is shared:
+            portion = left.take(slice(0, pace.rows))
+            left = left.take(slice(len(portion), None))
+            if not len(left):
+                sharing.finish(shared.state, portion)
+                self._ask(shared)
+                return
+            sharing.learn(shared.state, portion)
+            await pace.give_way()
 
     def closed(self, stream: OpenStream) -> None:
         """A stream listens no more, and its consumers are no more."""

@@ -426,10 +426,13 @@ class KeyShared:
 
     # ---- negative acknowledgements
 
-    def knew_nacked(self, rows: KeyedRows) -> None:
+    def learn_nacked(self, rows: KeyedRows) -> None:
         """Rows that were NACKED before the subscription was opened by key, and still are."""
         if self.nacks is not None:
             self.nacks.blocks.nacked(rows.keys, slots_of(rows.key_hash()), elapsed_ms=self._elapsed_ms)
+
+    def knows_nacked(self) -> None:
+        """All of them are known: rows may be handed out."""
         self.is_whole = True
 
     def nacked(self, rows: KeyedRows) -> None:

@@ -174,7 +174,7 @@ def a_hash_waits_for_one_that_left(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_new_owner_knows_of_no_nacks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KeyShared, "knew_nacked", lambda self, rows: setattr(self, "is_whole", True))
+    patch.setattr(KeyShared, "learn_nacked", lambda self, rows: None)
 
 
 # ---- plans
