@@ -100,7 +100,7 @@ class KeySharing:
             reading.add_done_callback(self._reading.discard)
 
     async def _read_nacked(self, shared: _Shared, frozen: FrozenNacks) -> None:
-        """What was NACKED before is read in a thread, and learnt portion by portion; nothing is handed out until then."""
+        """What was NACKED before is read in a thread, and learnt by portions; nothing is handed out until then."""
         try:
             rows, _ = await self._environment.run(frozen.rows)
             await self._learn_nacked(shared, rows)
