@@ -63,6 +63,11 @@ class HeldPositions:
         """Their entries, each as a whole."""
         return HeldPositions(self.ledger_id, self.entry_id, self.deliver_at_ms)
 
+    def with_entries(self) -> HeldPositions:
+        """They, and the entries of those that are messages of a batch."""
+        parts = self.are_parts()
+        return HeldPositions.concat(self, self.take(parts).entries()) if parts.any() else self
+
     def rows_in(self, index: Index) -> Rows:
         """The rows that they are in an index that they may be in."""
         entry_id = self.entry_id
@@ -153,3 +158,18 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
         there = entitlement.owed_among(index, asked, state.subscription_id) | (index.staged.keys & asked)
         owed |= contained(keys, there)
     return owed
+
+
+def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows, Mask]:
+    """Of the keys that are found with that time the rows, in the order of the keys; which these are.
+
+    `found`: by ascending key within each index; a key may be asked for several times.
+    """
+    if not len(found) or not len(keys):
+        return KeyedRows.empty(), np.zeros(len(keys), np.bool_)
+    order = np.argsort(found.keys, kind="stable")
+    places = np.searchsorted(found.keys, keys, sorter=order)
+    places[places == len(found)] = 0
+    places = order[places]
+    here = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == deliver_at_ms)
+    return found.take(places[here]), here

@@ -28,7 +28,7 @@ from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
 from daemon.core.acknowledging import Acknowledging
-from daemon.core.claims import HeldPositions, are_owed
+from daemon.core.claims import HeldPositions, are_owed, matched
 from daemon.core.dead_lettering import DeadLettering
 from daemon.core.dead_letters import DeadLetterRows
 from daemon.core.in_flight import Mask, Places
@@ -133,7 +133,7 @@ class Redelivering:
         """
         if not state.nacking:
             return False
-        named = _with_entries(positions)
+        named = positions.with_entries()
         for index in self._indexes.serving(state.subscription_id):
             if state.nacking.intersect(bitmap_of(named.keys_in(index))):
                 return True
@@ -163,7 +163,7 @@ class Redelivering:
 
     def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
         """The positions to look for in the backlog: of a message of a batch its entry, too."""
-        return _with_entries(left.positions)
+        return left.positions.with_entries()
 
     def stage_found(
         self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
@@ -176,7 +176,7 @@ class Redelivering:
         records: list[Record] = []
         found = state.counted(found)
         for index in self._indexes.serving(state.subscription_id):
-            rows, here = _matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found)
+            rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found)
             if here.any():
                 keys = bitmap_of(rows.keys)
                 is_nacked = contained(rows.keys, state.nacks.keys & keys)
@@ -364,7 +364,7 @@ class Redelivering:
         for keys_in in self._keys_of_entries(state):
             fresh = np.flatnonzero(self._are_new_parts(state, left))
             asked = left.take(fresh)
-            rows, here = _matched(keys_in(asked.positions.entries()), asked.positions.deliver_at_ms, entries)
+            rows, here = matched(keys_in(asked.positions.entries()), asked.positions.deliver_at_ms, entries)
             if not here.any():
                 continue
             chosen = asked.take(here)
@@ -487,28 +487,7 @@ def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
     return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
 
 
-def _with_entries(positions: HeldPositions) -> HeldPositions:
-    """The positions, and the entries of those that are messages of a batch."""
-    parts = positions.are_parts()
-    return HeldPositions.concat(positions, positions.take(parts).entries()) if parts.any() else positions
-
-
 def _part_rows(parts: HeldPositions, key_hash: U32 | None) -> Rows:
     if parts.batch_index is None:
         raise ValueError("positions without batch indexes are no parts")
     return Rows(parts.deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
-
-
-def _matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows, Mask]:
-    """Of the keys that are found with that time the rows, in the order of the keys; which these are.
-
-    `found`: by ascending key within each index; a key may be asked for several times.
-    """
-    if not len(found) or not len(keys):
-        return KeyedRows.empty(), np.zeros(len(keys), np.bool_)
-    order = np.argsort(found.keys, kind="stable")
-    places = np.searchsorted(found.keys, keys, sorter=order)
-    places[places == len(found)] = 0
-    places = order[places]
-    here = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == deliver_at_ms)
-    return found.take(places[here]), here
