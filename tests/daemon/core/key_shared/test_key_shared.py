@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from daemon.core.key_shared import plans
+from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from tests.daemon.core import nacking
@@ -274,3 +275,89 @@ def test_nacked_rows_stay_where_they_are_while_many_wait_for_permits() -> None:
     handed_out = topic.positions()
     topic.pass_all()
     assert handed_out + topic.positions() == [each.at for each in (*delivered[4:], *delivered[:4])]
+
+
+# ---- rows that leave otherwise
+
+
+@pytest.mark.parametrize("how", ["trim", "quarantine"])
+@pytest.mark.parametrize("policy", [SKIP, BLOCK_KEY], ids=["skip", "block key"])
+def test_rows_that_leave_by_a_decision_leave_nothing_behind(how: str, policy: KeySharedPolicy) -> None:
+    topic = SharedTopic(policy=policy)
+    one, two = topic.numbers
+    (first, second), (third,) = topic.keys_of(one, 2), topic.keys_of(two)
+    topic.shared.grant(one, 4)
+    # Of the first hash one is NACKED; of the second they are in flight, one with a staged acknowledgement; of the third
+    # they wait.
+    topic.due([first, first, second, second, third, third])
+    delivered = topic.hand_out_now()
+    assert len(delivered) == 4
+    nacking.nack(topic, topic.state, [(delivered[0].at, delivered[0].deliver_at_ms)], 60_000)
+    topic.taken_back()
+    topic.plan(topic.stream, [((2, 1), first)])
+    topic.seal(near_ms=topic.now_ms + 1)
+    topic.stage_acknowledge(topic.state, [(delivered[2].at, delivered[2].deliver_at_ms)])
+    if how == "trim":
+        topic.trim_at_once(LedgerRanges(np.array([1], np.uint64), np.array([1_000], np.uint64)))
+    else:
+        (bucket,) = topic.core.indexes.sealed
+        topic.quarantine(bucket)
+        topic.commit()
+    state, shared = topic.state, topic.shared
+    assert (state.backlog, len(state.in_flight), len(state.nacks), state.ready_rows) == (0, 0, 0, 0)
+    assert not state.acknowledging | state.nacking
+    assert shared.draining is not None
+    assert not shared.draining.unacked.any()
+    assert not shared.draining.holders.any()
+    if shared.nacks is not None:
+        assert not shared.nacks.blocks.any_blocked
+        assert not shared.nacks.taken_back
+    # What was planned is no row.
+    assert len(shared.waiting) == len(shared.planned) == 1
+    topic.shared.grant(one, 1)
+    assert topic.positions() == [(2, 1)]
+
+
+def test_a_consumer_that_leaves_with_staged_acknowledgements_holds_their_hashes_until_they_are_durable() -> None:
+    topic = SharedTopic(permits=10)
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    first, second = topic.due([key, key])
+    delivered = topic.hand_out_now()
+    topic.stage_acknowledge(topic.state, [(first, delivered[0].deliver_at_ms)])
+    topic.shared.leave([one])
+    assert topic.positions() == [], "after a crash the first one would come behind the second"
+    topic.commit()
+    (again,) = topic.hand_out_now()
+    assert (again.at, again.consumer) == (second, two)
+
+
+def test_what_a_consumer_held_comes_to_others_by_position_before_what_never_was_delivered() -> None:
+    topic = SharedTopic()
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    topic.shared.grant(one, 3)
+    late = topic.due([key] * 5)
+    assert topic.positions() == late[:3]
+    topic.shared.leave([one])
+    topic.shared.grant(two, 10)
+    assert topic.positions() == late
+
+
+def test_permits_are_used_once_for_each_row_and_come_back_for_none() -> None:
+    topic = SharedTopic(policy=BLOCK_KEY, permits=5)
+    one, _ = topic.numbers
+    ordinal = topic.shared.consumers.ordinal_of(one)
+    (key,) = topic.keys_of(one)
+    topic.due([key] * 2)
+    delivered = topic.hand_out_now()
+    topic.plan(topic.stream, [((2, 1), key)])
+    topic.plan(topic.stream, [((2, 1), key)])
+    assert topic.shared.consumers.permits_of(ordinal) == 2
+    nacking.nack(topic, topic.state, [(delivered[0].at, delivered[0].deliver_at_ms)])
+    assert len(topic.taken_back()) == 2
+    topic.pass_all()
+    assert len(topic.hand_out_now()) == 2
+    assert topic.shared.consumers.permits_of(ordinal) == 0
+    topic.shared.grant(one, 1)
+    assert topic.positions() == [(2, 1)]
