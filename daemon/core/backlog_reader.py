@@ -45,15 +45,6 @@ class BacklogReader:
         cursor = self._cursors[bucket.name] = SegmentCursor(bucket.name, bucket.table, number, offset)
         return cursor
 
-    def copy(self) -> BacklogReader:
-        """Another one at the same place."""
-        other = BacklogReader((), (), at_head=False)
-        for name, cursor in self._cursors.items():
-            other._cursors[name] = cursor.copy()
-        for number, place in self._places.items():
-            other._places[number] = _LogPlace(place.batches, place.runs.copy())
-        return other
-
     def sealed(self, memory: MutableBucket, bucket: SealedBucket) -> None:
         """A mutable bucket became a sealed one. What was read of it is not read again, unless it was only read in part:
         then from the beginning, and the caller leaves out what is in hand."""

@@ -142,14 +142,6 @@ class TieredRuns:
         if len(run):
             self.runs.append(run)
 
-    def copy(self) -> TieredRuns:
-        """Another one at the same place."""
-        other = TieredRuns()
-        other.runs = [
-            SortedRun(run.rows, offset=run.offset, stop=run.stop, continues=run.continues) for run in self.runs
-        ]
-        return other
-
     def next_due_ms(self) -> int | None:
         self.runs = [run for run in self.runs if len(run)]
         return min((run.next_due_ms() for run in self.runs), default=None)  # type: ignore[type-var]

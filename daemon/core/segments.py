@@ -149,10 +149,6 @@ class SegmentCursor:
         self.offset = offset
         self.run: SortedRun | None = None
 
-    def copy(self) -> SegmentCursor:
-        """Another one at the same place."""
-        return SegmentCursor(self.bucket, self._table, *self.place)
-
     @property
     def at_end(self) -> bool:
         return self.number >= len(self._table)
