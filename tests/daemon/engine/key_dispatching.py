@@ -78,8 +78,9 @@ class KeyDispatcher:
         self.got: list[Sent] = []
         self.taken_back: list[Sent] = []
         self.planned: dict[int, list[int]] = {}
-        # In one order.
-        self.log: list[object] = []
+        # Both in one order, and of each plan its number and how much of them came before it.
+        self.log: list[tuple[str, Sent]] = []
+        self.answered: list[tuple[int, int]] = []
         self.ended: Exception | None = None
         self._daemon = daemon
         self._waited = 0
@@ -98,14 +99,14 @@ class KeyDispatcher:
                     case calls.HandedOut() as handed:
                         sent = self._sent(handed)
                         self.got += sent
-                        self.log += [("sent", each.consumer, each.entry) for each in sent]
+                        self.log += [("sent", each) for each in sent]
                     case calls.TakenBack(rows):
                         taken = self._sent(rows)
                         self.taken_back += taken
-                        self.log += [("taken back", each.consumer, each.entry) for each in taken]
+                        self.log += [("taken back", each) for each in taken]
                     case calls.Planned(request_id=request_id, consumer_id=consumer_id):
                         self.planned[request_id] = consumer_id.tolist()
-                        self.log.append(("planned", request_id))
+                        self.answered.append((request_id, len(self.log)))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.ended = error
 

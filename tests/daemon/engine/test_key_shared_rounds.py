@@ -164,3 +164,33 @@ async def test_what_cannot_be_read_of_nacked_rows_ends_the_streams(
     again = await open_by_key(one, [consumer(1, ALL)])
     assert await again.nothing_more()
     assert [each.entry for each in await again.next(2)] == [0, 1]
+
+
+async def test_who_has_permits_gets_all_of_its_rows_though_memory_is_full_of_anothers(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", "delivery.ready_rows_max=50")
+    shared = await open_by_key(one, halves(permits=0), policy=sticky())
+    entries, hashes = list(range(600)), [(HALF if entry % 3 else 0) + 1 + entry % 40 for entry in range(600)]
+    await add(one, 1, entries, hashes)
+    mine = [entry for entry in entries if hashes[entry] < HALF]
+    others = [entry for entry in entries if hashes[entry] >= HALF]
+    got: list[int] = []
+    while len(got) < len(mine):
+        # It has no permits again and again.
+        shared.stream.grant(7, 1)
+        rows = await shared.next(min(7, len(mine) - len(got)))
+        got += [each.entry for each in rows]
+        await shared.acknowledge(rows)
+    assert_in_order(got, hashes)
+    assert sorted(got) == mine
+    shared.stream.grant(1_000, 2)
+    rows = await shared.next(len(others))
+    assert_in_order([each.entry for each in rows], hashes)
+    assert sorted(each.entry for each in rows) == others
+
+
+def assert_in_order(entries: list[int], hashes: list[int]) -> None:
+    """Entries of one hash ascend."""
+    last: dict[int, int] = {}
+    for entry in entries:
+        assert entry > last.get(hashes[entry], -1)
+        last[hashes[entry]] = entry
