@@ -74,7 +74,7 @@ class Acknowledging:
         """Acknowledges rows of the backlog that `find_in_backlog` found."""
         if not len(found):
             return ()
-        state.withdraw(bitmap_of(found.keys))
+        state.claim(bitmap_of(found.keys))
         records: list[AcknowledgeRecord] = []
         for index, part in self._indexes.parts_of(found, state.subscription_id):
             rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
@@ -96,7 +96,7 @@ class Acknowledging:
             return
         parts = index.present_among(batch_parts.keys_of_entries(index, ledger_id, entry_id)) - state.acknowledging
         if parts:
-            state.withdraw(parts)
+            state.claim(parts)
             keys = keys_of(parts)
             ledger_id, entry_id = index.pages.positions(keys)
             yield from self._leave(state, index, Rows(np.zeros(len(keys), np.uint64), ledger_id, entry_id), keys)

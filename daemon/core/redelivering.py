@@ -180,7 +180,7 @@ class Redelivering:
             if here.any():
                 keys = bitmap_of(rows.keys)
                 is_nacked = contained(rows.keys, state.nacks.keys & keys)
-                state.withdraw(keys)
+                state.claim(keys)
                 counts = rows.counts() + (~is_nacked).astype(np.uint32)
                 records += self._decide(state, index, rows, counts, left.take(here).how, terms)
                 left = left.take(~here)

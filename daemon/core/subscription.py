@@ -397,6 +397,13 @@ class SubscriptionState:
         if self.key_shared is not None:
             self.key_shared.departed(keys)
 
+    def claim(self, keys: BitMap64) -> None:
+        """Takes positions out of READY and IN_FLIGHT: a decision on them is about to be staged."""
+        if self.in_flight.watcher is not None:
+            rows = self.in_flight.find(keys)
+            self.in_flight.take(rows.keys, rows.rows.deliver_at_ms)
+        self.withdraw(keys)
+
     def withdraw(self, keys: BitMap64) -> None:
         """Takes positions out of READY and IN_FLIGHT: they left the backlog, or are not for the taking. O(READY)."""
         if self.key_shared is not None:

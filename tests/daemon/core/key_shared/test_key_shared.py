@@ -12,7 +12,7 @@ from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from tests.daemon.core import nacking
-from tests.daemon.core.journaled_topic import Position
+from tests.daemon.core.journaled_topic import Position, claims_of
 from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
 from tests.daemon.core.key_shared.order_topic import OrderedTopic
 from tests.daemon.core.oracle import Claim
@@ -361,3 +361,37 @@ def test_permits_are_used_once_for_each_row_and_come_back_for_none() -> None:
     assert topic.shared.consumers.permits_of(ordinal) == 0
     topic.shared.grant(one, 1)
     assert topic.positions() == [(2, 1)]
+
+
+def test_what_was_handed_out_while_a_late_acknowledgement_looked_for_it_holds_its_hash_until_that_is_durable() -> None:
+    topic = SharedTopic(permits=10)
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    first, second = topic.due([key, key])
+    late = claims_of([(first, topic.now_ms)])
+    found = topic.find_in_backlog(topic.state, late)
+    assert topic.positions(1)[0] == first
+    records = topic.core.acknowledging.stage_found(topic.state, found)
+    topic.shared.leave([one])
+    assert topic.positions() == []
+    topic.commit_together(records)
+    assert [(each.at, each.consumer) for each in topic.hand_out_now()] == [(second, two)]
+
+
+def test_messages_that_leave_with_their_entry_hold_their_hash_until_that_is_durable() -> None:
+    topic = SharedTopic(permits=10)
+    one, two = topic.numbers
+    (key,) = topic.keys_of(one)
+    # One message of an entry that the dispatcher took from its log.
+    part = Claim((2, 7), 0, 3)
+    batch = nacking.stage_nack(topic, topic.state, [part], nacking.terms(topic.now_ms), key_hash=[key])
+    assert len(batch.nacks) == 1
+    topic.commit()
+    topic.pass_all()
+    assert len(topic.hand_out_now()) == 1
+    (row,) = topic.due([key])
+    topic.stage_acknowledge(topic.state, [((2, 7), 0)])
+    topic.shared.leave([one])
+    assert topic.positions() == []
+    topic.commit()
+    assert [(each.at, each.consumer) for each in topic.hand_out_now()] == [(row, two)]
