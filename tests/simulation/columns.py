@@ -13,7 +13,12 @@ from tests.simulation.positions import Position, named, part_of
 
 
 def batch_of(
-    positions: Sequence[Position], times: Sequence[int], *, by_delay: bool = False, return_already_due: bool = False
+    positions: Sequence[Position],
+    times: Sequence[int],
+    *,
+    by_delay: bool = False,
+    return_already_due: bool = False,
+    key_hash: U32 | None = None,
 ) -> AddBatch:
     """`times`: when each is due, or its delay, in ms."""
     column = np.array(times, np.uint64)
@@ -23,7 +28,7 @@ def batch_of(
         entry_id=entry_id,
         deliver_at_ms=None if by_delay else column,
         delay_ms=column if by_delay else None,
-        key_hash=None,
+        key_hash=key_hash,
         return_already_due=return_already_due,
     )
 

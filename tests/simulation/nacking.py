@@ -17,6 +17,7 @@ import numpy as np
 
 from daemon.engine.calls import DeadLetterFilter, Nack, NackOutcome, SubscriptionPolicy, TopicDelayLevels
 from daemon.engine.dispatch import DispatchStream
+from daemon.engine.dispatch import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests.simulation.columns import held_positions
@@ -120,14 +121,24 @@ class Nacking:
     # ---- what is held
 
     async def some_of(
-        self, draw: random.Random, daemon: Daemon, view: OpenStream, name: str, stream: DispatchStream | None
-    ) -> None:
-        """Of what a dispatcher holds: by its stream, None: it is leased."""
+        self,
+        draw: random.Random,
+        daemon: Daemon,
+        view: OpenStream,
+        name: str,
+        stream: OpenDispatch | None,
+        *,
+        parts: bool = True,
+    ) -> bool:
+        """Of what a dispatcher holds: by its stream, None: it is leased; whether that was answered. `parts`: now and
+        then one message of an entry.
+        """
         held = list(view.held.items())
-        claims = self._claims(draw, draw.sample(held, draw.randrange(1, min(len(held), 12) + 1)), view.subscription_id)
+        claims = draw.sample(held, draw.randrange(1, min(len(held), 12) + 1))
+        claims = self._claims(draw, claims, view.subscription_id) if parts else sorted(claims)
         for position, _ in claims:
             view.held.pop(position, None)
-        await self._nack(draw, daemon, view.topic, name, view.subscription_id, claims, view, stream)
+        return await self._nack(draw, daemon, view.topic, name, view.subscription_id, claims, view, stream)
 
     @staticmethod
     def _claims(draw: random.Random, held: Sequence[Claim], subscription_id: int) -> list[Claim]:
@@ -185,10 +196,12 @@ class Nacking:
         number: int,
         claims: Sequence[Claim],
         view: OpenStream | None,
-        stream: DispatchStream | None,
-    ) -> None:
+        stream: OpenDispatch | None,
+    ) -> bool:
+        """Whether it was answered."""
+        answered = False
         if not claims:
-            return
+            return answered
         how = How.drawn(draw, len(claims))
         nack = Nack(
             positions=held_positions(claims),
@@ -205,7 +218,7 @@ class Nacking:
                 sent, number, claims, delays_ms=delays_ms, reject=how.reject, at_least=how.levels is not None
             )
             if asked is None:
-                return
+                return answered
             calling: Coroutine[Any, Any, NackOutcome]
             if stream is not None:
                 calling = stream.negative_acknowledge(nack)
@@ -213,6 +226,7 @@ class Nacking:
                 calling = daemon.engine.requests.negative_acknowledge(topic, name, nack)
             outcome = await self._clients.call(daemon, calling)
             if outcome is not None:
+                answered = True
                 self._history.note(f"{daemon.name} nack {topic} {name} {claims} {how} -> {outcome}")
                 shard = names.shard_of(topic, daemon.engine._shards_total)
                 served = daemon.shards.get(shard)
@@ -220,8 +234,9 @@ class Nacking:
                 self._promises.redeliveries.nack_answered(asked, shard, epoch, outcome, view)
             again = await self._clients.daemon(draw)
             if again is None or draw.random() < 0.5:
-                return
+                break
             daemon, stream = again, None
+        return answered
 
     # ---- dead letters
 

@@ -27,6 +27,7 @@ from storage_backends.formats.manifest import TopicPolicy
 from tests.simulation.cluster import Cluster
 from tests.simulation.columns import batch_by_level, batch_of, columns_of, entries_of, handed_of, held_positions
 from tests.simulation.history import History
+from tests.simulation.key_sharing import KeySharing, key_hashes
 from tests.simulation.leasing import Leasing
 from tests.simulation.mergers import Merger
 from tests.simulation.nacking import LEVELS_TOP, Nacking
@@ -81,6 +82,7 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
         self._nacking = Nacking(self, oracle, promises, history, seed, nacks)
         self._leasing = Leasing(self, self._nacking, oracle, promises, history)
+        self._key_sharing = KeySharing(self, self._nacking, oracle, promises, history, seed)
 
     def start(self) -> None:
         for topic in self._topics:
@@ -97,6 +99,8 @@ class Clients:
             for number in range(drawn if self._mergers is None else self._mergers):
                 self._begin(f"merger {topic} {number}", functools.partial(self._merge, topic, number))
             for name, work in self._nacking.clients(topic).items():
+                self._begin(f"{name} {topic}", functools.partial(work, topic))
+            for name, work in self._key_sharing.clients(topic).items():
                 self._begin(f"{name} {topic}", functools.partial(work, topic))
             for subscription in ("a", "a", "b"):
                 self._begin(
@@ -179,7 +183,8 @@ class Clients:
         by_delay = draw.random() < 0.2
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
-        batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1)
+        hashes = key_hashes(positions) if self._key_sharing.is_there(topic) else None
+        batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1, key_hash=hashes)
         if by_delay and draw.random() < 0.5:
             times = [draw.randrange(LEVELS_TOP) for _ in times]
             batch = batch_by_level(positions, times)

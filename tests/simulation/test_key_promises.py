@@ -1,0 +1,19 @@
+"""The promise of keys can be broken: where the policy says that nothing waits, a run tells it."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemon.engine.calls import SubscriptionPolicy
+from storage_backends.formats.manifest import KeySharedPolicy
+from tests.simulation import key_sharing
+from tests.simulation.run import run
+
+SEEDS = range(3, 20)
+
+
+def test_a_hash_at_two_consumers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_any_order = SubscriptionPolicy(key_shared=KeySharedPolicy(allow_out_of_order_delivery=True))
+    monkeypatch.setattr(key_sharing, "POLICIES", (in_any_order,))
+    broken = (breach for seed in SEEDS for breach in run(seed).breaches)
+    assert "while another one holds" in next(broken, "")
