@@ -396,11 +396,12 @@ class OrderDriver:
     def mark_delete(self) -> None:
         if not self.topic.streams:
             return
-        offered = self.oracle.sent.offered()[:6]
+        offered = self.oracle.sent.offered()
+        # Where log and list agree about what is up to it.
         cuts = [
             place
-            for place in range(len(offered))
-            if max(offered[: place + 1]) == offered[place] and all(offered[place] < at for at in offered[place + 1 :])
+            for place in range(min(6, len(offered)))
+            if max(offered[: place + 1]) == offered[place] == min(offered[place:])
         ]
         if cuts and self._chance(0.2):
             self.pair.mark_delete(offered[self.random.choice(cuts)])
