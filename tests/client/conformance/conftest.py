@@ -1,9 +1,10 @@
-"""Both clients for every test, connected to a scripted daemon."""
+"""Both clients for every test, connected to a scripted daemon; real daemons for those that want one."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -11,8 +12,10 @@ import pytest_asyncio
 
 import tarry
 import tarry.aio
+from examples import processes
 from tests.client import conftest, fake_daemon
 from tests.client.conformance import threaded
+from tests.support.processes import Daemons
 
 Connect: TypeAlias = Callable[..., tarry.aio.Client]
 """Makes a client with the arguments of `tarry.Client`; it is closed with the test."""
@@ -43,3 +46,42 @@ async def connect(kind: str) -> AsyncIterator[Connect]:
 @pytest.fixture
 def client(daemon: fake_daemon.FakeDaemon, connect: Connect) -> tarry.aio.Client:
     return connect(daemon.address, timeout_s=fake_daemon.WAIT_S, retry_policy=conftest.AT_ONCE)
+
+
+@contextmanager
+def serving(directory: Path, settings: dict[str, object]) -> Iterator[processes.DaemonProcess]:
+    """A real daemon with a store of its own in the directory."""
+    daemons = Daemons(directory)
+    try:
+        daemon = daemons.make("tarryd", settings | processes.local_store(directory / "root"))
+        daemon.start_serving()
+        yield daemon
+    finally:
+        daemons.end()
+
+
+@pytest.fixture(scope="module")
+def daemon_settings() -> dict[str, object]:
+    """Of the real daemons of a module."""
+    return {"daemon.shards": 4}
+
+
+@pytest.fixture(scope="module")
+def shared_daemon(
+    tmp_path_factory: pytest.TempPathFactory, daemon_settings: dict[str, object]
+) -> Iterator[processes.DaemonProcess]:
+    with serving(tmp_path_factory.mktemp("daemon"), daemon_settings) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def mortal_daemon(tmp_path: Path, daemon_settings: dict[str, object]) -> Iterator[processes.DaemonProcess]:
+    """One that the test may kill."""
+    with serving(tmp_path, daemon_settings) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest) -> str:
+    """One of its own for each test and client."""
+    return str(request.node.name)

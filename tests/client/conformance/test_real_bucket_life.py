@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import tarry
 import tarry.aio
 from examples import processes
 from tests.client.conformance.conftest import Connect
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -22,28 +20,14 @@ FAR_MS = 3_600_000
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
+def daemon_settings() -> dict[str, object]:
     """What leaves a manifest is garbage at once."""
-    directory = tmp_path_factory.mktemp("daemon")
-    daemons = Daemons(directory)
-    settings = {"daemon.shards": 4, "collection.grace_s": 0} | processes.local_store(directory / "root")
-    try:
-        daemon = daemons.make("tarryd", settings)
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
+    return {"daemon.shards": 4, "collection.grace_s": 0}
 
 
 @pytest.fixture
 def client(shared_daemon: processes.DaemonProcess, connect: Connect) -> tarry.aio.Client:
     return connect(shared_daemon.address, timeout_s=PATIENCE_S)
-
-
-@pytest.fixture
-def topic(request: pytest.FixtureRequest) -> str:
-    """One of its own for each test and client."""
-    return str(request.node.name)
 
 
 def now_ms() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import click.testing
 import pytest
@@ -13,41 +13,22 @@ import tarry
 import tarry.aio
 from examples import processes
 from tarry.cli import commands
+from tests.client.conformance.keyed_batches import PATIENCE_S, batches
 from tests.client.conformance.threaded import in_thread
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PATIENCE_S = 30.0
 SLOTS = 65_536
 # Eight slots, evenly spread.
 HASHES = list(range(0, SLOTS, SLOTS // 8))
 AUTO_SPLIT = tarry.KeySharedPolicy(selector=tarry.HashSelector.AUTO_SPLIT)
 
 
-@pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
-    directory = tmp_path_factory.mktemp("daemon")
-    daemons = Daemons(directory)
-    try:
-        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(directory / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
 @pytest_asyncio.fixture(loop_scope="session")
 async def client(shared_daemon: processes.DaemonProcess) -> AsyncIterator[tarry.aio.Client]:
     async with tarry.aio.Client(shared_daemon.address, timeout_s=PATIENCE_S) as client:
         yield client
-
-
-@pytest.fixture
-def topic(request: pytest.FixtureRequest) -> str:
-    """One of its own for each test."""
-    return str(request.node.name)
 
 
 async def create(client: tarry.aio.Client, topic: str, policy: tarry.KeySharedPolicy) -> None:
@@ -72,8 +53,8 @@ async def test_hashes_that_moved_drain_at_the_consumer_that_had_them(client: tar
     await create(client, topic, AUTO_SPLIT)
     first = tarry.Consumer("a", permits=100, address="10.0.0.7:4711")
     async with client.subscribe_key_shared(topic, "sub", consumers=[first]) as subscription:
-        planned = await subscription.plan(1, range(8), HASHES)
-        assert not planned.is_held.any()
+        assert tarry.HELD not in await subscription.plan(1, range(8), HASHES)
+        planned = await batches(subscription, 8)
         a = (await seen(client, topic))["a"]
         assert (a.address, a.unacked, a.permits, a.slots) == ("10.0.0.7:4711", 8, 92, SLOTS)
         assert a.hash_ranges == (tarry.HashRange(0, SLOTS - 1),)
@@ -91,24 +72,22 @@ async def test_hashes_that_moved_drain_at_the_consumer_that_had_them(client: tar
         assert {each.hash for each in a.draining_hashes} == set(moved)
         assert (a.draining_hashes_count, a.draining_hashes_unacked, b.draining_hashes_count) == (4, 4, 0)
 
-        kept_back = await subscription.plan(1, [8], moved[:1])
-        assert kept_back.is_held.all()
+        assert await subscription.plan(1, [8], moved[:1]) == [tarry.HELD]
         stats = await keys(client, topic)
         assert (stats.consumers, stats.waiting, stats.draining_hashes, stats.draining_hashes_unacked) == (2, 1, 4, 4)
         a = (await seen(client, topic))["a"]
         attempts = {each.hash: (each.unacked, each.blocked_attempts > 0) for each in a.draining_hashes}
         assert attempts[moved[0]] == (1, True)
 
-        for batch in planned.batches:
+        for batch in planned:
             await subscription.ack(batch)
-        event = await subscription.receive(PATIENCE_S)
-        assert isinstance(event, tarry.ConsumerBatch)
-        assert (event.consumer, event.entry_id.tolist()) == (second, [8])
+        (kept_back,) = await batches(subscription, 1)
+        assert (kept_back.consumer, kept_back.entry_id.tolist()) == (second, [8])
         stats = await keys(client, topic)
         assert (stats.draining_hashes, stats.draining_hashes_cleared, stats.waiting) == (0, 1, 0)
         (counts,) = [each async for each in client.subscriptions(topic)]
         assert (counts.consumers, counts.waiting, counts.dispatchers) == (2, 0, 1)
-        await subscription.ack(event)
+        await subscription.ack(kept_back)
 
         await subscription.remove_consumer(first)
         assert list(await seen(client, topic)) == ["b"]
@@ -120,8 +99,8 @@ async def test_who_joins_behind_the_last_sent_position_is_seen_until_that_is_ack
 ) -> None:
     await create(client, topic, tarry.KeySharedPolicy(order=tarry.KeyOrder.LAST_SENT_POSITION))
     async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a", permits=4)]) as subscription:
-        planned = await subscription.plan(3, range(6), 7)
-        assert planned.is_held.tolist() == [False] * 4 + [True] * 2
+        assert (await subscription.plan(3, range(6), 7)).tolist() == [1] * 4 + [tarry.HELD] * 2
+        planned = await batches(subscription, 4)
         await subscription.add_consumer(tarry.Consumer("b"))
         stats = await keys(client, topic)
         assert (stats.last_sent_position, stats.individually_sent_positions) == (tarry.Position(3, 3), ())
@@ -129,7 +108,7 @@ async def test_who_joins_behind_the_last_sent_position_is_seen_until_that_is_ack
         b = (await seen(client, topic))["b"]
         assert (behind.name, behind.instance_id) == ("b", b.instance_id)
         assert behind.last_sent_position_when_joining == b.last_sent_position_when_joining == tarry.Position(3, 3)
-        for batch in planned.batches:
+        for batch in planned:
             await subscription.ack(batch)
         assert (await keys(client, topic)).consumers_after_mark_delete_position == ()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,13 @@ SETTINGS: dict[str, object] = {"daemon.shards": 4, "journal.checkpoint_slots": 4
 
 
 @pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
-    directory = tmp_path_factory.mktemp("daemon")
-    daemons = Daemons(directory)
-    try:
-        daemon = daemons.make("tarryd", SETTINGS | processes.local_store(directory / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
-@pytest.fixture
-def mortal_daemon(tmp_path: Path) -> Iterator[processes.DaemonProcess]:
-    """One that the test may kill."""
-    daemons = Daemons(tmp_path)
-    try:
-        daemon = daemons.make("tarryd", SETTINGS | processes.local_store(tmp_path / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
+def daemon_settings() -> dict[str, object]:
+    return SETTINGS
 
 
 @pytest.fixture
 def client(shared_daemon: processes.DaemonProcess, connect: Connect) -> tarry.aio.Client:
     return connect(shared_daemon.address, timeout_s=PATIENCE_S)
-
-
-@pytest.fixture
-def topic(request: pytest.FixtureRequest) -> str:
-    """One of its own for each test and client."""
-    return str(request.node.name)
 
 
 def now_ms() -> int:

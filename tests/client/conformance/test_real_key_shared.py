@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +12,12 @@ import tarry
 import tarry.aio
 from examples import processes
 from tests.client.conformance.conftest import Connect
+from tests.client.conformance.keyed_batches import PATIENCE_S, batches
 from tests.client.conformance.threaded import in_thread
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PATIENCE_S = 30.0
 KEY = tarry.key_hash("N14228")
 BLOCKING = tarry.SubscriptionPolicy(
     nack_precision_bits=0, key_shared=tarry.KeySharedPolicy(nack_order=tarry.NackOrder.BLOCK_KEY)
@@ -28,53 +25,13 @@ BLOCKING = tarry.SubscriptionPolicy(
 LAST_SENT = tarry.SubscriptionPolicy(key_shared=tarry.KeySharedPolicy(order=tarry.KeyOrder.LAST_SENT_POSITION))
 
 
-@pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
-    directory = tmp_path_factory.mktemp("daemon")
-    daemons = Daemons(directory)
-    try:
-        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(directory / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
-@pytest.fixture
-def mortal_daemon(tmp_path: Path) -> Iterator[processes.DaemonProcess]:
-    """One that the test may kill."""
-    daemons = Daemons(tmp_path)
-    try:
-        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(tmp_path / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
 @pytest.fixture
 def client(shared_daemon: processes.DaemonProcess, connect: Connect) -> tarry.aio.Client:
     return connect(shared_daemon.address, timeout_s=PATIENCE_S)
 
 
-@pytest.fixture
-def topic(request: pytest.FixtureRequest) -> str:
-    """One of its own for each test and client."""
-    return str(request.node.name)
-
-
 def now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-async def batches(subscription: tarry.aio.KeySharedSubscription, rows: int) -> list[tarry.ConsumerBatch]:
-    """So many rows; nothing else comes between them."""
-    received: list[tarry.ConsumerBatch] = []
-    while (missing := rows - sum(map(len, received))) > 0:
-        event = await subscription.receive(PATIENCE_S)
-        assert isinstance(event, tarry.ConsumerBatch), f"{missing} rows are missing, and {event} came"
-        received.append(event)
-    return received
 
 
 def entries(received: list[tarry.ConsumerBatch]) -> list[int]:

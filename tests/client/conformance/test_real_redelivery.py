@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import tarry.aio
 from examples import processes
 from tests.client.conformance.conftest import Connect
 from tests.client.conformance.threaded import in_thread
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -25,39 +23,9 @@ WHOLE = tarry.NO_BATCH_INDEX
 EXACT = tarry.SubscriptionPolicy(nack_precision_bits=0)
 
 
-@pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.DaemonProcess]:
-    directory = tmp_path_factory.mktemp("daemon")
-    daemons = Daemons(directory)
-    try:
-        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(directory / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
-@pytest.fixture
-def mortal_daemon(tmp_path: Path) -> Iterator[processes.DaemonProcess]:
-    """One that the test may kill."""
-    daemons = Daemons(tmp_path)
-    try:
-        daemon = daemons.make("tarryd", {"daemon.shards": 4} | processes.local_store(tmp_path / "root"))
-        daemon.start_serving()
-        yield daemon
-    finally:
-        daemons.end()
-
-
 @pytest.fixture
 def client(shared_daemon: processes.DaemonProcess, connect: Connect) -> tarry.aio.Client:
     return connect(shared_daemon.address, timeout_s=PATIENCE_S)
-
-
-@pytest.fixture
-def topic(request: pytest.FixtureRequest) -> str:
-    """One of its own for each test and client."""
-    return str(request.node.name)
 
 
 def now_ms() -> int:
