@@ -292,13 +292,13 @@ class RowMachine(RowInvariants):
         found = self.topic.find_in_backlog(state, claims_of(declared.values()))
         self.dispatchers += 1
         self.topic.core.open(state, self.dispatchers)
-        held = self.topic.core.hold(state, self.dispatchers, found, elapsed_ms=self.topic.elapsed_ms)
+        are_held = self.topic.core.hold(state, self.dispatchers, found, elapsed_ms=self.topic.elapsed_ms)
         subscriber.dispatchers.add(self.dispatchers)
         # What a lease holds is taken from it.
         expected = self.oracle.claimed(number, declared.values())
         assert set(self.places_of(found.keys)) == expected
         expected = self.oracle.in_hand_when_claimed(number, expected)
-        assert np.count_nonzero(held) == len(expected)
+        assert np.count_nonzero(are_held) == len(expected)
         for at in expected:
             subscriber.in_flight[at] = (self.dispatchers, self.oracle.rows[at].deliver_at_ms)
 

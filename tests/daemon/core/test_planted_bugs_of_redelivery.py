@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,14 @@ def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch)
     extend = Redelivering.extend
 
     def extended(
-        self: Redelivering, state: SubscriptionState, positions: HeldPositions, dispatcher: int, *, elapsed_ms: int
+        self: Redelivering,
+        state: SubscriptionState,
+        positions: HeldPositions,
+        dispatchers: Collection[int],
+        *,
+        elapsed_ms: int,
     ) -> int:
-        return extend(self, state, positions, dispatcher, elapsed_ms=0)
+        return extend(self, state, positions, dispatchers, elapsed_ms=0)
 
     patch.setattr(Redelivering, "extend", extended)
 
