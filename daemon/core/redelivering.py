@@ -129,8 +129,12 @@ class Redelivering:
 
     def is_staged(self, state: SubscriptionState, positions: HeldPositions) -> bool:
         """Whether a negative acknowledgement that is staged names one of the positions, a part of one, or the entry
-        that one is a part of: its count goes on from there.
+        that one is a part of: its count goes on from there; or whether a part of one is staged to get a row: it would
+        not leave with its entry.
         """
+        parts = self._indexes.get(batch_parts_of(state.subscription_id))
+        if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
+            return True
         if not state.nacking:
             return False
         named = positions.with_entries()

@@ -316,6 +316,20 @@ def test_a_rejected_entry_takes_its_messages_along_and_is_replayed_with_the_coun
     assert one.handed_out(NOW_MS + 30) == [(1, None, NOW_MS + 30, 0), (44, None, NOW_MS + 30, 0)]
 
 
+def test_an_entry_waits_for_a_replay_of_its_message_before_it_leaves() -> None:
+    one = One()
+    one.add([1, 2])
+    one.handed_out()
+    one.nack((1, 5, NOW_MS), reject=True, text="bad")
+    rows = one.state.dead_letters.freeze().rows()
+    records, _ = one.topic.dead_lettering.stage_replay(one.state, rows, NOW_MS + 30)
+    entry, other = one.claims([(1, None, NOW_MS)]), one.claims([(2, None, NOW_MS)])
+    assert one.topic.redelivery.is_staged(one.state, entry)
+    assert not one.topic.redelivery.is_staged(one.state, other)
+    one.apply(records)
+    assert not one.topic.redelivery.is_staged(one.state, entry)
+
+
 def test_what_is_in_flight_too_long_is_nacked_by_policy() -> None:
     one = One()
     one.add([1, 2])
