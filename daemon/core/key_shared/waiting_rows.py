@@ -4,8 +4,10 @@ Owns: the rows, how many there are of each hash, and their order: what was deliv
 never was, as it came; and what comes behind rows that were let go.
 Does not own: why they wait and which of them may go (`key_shared`).
 
-Both classes are kept as a few parts, each at least twice as long as the next; a row that leaves is marked, and a part
-of which less than half is left is packed. Looking at all that waits is one pass over the columns of each part.
+Both classes are kept as a few parts, each at least twice as long as the next; of what was delivered before no two parts
+have a slot in common, so that only those of its slots are sorted again when a row comes. A row that leaves is marked,
+and a part of which less than half is left is packed. Looking at all that waits is one pass over the columns of each
+part.
 """
 
 from __future__ import annotations
@@ -64,11 +66,19 @@ class WaitingRows:
         return len(self.keys)
 
     def add_back(self, rows: KeyedRows) -> None:
-        """Rows that were delivered before: they go before all others, by position."""
-        if len(rows):
-            self._came(rows)
-            rows = KeyedRows.concat([*[part.rows.take(part.places) for part in self._back], rows])
-            self._back = [_part_of(self._order.ordered(rows))]
+        """Rows that were delivered before: they go before all others of their slots, by position."""
+        if not len(rows):
+            return
+        self._came(rows)
+        named = np.zeros(HASH_SLOTS, np.bool_)
+        named[slots_of(rows.key_hash())] = True
+        apart = []
+        for part in sorted(self._back, key=lambda each: len(each.places)):
+            if 2 * len(rows) >= len(part.places) or named[part.slots[part.places]].any():
+                rows = KeyedRows.concat([part.rows.take(part.places), rows])
+            else:
+                apart.append(part)
+        self._back = [*apart, _part_of(self._order.ordered(rows))]
 
     def add_fresh(self, rows: KeyedRows) -> None:
         """Rows that never were, behind the others."""

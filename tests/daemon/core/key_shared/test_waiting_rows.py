@@ -53,6 +53,25 @@ def test_what_was_delivered_before_goes_first_by_position_and_the_rest_as_it_cam
     waiting.check()
 
 
+def test_rows_that_come_back_go_by_position_in_each_slot_however_they_come() -> None:
+    waiting = Waiting()
+    random = np.random.default_rng(1)
+    entries_left = random.permutation(900)
+    slot_of = random.integers(0, 40, 900)
+    while len(entries_left):
+        size = int(random.choice([1, 2, 5, 60]))
+        now, entries_left = entries_left[:size].tolist(), entries_left[size:]
+        waiting.add_back(waiting.keyed.rows([((1, entry), int(slot_of[entry])) for entry in now]))
+        if random.random() < 0.2:
+            waiting.remove(bitmap_of(waiting.keyed.rows([((1, now[0]), 0)]).keys))
+            slot_of[now[0]] = -1
+    assert waiting.back_rows == np.count_nonzero(slot_of >= 0)
+    given = waiting.given(*range(40))
+    for slot in range(40):
+        assert [entry for entry in given if slot_of[entry] == slot] == np.flatnonzero(slot_of == slot).tolist()
+    waiting.check()
+
+
 def test_fresh_rows_keep_their_order_however_their_parts_are_joined() -> None:
     waiting = Waiting()
     came: list[int] = []
