@@ -206,7 +206,7 @@ def the_bound_counts_from_the_last_nack(patch: pytest.MonkeyPatch) -> None:
 
 def the_bound_is_a_look_late(patch: pytest.MonkeyPatch) -> None:
     expire = NackBlocks.expire
-    patch.setattr(NackBlocks, "expire", lambda self, *, elapsed_ms: expire(self, elapsed_ms=elapsed_ms - 1))
+    patch.setattr(NackBlocks, "expire", lambda self, *, elapsed_ms: expire(self, elapsed_ms=max(elapsed_ms - 1, 0)))
 
 
 def packing_mixes_up_slots(patch: pytest.MonkeyPatch) -> None:
