@@ -371,6 +371,6 @@ def test_memory_is_what_lies_above_the_mark_delete_position() -> None:
 
 @pytest.mark.timeout(0)
 def test_it_is_as_lists_say_whatever_happens() -> None:
-    settings = hypothesis.settings(max_examples=300, stateful_step_count=40)
+    settings = hypothesis.settings(max_examples=150, stateful_step_count=40)
     with last_sent_machine.small():
         run_state_machine_as_test(LastSentMachine, settings=settings)

@@ -278,6 +278,6 @@ class NackBlocksMachine(RuleBasedStateMachine):
 
 
 def test_it_is_as_dictionaries_say_whatever_happens() -> None:
-    settings = hypothesis.settings(max_examples=200, stateful_step_count=40)
+    settings = hypothesis.settings(max_examples=100, stateful_step_count=40)
     with small():
         run_state_machine_as_test(NackBlocksMachine, settings=settings)
