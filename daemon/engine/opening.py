@@ -73,6 +73,9 @@ class Opening:
         self._check(state, key_shared=True)
         topic.key_sharing.check_consumers(state, consumers)
         _check_holders(held, consumers)
+        if state.key_shared is None and (state.acknowledging or state.nacking):
+            # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
+            await topic.shard.commits.settled()
         found = await self._find(state, claims)
         self._check(state, key_shared=True)
         stream = KeySharedStream(topic, state, topic.next_dispatcher(state), epoch=topic.shard.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -170,3 +171,23 @@ async def test_streams_are_limited(machines: EngineFixture) -> None:
     await open_by_key(one, [consumer(1)])
     with pytest.raises(QuotaExceeded, match="2 open streams"):
         await open_by_key(one, [consumer(1)])
+
+
+async def test_a_hash_waits_for_an_acknowledgement_of_who_had_it_before_though_all_have_gone(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one")
+    first = await open_by_key(one, [consumer(1, permits=1)], policy=by_key())
+    await add(one, 1, range(2), [7, 7])
+    rows = await first.next(1)
+    held = one.pause("put_if_absent", "/journal/")
+    acknowledging = first.acknowledge(rows)
+    await held.reached()
+    first.stream.close()
+    opening = asyncio.ensure_future(open_by_key(one, [consumer(1)]))
+    await asyncio.sleep(1)
+    assert not opening.done()
+    held.release()
+    second = await opening
+    assert [each.entry for each in await second.next(1)] == [1]
+    await asyncio.wait([acknowledging])
