@@ -14,7 +14,7 @@ import numpy as np
 from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared.consumers import I64
 from daemon.core.key_shared.draining_hashes import DrainingHashes
-from daemon.core.key_shared.hash_slots import U16
+from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.position_order import PositionOrder
@@ -94,13 +94,11 @@ def share_out(consumers: U16, may_go: Mask, permits: I64, limit: int) -> U16:
     if not len(places):
         return shared
     wanted = consumers[places]
-    if (np.bincount(wanted, minlength=len(permits)) > permits).any():
+    counts = np.bincount(wanted, minlength=len(permits))
+    if (counts > permits).any():
         order = np.argsort(wanted, kind="stable")
-        ordered = wanted[order]
-        first = np.searchsorted(ordered, ordered)
-        ranks = np.empty(len(wanted), np.int64)
-        ranks[order] = np.arange(len(wanted)) - first
-        places = places[ranks < permits[wanted]]
+        ranks = np.arange(len(wanted)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = places[np.sort(order[ranks < np.repeat(permits, counts)])]
     places = places[:limit]
     shared[places] = consumers[places]
     return shared
@@ -111,8 +109,8 @@ def before_refused(slots: U16, refused: Mask) -> Mask:
     places = np.flatnonzero(refused)
     if not len(places):
         return np.ones(len(slots), np.bool_)
-    refused_slots, first = np.unique(slots[places], return_index=True)
-    found = np.searchsorted(refused_slots, slots)
-    found[found == len(refused_slots)] = 0
-    behind: Mask = (refused_slots[found] == slots) & (np.arange(len(slots)) >= places[first][found])
-    return ~behind
+    # Of several places that are put in one the last one stays.
+    first = np.full(HASH_SLOTS, len(slots))
+    first[slots[places[::-1]]] = places[::-1]
+    before: Mask = np.arange(len(slots)) < first[slots]
+    return before

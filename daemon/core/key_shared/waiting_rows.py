@@ -114,7 +114,7 @@ class WaitingRows:
             here = part.slots[part.places]
             stay = contained(part.rows.keys[part.places], staying) if staying else np.zeros(len(here), np.bool_)
             leave = slots[here] & ~stay
-            behind = stay & (left[here] | ~before_refused(here, leave))
+            behind = stay & (left[here] | ~before_refused(here, leave)) if stay.any() else stay
             left[here[leave]] = True
             if behind.any():
                 last.append(part.rows.take(part.places[behind]))
