@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.backlog_reader import BacklogReader
-from daemon.core.in_flight import InFlight, Mask, Places
+from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared import selectors
 from daemon.core.key_shared.consumers import I64, Consumers, Joining
 from daemon.core.key_shared.draining_hashes import DrainingHashes
@@ -36,6 +35,7 @@ from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.planning import Planning
 from daemon.core.key_shared.plans import Plans
 from daemon.core.key_shared.position_order import PositionOrder
+from daemon.core.key_shared.ready import Ready
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
 from storage_backends.formats.index_ids import are_of_batch_parts
@@ -48,38 +48,6 @@ LOOKED_AT_A_ROW = 2
 LOOKED_AT_LEAST_ROWS = 256
 # A grant beyond this is cut: nobody holds more.
 PERMITS_MAX = (1 << 32) - 1
-
-
-class Ready(Protocol):
-    """The READY rows of a subscription, and where they go."""
-
-    in_flight: InFlight
-
-    @property
-    def ready_rows(self) -> int: ...
-
-    @property
-    def in_flight_room(self) -> int:
-        """How many more rows may be IN_FLIGHT by the subscription's policy."""
-        ...
-
-    def take_ready(self, limit: int) -> KeyedRows:
-        """At most so many, at least one, in order."""
-        ...
-
-    def take_redelivered(self) -> KeyedRows:
-        """Those that were delivered before."""
-        ...
-
-    def append_ready(self, rows: KeyedRows) -> None: ...
-
-    def put_first(self, rows: KeyedRows) -> None:
-        """What was taken last is READY still."""
-        ...
-
-    def withdraw(self, keys: BitMap64) -> None:
-        """Takes rows out of READY, of what waits, and of IN_FLIGHT."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

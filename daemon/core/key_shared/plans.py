@@ -15,12 +15,13 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.in_flight import InFlight, Mask
+from daemon.core.key_shared.ready import Ready
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.rows import U32, U64, Rows
 
 if TYPE_CHECKING:
-    from daemon.core.key_shared.key_shared import KeyShared, Ready
+    from daemon.core.key_shared.key_shared import KeyShared
 
 # Planned positions that may wait: they are in memory.
 PLANNED_WAITING_MAX = 200_000
