@@ -27,14 +27,14 @@ NAME = "fair"
 SUBSCRIPTION = "dispatcher"
 BURST = "burst"
 RATE = 50
-# Before the moment, for the figures without a burst, and after it.
-BEFORE_S, AFTER_S = 10, 10
+# From the first request until the others' rows begin: for adding. Then how long they go on before the moment, for the
+# figures without a burst, and after it.
+ADDING_S, BEFORE_S, AFTER_S = 30, 10, 10
+QUICK_ADDING_S, QUICK_BEFORE_S, QUICK_AFTER_S = 10, 3, 2
 # Left out of the figures without a burst: streams that have just opened, and the moment itself.
 OPENING_MS, MARGIN_MS = 2_000, 500
 # Rows are acknowledged together, and what waits for that no longer than this.
 ACKNOWLEDGE_S = 0.2
-# From the first request until the moment: for adding.
-LEAD_MS, LEAD_QUICK_MS = 40_000, 13_000
 PATIENCE_S = 120.0
 NICENESS = 10
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
@@ -42,20 +42,29 @@ QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The load of the others. `moment_ms`: when the burst is due."""
+    """The load of the others. `moment_ms`: when the burst is due; `before_s`, `after_s`: how long it goes on."""
 
     address: str
     topics: int
     moment_ms: int
+    before_s: int
+    after_s: int
     seed: int
 
     @property
+    def from_ms(self) -> int:
+        return self.moment_ms - 1000 * self.before_s
+
+    @property
+    def until_ms(self) -> int:
+        return self.moment_ms + 1000 * self.after_s
+
+    @property
     def rows_of_topic(self) -> int:
-        return RATE * (BEFORE_S + AFTER_S)
+        return RATE * (self.before_s + self.after_s)
 
     def rows(self, topic: int) -> load.Rows:
-        from_ms, until_ms = self.moment_ms - 1000 * BEFORE_S, self.moment_ms + 1000 * AFTER_S
-        due = load.random_due(self.rows_of_topic, from_ms=from_ms, until_ms=until_ms, seed=self.seed + topic)
+        due = load.random_due(self.rows_of_topic, from_ms=self.from_ms, until_ms=self.until_ms, seed=self.seed + topic)
         return load.in_order(due)
 
 
@@ -79,24 +88,25 @@ def run(bench: workbench.Workbench) -> report.Result:
 
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, topics: int, count: int) -> Mapping[str, float]:
-    moment_ms = load.now_ms() + (LEAD_QUICK_MS if bench.quick else LEAD_MS)
+    before_s, after_s = bench.size(BEFORE_S, QUICK_BEFORE_S), bench.size(AFTER_S, QUICK_AFTER_S)
+    moment_ms = load.now_ms() + 1000 * (bench.size(ADDING_S, QUICK_ADDING_S) + before_s)
     burst_rows = _burst_rows(count, moment_ms)
     with bench.daemon() as daemon:
-        plan = Plan(daemon.address, topics, moment_ms, bench.seed)
+        plan = Plan(daemon.address, topics, moment_ms, before_s, after_s, bench.seed)
         with (
             side_process.SideProcess(_receive_burst, daemon.address, count, moment_ms) as burst,
             side_process.SideProcess(_receive_others, plan) as others,
         ):
             with tarry.Client(daemon.address) as client:
                 tarry_load.add(client, BURST, burst_rows, batch_rows=bench.batch_rows, in_flight=bench.in_flight)
-            late_ms = load.now_ms() - (moment_ms - 1000 * BEFORE_S)
+            late_ms = load.now_ms() - plan.from_ms
             rounds.check("burst", f"adding ended {late_ms} ms after the others' rows began" if late_ms > 0 else None)
             deliver_at_ms, received_at_ms, problem = others.result()
             last_received_at_ms, burst_problem = burst.result()
     rounds.check("others", problem)
     rounds.check("burst", burst_problem)
     lateness_ms = received_at_ms - deliver_at_ms
-    without = (deliver_at_ms > moment_ms - 1000 * BEFORE_S + OPENING_MS) & (deliver_at_ms < moment_ms - MARGIN_MS)
+    without = (deliver_at_ms > plan.from_ms + OPENING_MS) & (deliver_at_ms < moment_ms - MARGIN_MS)
     beside = (deliver_at_ms >= moment_ms) & (deliver_at_ms <= last_received_at_ms)
     figures: dict[str, float] = {}
     for name, chosen in (("without the burst", without), ("with the burst", beside)):
@@ -155,7 +165,7 @@ class _Others:
                     came += len(batch)
                     mine.append(batch)
                     held.append(batch)
-                elif load.now_ms() > self._plan.moment_ms + 1000 * (AFTER_S + PATIENCE_S):
+                elif load.now_ms() > self._plan.until_ms + 1000 * PATIENCE_S:
                     break
                 if held and load.now_ms() - held[0].received_at_ms >= 1000 * ACKNOWLEDGE_S:
                     _acknowledge(subscription, held)
