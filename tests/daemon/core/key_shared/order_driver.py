@@ -126,10 +126,11 @@ class OrderDriver:
     # ---- runs
 
     def run(self, operations: int) -> None:
-        weights = [weight for weight, _ in self._events]
-        events = [event for _, event in self._events]
+        weights = [*itertools.accumulate(weight for weight, _ in self._events)]
         self._reopen([])
-        for event in self.random.choices(events, weights, k=operations):
+        for _ in range(operations):
+            # One by one: a longer run begins as a shorter one.
+            ((_, event),) = self.random.choices(self._events, cum_weights=weights)
             self.operations += 1
             event()
             self.pair.check_counts()

@@ -376,7 +376,7 @@ class OrderOracle:
             # All that was READY was looked at.
             for slot in self.slots.values():
                 for item in slot.waits:
-                    item.is_unread = False
+                    item.is_unread &= not item.back
 
     def _takes(self, number: int) -> bool:
         return self.permits[number] > 0 and self.receivers[number].stream not in self.full

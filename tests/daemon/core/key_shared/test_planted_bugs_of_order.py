@@ -66,9 +66,15 @@ def nobody_hears_that_a_hash_is_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_others_have_received_since_is_held_too(patch: pytest.MonkeyPatch) -> None:
-    """After a takeover: by who declares it."""
-    patch.setattr(DrainingHashes, "received", lambda self, slots, consumers: None)
-    patch.setattr(DrainingHashes, "settled", lambda self, slots, consumers: None)
+    """After a takeover: a hash, by who declares to hold it."""
+    hold = KeyShared.hold
+
+    def blindly(self: KeyShared, rows: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(DrainingHashes, "may_receive", lambda self, slots, consumers: _all(slots, True))
+            return hold(self, rows, numbers, elapsed_ms=elapsed_ms)
+
+    patch.setattr(KeyShared, "hold", blindly)
 
 
 def what_is_in_flight_elsewhere_is_held_again(patch: pytest.MonkeyPatch) -> None:
