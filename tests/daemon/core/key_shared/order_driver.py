@@ -19,7 +19,7 @@ from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.core import nacking
 from tests.daemon.core.key_shared.order_oracle import Item, Position, Where
-from tests.daemon.core.key_shared.order_pair import Hand, OrderPair
+from tests.daemon.core.key_shared.order_pair import NO_LIMIT_ROWS, Hand, OrderPair
 
 NAMES = ("one", "two", "three", "four", "five")
 CONSUMERS_MAX = 7
@@ -33,21 +33,23 @@ NACK_BLOCK_MAX_MS = 4_000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
-    """`ready_rows_max`: how many READY rows are kept. `plain`: consumers only join, and nothing is delayed or comes
-    back.
+    """`ready_rows_max`: how many READY rows are kept; `in_flight_rows_max`: as in the policy. `plain`: consumers only
+    join, and nothing is delayed or comes back.
     """
 
     selector: HashSelector = HashSelector.CONSISTENT_HASHING
     order: KeyOrder = KeyOrder.DRAINING_HASHES
     nack_order: NackOrder = NackOrder.SKIP
     out_of_order: bool = False
-    ready_rows_max: int = 1 << 30
+    ready_rows_max: int = NO_LIMIT_ROWS
+    in_flight_rows_max: int | None = None
     plain: bool = False
 
     def __str__(self) -> str:
         parts = [self.selector.name, self.order.name, self.nack_order.name]
         parts += ["OUT_OF_ORDER"] if self.out_of_order else []
-        parts += [f"READY_{self.ready_rows_max}"] if self.ready_rows_max < 1 << 30 else []
+        parts += [f"READY_{self.ready_rows_max}"] if self.ready_rows_max < NO_LIMIT_ROWS else []
+        parts += [f"IN_FLIGHT_{self.in_flight_rows_max}"] if self.in_flight_rows_max else []
         return "-".join((*parts, "PLAIN") if self.plain else parts)
 
     @property
@@ -70,7 +72,10 @@ class OrderDriver:
         self.profile = profile
         self.operations = 0
         self.pair = OrderPair(
-            profile.policy, ready_rows_max=profile.ready_rows_max, lets_go=profile.ready_rows_max < 1 << 30
+            profile.policy,
+            ready_rows_max=profile.ready_rows_max,
+            in_flight_rows_max=profile.in_flight_rows_max,
+            lets_go=profile.ready_rows_max < NO_LIMIT_ROWS,
         )
         self.oracle, self.topic = self.pair.oracle, self.pair.topic
         self.keys = self._some_keys()

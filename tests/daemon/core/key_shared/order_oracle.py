@@ -116,8 +116,9 @@ class Delivery:
 class OrderOracle:
     """`lets_go`: whether what waits may be let go and read again, so that rows come in due order again."""
 
-    def __init__(self, policy: KeySharedPolicy, *, lets_go: bool = False) -> None:
+    def __init__(self, policy: KeySharedPolicy, *, in_flight_rows_max: int, lets_go: bool = False) -> None:
         self.policy = policy
+        self.in_flight_rows_max = in_flight_rows_max
         self.lets_go = lets_go
         self.blocks = policy.nack_order is NackOrder.BLOCK_KEY
         self.drains = policy.order is KeyOrder.DRAINING_HASHES and not policy.allow_out_of_order_delivery
@@ -337,6 +338,7 @@ class OrderOracle:
 
     def _may_receive(self, item: Item, slot: Slot, number: int) -> None:
         assert number in self.receivers, f"{item} goes to {number}, which is not there"
+        assert len(self.in_flight) < self.in_flight_rows_max, f"{item} is one more than may be in flight"
         assert self.owner(item.slot) == number, f"{item} goes to {number}, and {self.owner(item.slot)} has its slot"
         assert self.permits[number] > 0, f"{item} goes to {number}, which has no permits"
         assert self.receivers[number].stream not in self.full, f"{item} goes to {number}, whose stream is full"
@@ -386,6 +388,8 @@ class OrderOracle:
         owner = self.owner(number)
         if not owner:
             return "no consumer has its slot"
+        if len(self.in_flight) >= self.in_flight_rows_max:
+            return "as much is in flight as may be"
         if self.permits[owner] <= 0:
             return "no permits"
         if self.receivers[owner].stream in self.full:

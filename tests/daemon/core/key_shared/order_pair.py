@@ -15,13 +15,14 @@ import numpy as np
 from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.redelivering import Terms
 from daemon.core.trimming import LedgerRanges
-from storage_backends.formats.manifest import KeySharedPolicy
+from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from tests.daemon.core import nacking
 from tests.daemon.core.key_shared.order_oracle import Item, OrderOracle, Position, Receiver, Where
 from tests.daemon.core.key_shared.order_topic import Held, OrderedTopic
 from tests.daemon.core.oracle import Claim
 
 PORTION_ROWS = 1_000
+NO_LIMIT_ROWS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,9 +36,17 @@ class Hand:
 class OrderPair:
     """`counted`: what happened, by what."""
 
-    def __init__(self, policy: KeySharedPolicy, *, ready_rows_max: int = 1 << 30, lets_go: bool = False) -> None:
-        self.topic = OrderedTopic(policy, ready_rows_max=ready_rows_max)
-        self.oracle = OrderOracle(policy, lets_go=lets_go)
+    def __init__(
+        self,
+        policy: KeySharedPolicy,
+        *,
+        ready_rows_max: int = NO_LIMIT_ROWS,
+        in_flight_rows_max: int | None = None,
+        lets_go: bool = False,
+    ) -> None:
+        whole = SubscriptionPolicy(key_shared=policy, in_flight_rows_max=in_flight_rows_max)
+        self.topic = OrderedTopic(whole, ready_rows_max=ready_rows_max)
+        self.oracle = OrderOracle(policy, in_flight_rows_max=in_flight_rows_max or NO_LIMIT_ROWS, lets_go=lets_go)
         self.lets_go = lets_go
         self.counted: collections.Counter[str] = collections.Counter()
         # What is not durable: an acknowledgement or a death, or a negative acknowledgement.

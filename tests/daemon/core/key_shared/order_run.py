@@ -14,13 +14,15 @@ from storage_backends.formats.manifest import HashSelector, KeyOrder, NackOrder
 from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
 
 COMBINATIONS = tuple(Profile(*policy) for policy in itertools.product(HashSelector, KeyOrder, NackOrder))
-# Besides: neither of the orders, few READY rows, and consumers that only join.
+# Besides: neither of the orders, few READY or IN_FLIGHT rows, and consumers that only join.
 SPECIAL = (
     Profile(out_of_order=True),
     Profile(nack_order=NackOrder.BLOCK_KEY, out_of_order=True),
     Profile(ready_rows_max=20),
     Profile(nack_order=NackOrder.BLOCK_KEY, ready_rows_max=20),
     Profile(order=KeyOrder.LAST_SENT_POSITION, ready_rows_max=20),
+    Profile(in_flight_rows_max=12),
+    Profile(nack_order=NackOrder.BLOCK_KEY, in_flight_rows_max=12),
     Profile(order=KeyOrder.LAST_SENT_POSITION, plain=True),
 )
 PROFILES = COMBINATIONS + SPECIAL

@@ -16,7 +16,7 @@ from daemon.core.key_shared.consumers import Joining
 from daemon.core.key_shared.key_shared import Assigned, KeyShared
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
-from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import TURNS_MAX, JournaledTopic, Position, batch_of, claims_of
@@ -34,13 +34,13 @@ class Held:
 
 
 class OrderedTopic(JournaledTopic):
-    def __init__(self, policy: KeySharedPolicy, *, ready_rows_max: int = 1 << 30) -> None:
+    def __init__(self, policy: SubscriptionPolicy, *, ready_rows_max: int = 1 << 30) -> None:
         # So large that all that is due is in memory: rows come due in order across buckets.
         limits = SegmentLimits(time_step_ms=2_000, rows_max=50, rows_min=0)
         super().__init__(ready_rows_max=ready_rows_max, segment_limits=limits)
         self._numbers = itertools.count(1)
         self.streams: set[int] = set()
-        self.create_subscription(policy=SubscriptionPolicy(key_shared=policy))
+        self.create_subscription(policy=policy)
 
     @property
     def state(self) -> SubscriptionState:

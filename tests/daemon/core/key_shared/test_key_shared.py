@@ -10,7 +10,7 @@ import pytest
 from daemon.core.key_shared import plans
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.core import nacking
 from tests.daemon.core.journaled_topic import Position, claims_of
 from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
@@ -254,6 +254,29 @@ def test_rows_nacked_together_all_come_back_before_what_waits_for_them() -> None
         assert topic.core.pass_due(topic.now_ms, 1)
         handed_out = topic.positions()
     assert handed_out == [each.at for each in delivered]
+
+
+def test_a_nacked_row_comes_back_however_many_wait_for_who_joined_behind_it() -> None:
+    policy = KeySharedPolicy(selector=HashSelector.AUTO_SPLIT, order=KeyOrder.LAST_SENT_POSITION)
+    topic = SharedTopic(1, policy=policy, permits=100, ready_rows_max=4)
+    (one,) = topic.numbers
+    (key,) = topic.keys_of(one)
+    planned = [((0, entry), key) for entry in range(3)]
+    assert topic.plan(topic.stream, planned) == [one] * 3
+    rows = []
+    for _ in range(3):
+        rows += topic.due([key, key])
+        topic.hand_out_now()
+    topic.join_on(topic.stream, 1, permits=100)
+    nacking.nack(topic, topic.state, [((0, 0), 0)])
+    topic.shared.leave([one])
+    topic.ack(topic.hand_out_now())
+    assert topic.shared.waiting.back_rows == len(rows)
+    topic.pass_all()
+    (again,) = topic.hand_out_now()
+    assert again.at == (0, 0)
+    topic.ack([again])
+    assert topic.positions() == rows
 
 
 def test_nacked_rows_stay_where_they_are_while_many_wait_for_permits() -> None:
