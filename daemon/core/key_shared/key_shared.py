@@ -430,12 +430,13 @@ class KeyShared:
         return self.nacks.are_kept_back(rows.keys, slots_of(rows.key_hash()))
 
     def takes_back(self, rows_max: int) -> bool:
-        """Whether NACKED rows may come back: fewer than so many wait that were delivered before. Those that wait for a
-        NACKED row do not count, or neither would ever go.
+        """Whether NACKED rows may come back: fewer than so many wait that were delivered before. Those that wait for
+        something else than permits do not count: it may be a NACKED row, and neither would ever go.
         """
-        if self.waiting.back_rows < rows_max or self.nacks is None or not self.nacks.blocks.any_blocked:
-            return self.waiting.back_rows < rows_max
-        return self.waiting.back_rows_of(~self.nacks.blocks.are_blocked(ALL_SLOTS)) < rows_max
+        if self.waiting.back_rows < rows_max:
+            return True
+        with_permits = np.ones_like(self.consumers.permits())
+        return self.waiting.back_rows_of(self._planning.are_able(ALL_SLOTS, with_permits)) < rows_max
 
     def redelivered(self, keys: BitMap64) -> None:
         """NACKED rows are READY again."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from daemon.core.key_shared import plans
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests.daemon.core import nacking
 from tests.daemon.core.journaled_topic import Position, claims_of
 from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
@@ -33,10 +31,8 @@ class SharedTopic(OrderedTopic):
         ready_rows_max: int = 1 << 30,
         in_flight_rows_max: int | None = None,
     ) -> None:
-        super().__init__(policy, ready_rows_max=ready_rows_max)
-        if in_flight_rows_max is not None:
-            limited = dataclasses.replace(self.state.stored.policy, in_flight_rows_max=in_flight_rows_max)
-            self.state.stored = dataclasses.replace(self.state.stored, policy=limited)
+        stored = SubscriptionPolicy(key_shared=policy, in_flight_rows_max=in_flight_rows_max)
+        super().__init__(stored, ready_rows_max=ready_rows_max)
         self._entries = iter(range(1_000_000))
         self.stream = self.open_stream()
         self.numbers = self.join_on(self.stream, consumers, permits=permits)
