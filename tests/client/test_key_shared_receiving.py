@@ -383,14 +383,18 @@ class Story:
 
     def settle(self, settled: list[streams.Settled[Answer, object]]) -> None:
         for each in settled:
+            assert not each.answer.results, "settled once"
             each.answer.results.append(each)
             self.state.remove(each.request_id)
             if isinstance(each.error, tarry.InvalidArgument) and each.answer in self.plans:
                 # A plan that is wrong is not planned: the dispatcher mends it and goes on.
                 self.next_planned = DELAYED
 
+    @property
+    def is_settled(self) -> bool:
+        return all(answer.results for answer in self.answers + self.plans)
+
     def check(self) -> None:
-        assert all(len(answer.results) <= 1 for answer in self.answers + self.plans)
         connection = self.daemon.connection
         if connection is None:
             return
@@ -400,11 +404,13 @@ class Story:
                 continue
             flow = dispatch_pb2.SubscribeRequest.FromString(message).flow
             flows[flow.consumer_id] = flows.get(flow.consumer_id, 0) + flow.permits
+        if connection.has_planned_again:
+            return
+        held_by = self.state.held_by
         for number, permits in connection.permits.items():
-            if number in self.state.held_by and not connection.has_planned_again:
-                held = self.state.held_by[number]
+            if number in held_by:
                 coming = {row for response in connection.coming for row in connection.sent_to(number, response)}
-                assert permits + flows.get(number, 0) + len(held) + len(coming) <= PERMITS
+                assert permits + flows.get(number, 0) + len(held_by[number]) + len(coming) <= PERMITS
 
     def step(self, *, calm: bool) -> None:
         daemon = self.daemon
@@ -420,7 +426,7 @@ class Story:
         self.check()
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_every_row_is_at_one_consumer_and_done_in_the_end_whatever_breaks(seed: int) -> None:
     story = Story(seed)
     for _ in range(2_000):
@@ -429,8 +435,7 @@ def test_every_row_is_at_one_consumer_and_done_in_the_end_whatever_breaks(seed: 
     for number in itertools.count():
         assert number < 60_000, f"it stands still: {len(story.daemon.done)} of {ROWS} rows are done"
         story.step(calm=True)
-        settled = all(answer.results for answer in story.answers + story.plans)
-        if len(story.daemon.done) == ROWS and settled and not story.batches and not story.state.has_news:
+        if len(story.daemon.done) == ROWS and not story.batches and not story.state.has_news and story.is_settled:
             break
         if number % 5_000 == 4_999:
             # A dispatcher that looks through its log again, and finds what is not acknowledged.
