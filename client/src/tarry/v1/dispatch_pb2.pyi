@@ -455,8 +455,8 @@ Global___Planned: _TypeAlias = Planned  # noqa: Y015
 
 @_typing.final
 class MarkDelete(_message.Message):
-    """Every position that was planned up to and including this one, in the order in which they were, is acknowledged. Answered
-    by `Done`.
+    """Every position that was planned up to and including this one, in the order in which they were, is acknowledged, but for
+    those that have a row, since they were negatively acknowledged: they come again. Answered by `Done`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
