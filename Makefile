@@ -10,8 +10,8 @@ STORE ?= local
 SEEDS ?= 1000
 FIRST ?= 0
 JOBS ?= 2
-# Processes that share the tests.
-TESTS_AT_ONCE ?= auto
+# Processes that share the tests: one more than there are cores, since some tests wait for most of their time.
+TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # More arguments for test, run, bench and demo: make test ARGS='-k journal'
 ARGS ?=
 

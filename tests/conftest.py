@@ -42,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_other_machines)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of processes that are killed and stand by begin first: they wait for most of their time, beside tests that
+    use the cores, and would have the end of a run for themselves.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/wire/"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def credentials_of_no_one() -> Iterator[None]:
     """boto3 finds keys that open nothing, and looks for none on the machine or at a metadata service."""
