@@ -77,8 +77,8 @@ def handed_out_by_and_by(topic: SharedTopic, numbers: list[int], permits: int) -
     return handed_out
 
 
-@pytest.mark.parametrize("permits", [1, 2, 3, 7])
-def test_rows_that_are_ready_while_what_was_let_go_is_sought_come_too_and_in_order(permits: int) -> None:
+def nobody_has_permits() -> tuple[SharedTopic, int, list[Position]]:
+    """(topic, a key of its first consumer, rows of that key, of which some were let go). What comes now stays READY."""
     topic = SharedTopic(ready_rows_max=4)
     one, two = topic.numbers
     (key,), (other,) = topic.keys_of(one), topic.keys_of(two)
@@ -88,34 +88,29 @@ def test_rows_that_are_ready_while_what_was_let_go_is_sought_come_too_and_in_ord
         rows += topic.due([key] * 3)
         topic.hand_out_now()
     assert topic.shared.let_go is not None
-    # The last permit goes: what comes now stays READY.
     topic.due([other])
     topic.ack(topic.hand_out_now())
+    return topic, key, rows
+
+
+@pytest.mark.parametrize("permits", [1, 2, 3, 7])
+def test_rows_that_are_ready_while_what_was_let_go_is_sought_come_too_and_in_order(permits: int) -> None:
+    topic, key, rows = nobody_has_permits()
     rows += topic.due([key] * 2)
     assert topic.state.ready_rows
-    assert handed_out_by_and_by(topic, [one], permits) == rows
+    assert handed_out_by_and_by(topic, topic.numbers[:1], permits) == rows
     assert topic.shared.let_go is None
 
 
 @pytest.mark.parametrize("permits", [1, 3, 100])
 def test_what_comes_behind_ready_rows_does_not_pass_them_when_it_is_found_first(permits: int) -> None:
-    topic = SharedTopic(ready_rows_max=4)
-    one, two = topic.numbers
-    (key,), (other,) = topic.keys_of(one), topic.keys_of(two)
-    topic.shared.grant(two, 1)
-    rows = []
-    for _ in range(4):
-        rows += topic.due([key] * 3)
-        topic.hand_out_now()
-    assert topic.shared.let_go is not None
-    topic.due([other])
-    topic.ack(topic.hand_out_now())
+    topic, key, rows = nobody_has_permits()
     # READY is full, and what comes then must be read.
     for _ in range(3):
         rows += topic.due([key] * 3)
     assert topic.state.reader is not None
     assert topic.state.ready_rows
-    assert handed_out_by_and_by(topic, [one], permits) == rows
+    assert handed_out_by_and_by(topic, topic.numbers[:1], permits) == rows
 
 
 def test_who_has_permits_gets_everything_though_another_has_none_and_memory_is_full() -> None:
