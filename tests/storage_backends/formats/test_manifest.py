@@ -1,3 +1,5 @@
+"""Manifests and policies are read as they were written, and what makes no sense in one is refused."""
+
 from __future__ import annotations
 
 import dataclasses
