@@ -417,8 +417,13 @@ class OrderDriver:
         self.pair.commit()
 
     def seal(self) -> None:
+        """A seal begins, or those that began are finished; a crash may come between."""
         self.pair.commit()
-        self.topic.seal(near_ms=self.topic.now_ms + self.random.choice((0, 5_000)))
+        if not self.topic.seals and self._chance(0.7):
+            self.topic.begin_seal()
+        near_ms = self.topic.now_ms + self.random.choice((0, 5_000))
+        while self.topic.seals and self._chance(0.8):
+            self.topic.finish_seal(self.topic.write_seal(), near_ms=near_ms)
         self.topic.drop_empty()
 
     def checkpoint(self) -> None:

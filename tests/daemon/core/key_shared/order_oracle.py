@@ -114,7 +114,7 @@ class Delivery:
 
 
 class OrderOracle:
-    """`lets_go`: whether what waits may be let go and read again, so that rows come in due order again."""
+    """`rows`, `ordinary`: what has not left. `lets_go`: whether what waits may be let go and read again."""
 
     def __init__(self, policy: KeySharedPolicy, *, in_flight_rows_max: int, lets_go: bool = False) -> None:
         self.policy = policy
@@ -123,12 +123,11 @@ class OrderOracle:
         self.blocks = policy.nack_order is NackOrder.BLOCK_KEY
         self.drains = policy.order is KeyOrder.DRAINING_HASHES and not policy.allow_out_of_order_delivery
         self.joins_behind = policy.order is KeyOrder.LAST_SENT_POSITION and not policy.allow_out_of_order_delivery
-        # What has not left.
         self.rows: dict[Position, Item] = {}
         self.ordinary: dict[Position, Item] = {}
         self.permits: collections.Counter[int] = collections.Counter()
         self.full: set[int] = set()
-        self.elapsed_ms = self.rounds = self.deliveries = self.left_rows = self.ignored_rows = 0
+        self.elapsed_ms = self.rounds = self.deliveries = self.left_rows = 0
         self._passes = self._plans = 0
         self._forget()
 
@@ -381,6 +380,8 @@ class OrderOracle:
                     item.is_unread &= not item.back
 
     def _takes(self, number: int) -> bool:
+        if len(self.in_flight) >= self.in_flight_rows_max:
+            return False
         return self.permits[number] > 0 and self.receivers[number].stream not in self.full
 
     def _reason(self, number: int, slot: Slot, item: Item) -> str:
