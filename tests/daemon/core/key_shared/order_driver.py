@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.core import nacking
-from tests.daemon.core.key_shared.order_oracle import Item, Position, Where
+from tests.daemon.core.key_shared.order_items import Item, Position, Where
 from tests.daemon.core.key_shared.order_pair import NO_LIMIT_ROWS, Hand, OrderPair
 
 NAMES = ("one", "two", "three", "four", "five")

@@ -17,7 +17,8 @@ from daemon.core.redelivering import Terms
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.manifest import KeySharedPolicy, SubscriptionPolicy
 from tests.daemon.core import nacking
-from tests.daemon.core.key_shared.order_oracle import Item, OrderOracle, Position, Receiver, Where
+from tests.daemon.core.key_shared.order_items import Item, Position, Receiver, Where
+from tests.daemon.core.key_shared.order_oracle import OrderOracle
 from tests.daemon.core.key_shared.order_topic import Held, OrderedTopic
 from tests.daemon.core.oracle import Claim
 

@@ -20,7 +20,7 @@ from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import TURNS_MAX, JournaledTopic, Position, batch_of, claims_of
-from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
+from tests.daemon.core.key_shared.order_items import Delivery, Receiver
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.rows import Rows
 from tests.daemon.core import nacking
-from tests.daemon.core.key_shared.order_oracle import Item, Position
+from tests.daemon.core.key_shared.order_items import Item, Position
 from tests.daemon.core.key_shared.order_pair import OrderPair
 
 DRAINING, LAST_SENT = KeyOrder.DRAINING_HASHES, KeyOrder.LAST_SENT_POSITION
