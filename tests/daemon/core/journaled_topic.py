@@ -49,6 +49,7 @@ LIMITS = RequestLimits(
 )
 TOPIC_ID = "topic"
 EPOCH = 1
+PLAIN = manifest.SubscriptionPolicy()
 # Enough turns for anything that comes to an end.
 TURNS_MAX = 5_000
 
@@ -227,7 +228,7 @@ class JournaledTopic:
     def create_subscription(
         self,
         meanwhile: Callable[[], object] = lambda: None,
-        policy: manifest.SubscriptionPolicy = manifest.SubscriptionPolicy(),
+        policy: manifest.SubscriptionPolicy = PLAIN,
     ) -> SubscriptionState:
         """`meanwhile`: what happens while the manifest is being committed."""
         self.commit()
