@@ -137,6 +137,8 @@ class _Dispatcher:
         self._used: dict[int, int] = {}
         # By slot: until when its rows are left alone, being taken back.
         self._left_alone_until_ns = np.zeros(1 << 16, np.int64)
+        # By slot: the last nack of one of its rows that did not come again.
+        self._nacked_by = np.zeros(1 << 16, np.int64)
         self._received = _Columns(3)
         self._intervals = _Columns(4)
         self._settled: list[tuple[int, I64, int, bool]] = []
@@ -213,8 +215,20 @@ class _Dispatcher:
         for each, permits in zip(ids.tolist(), used.tolist(), strict=True):
             self._used[each] = self._used.get(each, 0) + permits
         live = np.isin(rows.consumer, np.fromiter(self._live, np.int64, len(self._live)))
-        live &= rows.from_ns >= self._left_alone_until_ns[self._load.slot[rows.number]]
-        self._held.append(rows.take(live))
+        slot = self._load.slot[rows.number]
+        self._held.append(rows.take(live & ~self._is_left_alone(slot, rows)))
+
+    def _is_left_alone(self, slot: NDArray[np.uint16], rows: _Rows) -> Mask:
+        """Which rows are behind one that was nacked, and came before that is known: until it comes again itself."""
+        left_alone: Mask = rows.from_ns < self._left_alone_until_ns[slot]
+        again = np.flatnonzero(left_alone & (rows.count > 0))
+        if len(again):
+            first = np.full(1 << 16, len(slot))
+            np.minimum.at(first, slot[again], again)
+            left_alone &= np.arange(len(slot)) < first[slot]
+            self._left_alone_until_ns[slot[again]] = 0
+            self._nacked_by[slot[again]] = 0
+        return left_alone
 
     def _note_done(self, done: pb.Done) -> None:
         if done.HasField("error"):
@@ -226,6 +240,7 @@ class _Dispatcher:
             self._left_ns += [self._left.pop(done.request_id), now_ns]
         if (nacked := self._nacking.pop(done.request_id, None)) is not None:
             slots, due_again_ns = nacked
+            slots = slots[self._nacked_by[slots] == done.request_id]
             # Whatever comes until then is taken back.
             self._left_alone_until_ns[slots] = max(now_ns, due_again_ns)
 
@@ -268,6 +283,7 @@ class _Dispatcher:
             due_again_ns = now_ns + self._part.plan.nack_delay_ms * 1_000_000
             self._nacking[request_id] = slots, due_again_ns
             self._left_alone_until_ns[slots] = NEVER_NS
+            self._nacked_by[slots] = request_id
         nack = pb.NegativeAcknowledge(
             request_id=request_id, delay_ms=[self._part.plan.nack_delay_ms], **self._named(number)
         )

@@ -290,7 +290,8 @@ class Dispatcher:
     def _is_left_alone(self, row: Row) -> bool:
         now = now_ms()
         nacked = [each for each in self._nacked.get(row.slot, ()) if not each.answered or each.until_ms > now]
-        self._nacked[row.slot] = nacked
+        # The one that was nacked may come again before the answer does.
+        self._nacked[row.slot] = nacked = [each for each in nacked if each.position != row.position]
         return any(each.position < row.position for each in nacked)
 
     def _take_back(self, taken_back: dispatch_pb2.TakenBack) -> None:
