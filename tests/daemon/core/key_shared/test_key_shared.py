@@ -11,7 +11,7 @@ from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests.daemon.core import nacking
 from tests.daemon.core.journaled_topic import Position, claims_of
-from tests.daemon.core.key_shared.order_oracle import Delivery, Receiver
+from tests.daemon.core.key_shared.order_items import Delivery, Receiver
 from tests.daemon.core.key_shared.order_topic import OrderedTopic
 from tests.daemon.core.oracle import Claim
 
