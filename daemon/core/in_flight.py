@@ -53,13 +53,29 @@ class Watcher(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batch:
+    """`alive`: which of its rows are there; None: all."""
+
     rows: KeyedRows
     dispatchers: U32
     since_ms: int
+    alive: Mask | None = None
 
     @functools.cached_property
     def keys(self) -> BitMap64:
-        return bitmap_of(self.rows.keys)
+        return bitmap_of(self.living.rows.keys)
+
+    @property
+    def living(self) -> _Batch:
+        """Of the rows that are there."""
+        if self.alive is None:
+            return self
+        return _Batch(self.rows.take(self.alive), self.dispatchers[self.alive], self.since_ms)
+
+    def without(self, left: Mask) -> tuple[int, _Batch] | None:
+        """(its first key, the batch) when rows have left; None when none is there any more."""
+        alive = ~left if self.alive is None else self.alive & ~left
+        first = int(alive.argmax())
+        return (int(self.rows.keys[first]), dataclasses.replace(self, alive=alive)) if alive[first] else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,7 +113,7 @@ class InFlight:
 
     def first_due_ms(self, from_ms: int = 0) -> int | None:
         """The earliest time of its rows from a time on; None when there is none."""
-        times = [batch.rows.rows.deliver_at_ms for batch in self._batches.values()]
+        times = [batch.living.rows.rows.deliver_at_ms for batch in self._batches.values()]
         times += [run.rows.rows.deliver_at_ms[run.alive] for run in self._runs if run.living]
         return earliest(*[first_time_ms(each, from_ms) for each in times])
 
@@ -123,7 +139,8 @@ class InFlight:
             oldest = list(itertools.islice(self._batches, BATCHES_SORTED_IN))
             self._sort_in([self._batches.pop(first_key) for first_key in oldest])
 
-    def _sort_in(self, batches: Sequence[_Batch]) -> None:
+    def _sort_in(self, whole: Sequence[_Batch]) -> None:
+        batches = [batch.living for batch in whole]
         rows = KeyedRows.concat([batch.rows for batch in batches])
         order = np.argsort(rows.keys)
         lengths = [len(batch.rows) for batch in batches]
@@ -182,7 +199,7 @@ class InFlight:
         while taken < len(keys):
             first_key = int(keys[taken])
             batch = self._batches.get(first_key)
-            if batch is None:
+            if batch is None or batch.alive is not None:
                 break
             mine, end = batch.rows, taken + len(batch.rows)
             if not (
@@ -248,21 +265,25 @@ class InFlight:
         columns = [batch.dispatchers for batch in self._batches.values()]
         if not columns:
             return []
-        whose = np.concatenate(columns)
-        theirs = np.isin(whose, dispatchers)
-        taken, kept, first = [], {}, 0
+        theirs = np.isin(np.concatenate(columns), dispatchers)
+        taken: list[KeyedRows] = []
+        whose: list[U32] = []
+        kept, first = {}, 0
         for first_key, batch in self._batches.items():
             chosen = theirs[first : first + len(batch.rows)]
             first += len(batch.rows)
+            if batch.alive is not None:
+                chosen &= batch.alive
             if not chosen.any():
                 kept[first_key] = batch
                 continue
-            taken.append(batch.rows.take(chosen))
-            if len(taken[-1]) < len(batch.rows):
-                rows = batch.rows.take(~chosen)
-                kept[int(rows.keys[0])] = _Batch(rows, batch.dispatchers[~chosen], batch.since_ms)
+            places = np.flatnonzero(chosen)
+            taken.append(batch.rows.take(places))
+            whose.append(batch.dispatchers[places])
+            if (left := batch.without(chosen)) is not None:
+                kept[left[0]] = left[1]
         self._batches = kept
-        self._left(KeyedRows.concat(taken), whose[theirs], are_claimed=False)
+        self._left(KeyedRows.concat(taken), np.concatenate([np.empty(0, np.uint32), *whose]), are_claimed=False)
         return taken
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
@@ -287,8 +308,8 @@ class InFlight:
             if batch.since_ms > before_ms:
                 break
             self._leave_whole(first_key)
-            taken.append(batch.rows)
-            rows += len(batch.rows)
+            taken.append(batch.living.rows)
+            rows += len(taken[-1])
         for run in self._runs:
             if rows >= limit or run.oldest_ms > before_ms:
                 continue
@@ -365,7 +386,7 @@ class InFlight:
         self._left(left, run.dispatcher[places], are_claimed=are_claimed)
 
     def _leave_whole(self, first_key: int) -> None:
-        batch = self._batches.pop(first_key)
+        batch = self._batches.pop(first_key).living
         self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
     def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:

@@ -11,11 +11,12 @@ from pyroaring import BitMap64
 from daemon.core import in_flight
 from daemon.core.in_flight import InFlight
 from daemon.core.positions import KeyedRows, keys_of
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.rows import U32, Rows
 
 keys = st.integers(0, 30)
 actions = st.one_of(
     st.tuples(st.just("add"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
+    st.tuples(st.just("add to several"), st.sets(keys, min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("take"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.just(0)),
     st.tuples(st.just("move"), st.lists(st.tuples(keys, st.integers(0, 1)), min_size=1, max_size=9), st.integers(1, 3)),
     st.tuples(st.just("take whole"), st.integers(0, 9), st.integers(0, 1)),
@@ -23,6 +24,22 @@ actions = st.one_of(
     st.tuples(st.just("close"), st.just(()), st.integers(1, 3)),
     st.tuples(st.just("withdraw"), st.sets(keys, max_size=5), st.just(0)),
 )
+
+
+class Watching:
+    """Who holds what, by what a watcher is told."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def came(self, rows: KeyedRows, dispatchers: U32) -> None:
+        self.held |= dict(zip(rows.keys.tolist(), dispatchers.tolist(), strict=True))
+
+    def claimed(self, rows: KeyedRows, dispatchers: U32) -> None:
+        for key, number in zip(rows.keys.tolist(), dispatchers.tolist(), strict=True):
+            assert self.held.pop(key) == number
+
+    returned = claimed
 
 
 def rows_of(chosen: list[int], deliver_at_ms: list[int]) -> KeyedRows:
@@ -42,14 +59,18 @@ def test_the_table_is_a_dict_from_position_to_time_and_dispatcher(
 
 def check(steps: list[tuple[str, object, int]]) -> None:
     table, expected = InFlight(), dict[int, tuple[int, int]]()
+    watching = table.watcher = Watching()
     handed_out: list[KeyedRows] = []
     for step, (action, argument, dispatcher) in enumerate(steps):
-        if action == "add":
+        if action.startswith("add"):
             fresh = [key for key in argument if key not in expected]  # type: ignore[attr-defined]
             if fresh:
+                several = action == "add to several"
+                holders = {key: 1 + (key + dispatcher) % 3 if several else dispatcher for key in fresh}
                 handed_out.append(rows_of(fresh[::-1], [step + key for key in fresh[::-1]]))
-                table.add(handed_out[-1], dispatcher)
-                expected |= {key: (step + key, dispatcher) for key in fresh}
+                column = np.array([holders[key] for key in fresh[::-1]], np.uint32)
+                table.add(handed_out[-1], column if several else dispatcher)
+                expected |= {key: (step + key, holders[key]) for key in fresh}
         elif action == "take whole":
             if handed_out:
                 batch = handed_out[argument % len(handed_out)]  # type: ignore[operator]
@@ -80,12 +101,14 @@ def check(steps: list[tuple[str, object, int]]) -> None:
         elif action == "move":
             claims = [(key, expected.get(key, (7, 0))[0] + off) for key, off in argument]  # type: ignore[attr-defined]
             # Of whoever is not the one that it goes to.
-            holders = {1, 2, 3} - {dispatcher}
+            others = {1, 2, 3} - {dispatcher}
             moved = {key for key, time in claims if key in expected and expected[key][0] == time}
-            moved = {key for key in moved if expected[key][1] in holders}
+            moved = {key for key in moved if expected[key][1] in others}
             named, times = np.array(claims, np.uint64).T
-            assert np.count_nonzero(table.move(named, times, holders, dispatcher)) == len(moved)
+            assert np.count_nonzero(table.move(named, times, others, dispatcher)) == len(moved)
             expected |= {key: (expected[key][0], dispatcher) for key in moved}
+            # A watcher is not told: what is watched is not moved.
+            watching.held |= dict.fromkeys(moved, dispatcher)
         elif action == "close":
             taken = table.take_dispatcher(dispatcher)
             held = {key: time for key, (time, by) in expected.items() if by == dispatcher}
@@ -96,6 +119,10 @@ def check(steps: list[tuple[str, object, int]]) -> None:
             assert set(taken.keys.tolist()) == expected.keys() & argument  # type: ignore[operator]
             expected = {key: each for key, each in expected.items() if key not in argument}  # type: ignore[operator]
         assert len(table) == len(expected)
+        assert watching.held == {key: by for key, (_, by) in expected.items()}
+        named = np.arange(31, dtype=np.uint64)
+        if action == "move":
+            assert table.holders_of(named).tolist() == [expected.get(key, (0, 0))[1] for key in range(31)]
         holders_of = [by for _, by in expected.values()]
         assert [table.held_rows(number) for number in (1, 2, 3)] == [holders_of.count(number) for number in (1, 2, 3)]
         assert keys_of(table.keys()).tolist() == sorted(expected)
