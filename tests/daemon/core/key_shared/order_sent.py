@@ -49,6 +49,7 @@ class SentPositions:
     def acknowledge(self, at: Position) -> None:
         if at in self._offered:
             self._offered[at].acknowledged = self._offered[at].sent = True
+            self._highest = max(self._highest, at)
             self._prune()
 
     def forget(self, at: Position) -> None:
