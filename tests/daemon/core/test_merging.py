@@ -193,6 +193,18 @@ def test_a_backlog_that_is_read_in_part_when_its_buckets_are_merged_is_read_to_i
     ]
 
 
+def test_a_backlog_that_was_passed_before_its_buckets_were_merged_is_read_by_who_comes_later() -> None:
+    topic = with_subscriptions(1)
+    for ledger in range(3):
+        sealed(topic, ledger, 4, NOW_MS + 10 + ledger)
+    topic.now_ms = NOW_MS + 50
+    topic.pass_all()
+    assert merges.commit(topic, merges.plan(topic, merges.runs(topic, 3)[0])) is None
+    assert merges.adopt(topic) == 1
+    rows = handed(topic, opened(topic, 1))
+    assert sorted(rows) == [(NOW_MS + 10 + ledger, ledger, entry) for ledger in range(3) for entry in range(4)]
+
+
 def test_keys_of_pages_that_were_forgotten_in_between_are_gone_from_the_merged_bucket() -> None:
     """A ledger all of whose rows are gone has another ordinal after each time it comes back."""
     topic = with_subscriptions(1)

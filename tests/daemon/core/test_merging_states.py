@@ -161,7 +161,6 @@ def sources_stay_beside_the_merged_bucket(patch: pytest.MonkeyPatch) -> None:
 
 BY_ANY_ORDER = (
     late_rows_are_left_behind_the_head,
-    the_head_is_where_it_was_passed_to_last,
     what_has_left_since_the_plan_is_there_again,
     what_is_gone_of_a_merged_bucket_is_not_kept,
     acknowledgements_do_not_go_on,
@@ -173,6 +172,10 @@ BY_ANY_ORDER = (
 
 # What takes a rare order of events.
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        the_head_is_where_it_was_passed_to_last,
+        test_merging.test_a_backlog_that_was_passed_before_its_buckets_were_merged_is_read_by_who_comes_later,
+    ),
     (
         readers_go_on_at_the_head,
         test_merging.test_a_backlog_that_is_read_in_part_when_its_buckets_are_merged_is_read_to_its_end,

@@ -369,9 +369,7 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_dead_letter_is_replayed_at_once,
     what_waits_is_derived_by_readers,
     an_idle_subscription_loses_what_comes_due,
-    a_request_does_not_wait_for_what_is_staged,
     what_comes_back_is_handed_out_in_no_order,
-    what_comes_back_is_handed_out_after_what_is_ready,
     an_acknowledgement_leaves_what_waits,
     the_count_of_what_left_stays,
     messages_do_not_leave_with_their_entry,
@@ -379,7 +377,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_message_takes_its_entry_along,
     messages_of_an_entry_are_one,
     a_message_that_is_nacked_waits_for_the_head,
-    a_position_that_is_owed_is_added_again,
     a_closed_stream_counts,
     counts_are_lost_with_a_seal,
     dead_letters_are_lost_with_a_seal,
@@ -438,6 +435,15 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         test_redelivery.test_what_comes_due_while_there_is_no_room_waits_for_it,
     ),
     (what_is_ready_stays_so_when_it_is_nacked, test_redelivery.test_one_that_is_ready_counts),
+    (
+        what_comes_back_is_handed_out_after_what_is_ready,
+        test_redelivery.test_what_comes_back_is_handed_out_in_the_order_of_its_times_and_before_what_is_ready,
+    ),
+    (
+        a_position_that_is_owed_is_added_again,
+        test_redelivery.test_a_position_that_is_owed_as_a_row_is_not_one_that_never_was_added,
+    ),
+    (a_request_does_not_wait_for_what_is_staged, test_redelivery.test_what_is_staged_is_in_no_hand),
     (
         a_dead_letter_is_replayed_over_a_row,
         test_dead_lettering.test_a_dead_letter_whose_position_has_a_row_stays,

@@ -197,7 +197,6 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_position_leaves_where_it_waits_though_it_is_due_elsewhere,
     only_the_shared_index_is_asked,
     a_subscription_takes_rows_out_of_the_shared_index_too,
-    a_rescheduled_row_may_lie_before_a_subscription_was_created,
     own_rows_are_raised_too,
     what_is_gone_of_a_sealed_bucket_is_not_kept,
     rows_of_damaged_buckets_are_found,
@@ -205,6 +204,10 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
 )
 # What takes a rare order of events.
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
+    (
+        a_rescheduled_row_may_lie_before_a_subscription_was_created,
+        test_withdrawals.test_a_time_at_or_below_the_creation_of_a_subscription_is_raised_above_it,
+    ),
     (
         a_claim_that_was_trimmed_is_owed_again,
         lambda: test_withdrawals.test_a_claim_that_was_trimmed_is_not_owed_again_by_a_reschedule(

@@ -243,6 +243,8 @@ def test_what_comes_back_is_handed_out_in_the_order_of_its_times_and_before_what
     for position, delay_ms in ((P, 30), (Q, 10), (R, 10)):
         nacking.nack(topic, state, [(position, NOW_MS)], delay_ms)
     topic.add([(3, 3)], NOW_MS)
+    topic.core.pass_due(NOW_MS, 100)
+    assert state.ready_rows == 1
     at(topic, NOW_MS + 40)
     assert handed(topic, state) == [(Q, 1), (R, 1), (P, 1), ((3, 3), 0)]
 
