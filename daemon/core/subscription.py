@@ -188,9 +188,10 @@ class SubscriptionState:
             elsewhere = self.set_aside_among(known) | self.in_hand_among(known)
             if elsewhere:
                 rows = rows.take(~contained(rows.keys, elsewhere))
-        self._append(rows)
+        self.append_ready(rows)
 
-    def _append(self, rows: KeyedRows) -> None:
+    def append_ready(self, rows: KeyedRows) -> None:
+        """Rows that come behind all that is READY."""
         if len(rows):
             self._ready.append(rows)
             self.ready_rows += len(rows)
@@ -202,7 +203,7 @@ class SubscriptionState:
 
     def derived(self, rows: KeyedRows) -> None:
         """Rows that the reader has derived: what it will derive later is not before them."""
-        self._append(self.counted(rows))
+        self.append_ready(self.counted(rows))
         if len(rows):
             self._unread_ms = int(rows.rows.deliver_at_ms[-1]) or None
 
@@ -264,10 +265,6 @@ class SubscriptionState:
         self.ready_rows -= len(rows)
         return rows
 
-    def append_ready(self, rows: KeyedRows) -> None:
-        """Rows that come behind all that is READY."""
-        self._append(rows)
-
     def put_first(self, rows: KeyedRows) -> None:
         """Rows that come before all that is READY: they were taken last."""
         self._ready.appendleft(rows)
@@ -282,7 +279,7 @@ class SubscriptionState:
         """
         if not self._dispatchers:
             return True
-        if self.ready_rows >= self._ready_rows_max:
+        if self.is_full:
             return False
         return self.key_shared is None or self.key_shared.takes_back(self._ready_rows_max)
 

@@ -20,6 +20,7 @@ finds every answer settled.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -125,7 +126,7 @@ def _ignored(done: dispatch_pb2.Done) -> int:
     return done.ignored
 
 
-class Receiving(Generic[Answer, Received]):
+class Receiving(abc.ABC, Generic[Answer, Received]):
     """What all kinds of subscriptions have alike.
 
     `Answer` is the driver's kind of future, made by it and given back in what is settled; `Received` is what `take`
@@ -302,17 +303,17 @@ class Receiving(Generic[Answer, Received]):
 
     # What kinds of subscriptions do each in its way.
 
+    @abc.abstractmethod
     def _open(self) -> bytes:
         """The bytes of the first message of a stream: everything held, and what is not known to be acknowledged."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _take_in(self, messages: wire.MessagesColumns) -> bool:
         """Whether it is of the owner."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _receiver_of(self, given: batch.Batch) -> int | None:
         """None when it is not there any more."""
-        raise NotImplementedError
 
     # What they share.
 

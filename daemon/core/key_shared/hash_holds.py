@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.in_flight import InFlight, Mask
+from daemon.core.in_flight import InFlight
 from daemon.core.key_shared.consumers import Consumers
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import slots_of
-from daemon.core.positions import KeyedRows, contained
+from daemon.core.positions import KeyedRows, bitmap_of, contained
 from storage_backends.formats.rows import U32, U64
 
 
@@ -43,7 +43,7 @@ class HashHolds:
     def settle(self, keys: BitMap64) -> None:
         """What was decided of rows is durable, or needs not be."""
         if len(self._leaving):
-            rows, dispatchers = self._leaving.take_where(lambda each, _: contained(each.keys, keys))
+            rows, dispatchers = self._take(keys)
             if len(rows):
                 self.returned(rows, dispatchers)
                 self.forget_departed()
@@ -56,14 +56,12 @@ class HashHolds:
 
     def rename(self, keys: U64, new_keys: U64) -> None:
         """Rows of which a decision is being staged have other keys from now on."""
-        order = np.argsort(keys)
-        ordered = keys[order]
-
-        def are_named(rows: KeyedRows, _: U32) -> Mask:
-            places = np.searchsorted(ordered, rows.keys)
-            places[places == len(ordered)] = 0
-            return np.equal(ordered[places], rows.keys)
-
-        rows, holders = self._leaving.take_where(are_named)
+        rows, holders = self._take(bitmap_of(keys))
         if len(rows):
-            self._leaving.add(KeyedRows(rows.rows, new_keys[order[np.searchsorted(ordered, rows.keys)]]), holders)
+            order = np.argsort(keys)
+            places = order[np.searchsorted(keys, rows.keys, sorter=order)]
+            self._leaving.add(KeyedRows(rows.rows, new_keys[places]), holders)
+
+    def _take(self, keys: BitMap64) -> tuple[KeyedRows, U32]:
+        """Takes those of the rows out of which a decision is staged: (these, who held each)."""
+        return self._leaving.take_where(lambda each, _: contained(each.keys, keys))

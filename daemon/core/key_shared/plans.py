@@ -37,7 +37,9 @@ class Plans:
         self._in_flight: InFlight = ready.in_flight
 
     def hold(self, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int) -> Mask:
-        """The same of positions that have no row, planned by or for a stream of a former owner."""
+        """Which of the positions, none of which has a row, are IN_FLIGHT from now on at consumers that declare to hold
+        them: planned by a former owner, or for a stream that is no more. See `KeyShared.hold`.
+        """
         keys = self._shared.planned.intern(positions.ledger_id, positions.entry_id)
         places = np.flatnonzero(~contained(keys, self._in_flight.among(bitmap_of(keys))))
         rows = KeyedRows(positions, keys).take(places)

@@ -106,7 +106,7 @@ def what_waits_is_derived_by_readers(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_waits_is_fed_by_the_head_after_a_recovery(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SubscriptionState, "feed", lambda self, rows: self._append(self.counted(rows)))
+    patch.setattr(SubscriptionState, "feed", lambda self, rows: self.append_ready(self.counted(rows)))
 
 
 def an_idle_subscription_loses_what_comes_due(patch: pytest.MonkeyPatch) -> None:
