@@ -94,8 +94,8 @@ class JournalWriter:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def write(self, records: Sequence[journal.Record]) -> int:
-        """Writes `records` as the next slot and returns its number once that is certain.
+    async def write(self, records: Sequence[journal.Record], deletions: Sequence[journal.DeletionRecord] = ()) -> int:
+        """Writes the records, on topics and on deletions, as the next slot and returns its number once that is certain.
 
         While the store cannot be reached this does not return. Raises Fenced when the shard is lost, OutcomeUnknown
         after `close`, Corruption when the store does not honour conditions.
@@ -106,7 +106,7 @@ class JournalWriter:
             raise Unavailable(f"shard {self._shard}: its journal is closed")
         self._writing = True
         try:
-            written = await self._write_until_certain(tuple(records))
+            written = await self._write_until_certain(tuple(records), tuple(deletions))
         except BaseException:
             self.close()
             raise
@@ -116,8 +116,10 @@ class JournalWriter:
         self._written(written)
         return written.slot
 
-    async def _write_until_certain(self, records: tuple[journal.Record, ...]) -> WrittenSlot:
-        slot, first = await self._unless_ended(self._run(lambda: self._freeze_and_try(records)))
+    async def _write_until_certain(
+        self, records: tuple[journal.Record, ...], deletions: tuple[journal.DeletionRecord, ...]
+    ) -> WrittenSlot:
+        slot, first = await self._unless_ended(self._run(lambda: self._freeze_and_try(records, deletions)))
         latest = first
         tries = 1
         delays_s = backoff.delays_s(self._jitter)
@@ -139,9 +141,12 @@ class JournalWriter:
             tries=tries,
         )
 
-    def _freeze_and_try(self, records: tuple[journal.Record, ...]) -> tuple[slot_put.FrozenSlot, _Try]:
-        header = journal.SlotHeader(self._shard, self._epoch, self._next_slot, journal.SlotKind.DATA, len(records))
-        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, records), self._new_id())
+    def _freeze_and_try(
+        self, records: tuple[journal.Record, ...], deletions: tuple[journal.DeletionRecord, ...]
+    ) -> tuple[slot_put.FrozenSlot, _Try]:
+        count = len(records) + len(deletions)
+        header = journal.SlotHeader(self._shard, self._epoch, self._next_slot, journal.SlotKind.DATA, count)
+        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, records, deletions), self._new_id())
         return slot, self._try(slot, again=False)
 
     def _try(self, slot: slot_put.FrozenSlot, *, again: bool) -> _Try:

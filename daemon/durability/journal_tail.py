@@ -29,10 +29,11 @@ class SlotDamaged(Corruption):
 
 
 class Slot(NamedTuple):
-    """A slot as it was read; its records in the order in which they are applied, not decoded yet."""
+    """A slot as it was read; its records in the order in which they are applied, those on topics not decoded yet."""
 
     header: journal.SlotHeader
     records: tuple[journal.StoredRecord, ...]
+    deletions: tuple[journal.DeletionRecord, ...]
     size_bytes: int
 
 
@@ -41,7 +42,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
     key = names.journal_slot_key(shard, slot)
     try:
         body = store.get(key)
-        header, records = journal.read_slot(body)
+        header, records, deletions = journal.read_slot(body)
     except object_store.NotFound:
         return None
     except object_store.Damaged as error:
@@ -50,7 +51,7 @@ def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | 
         raise SlotDamaged(key, error.offset, error.detail) from error
     if (header.shard, header.slot) != (shard, slot):
         raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
-    return Slot(header, records, len(body))
+    return Slot(header, records, deletions, len(body))
 
 
 def read_tail(

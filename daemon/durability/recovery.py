@@ -61,6 +61,15 @@ class TopicTail:
 NOTHING = TopicTail()
 
 
+def deletion_records(
+    loaded: checkpoint.Checkpoint | None,
+    slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.DeletionRecord]]],
+) -> list[journal.DeletionRecord]:
+    """What was decided on the shard's deletions above the checkpoint, in order."""
+    covered = 0 if loaded is None else loaded.slot
+    return [record for header, records in slots if header.slot > covered for record in records]
+
+
 def tails_of(
     loaded: checkpoint.Checkpoint | None, slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.AnyRecord]]]
 ) -> dict[str, TopicTail]:

@@ -16,7 +16,8 @@ from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter
 from daemon.engine.environment import Environment
 from daemon.errors import NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
-from storage_backends.formats.journal import Record, SlotBuilder, size_max
+from storage_backends.formats import deletions
+from storage_backends.formats.journal import DeletionRecord, Record, SlotBuilder, size_max
 
 # What may wait for its slot before requests are refused; four full slots by default.
 STAGED_SLOTS_MAX = 4
@@ -29,7 +30,7 @@ ANSWER_UNCONFIRMED_S = 30.0
 # Records that nobody awaits go with the next slot, or after this time.
 UNAWAITED_S = 1.0
 
-Applied = Callable[[int, Sequence[Record]], None]
+Applied = Callable[[int, Sequence[Record], Sequence[DeletionRecord]], None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,16 +98,26 @@ class GroupCommit:
         self._staged.set()
         return slot.applied
 
+    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
+        """As `stage`, of a decision on the shard's deletions; `patient`: as `stage_together`. Never cancel the future."""
+        slot = self._slot_with_room(deletions.size_max(record))
+        slot.builder.append_deletions(record)
+        self._staged.set()
+        return slot.applied if patient else slot.certain
+
     def _append(self, records: Sequence[Record]) -> _Slot:
+        slot = self._slot_with_room(sum(map(size_max, records)))
+        for record in records:
+            slot.builder.append(record)
+        return slot
+
+    def _slot_with_room(self, size_bytes: int) -> _Slot:
         if self._ended is not None:
             raise self._ended
         slot = self._slots[-1] if self._slots else None
-        size_bytes = sum(map(size_max, records))
         if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
             slot = _Slot(SlotBuilder(), _future(), _future())
             self._slots.append(slot)
-        for record in records:
-            slot.builder.append(record)
         return slot
 
     async def confirmed(self) -> None:
@@ -183,12 +194,12 @@ class GroupCommit:
             raise
 
     async def _write(self, slot: _Slot) -> None:
-        records = slot.builder.freeze()
-        number = await self._journal.write(records)
+        records, deletion_records = slot.builder.freeze(), slot.builder.deletions
+        number = await self._journal.write(records, deletion_records)
         if not self._confirmation.fresh_within(ANSWER_UNCONFIRMED_S):
             # The slot was sent long ago: a successor may have replayed it and gone on since.
             await self._confirmation.confirm_after(self._environment.clock.elapsed_s())
-        self._applied(number, records)
+        self._applied(number, records, deletion_records)
         for future in (slot.certain, slot.applied):
             if not future.done():
                 future.set_result(number)

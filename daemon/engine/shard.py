@@ -34,7 +34,7 @@ from daemon.engine.topic_loading import LoadedTopic, TopicLoading
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
-from storage_backends.formats.journal import AddRecord, Record
+from storage_backends.formats.journal import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class ServedShard:
         self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
         self.checkpoints.written(slot)
 
-    def _apply(self, slot: int, records: Sequence[Record]) -> None:
+    def _apply(self, slot: int, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
         elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
         # A topic that was deleted since a record was staged drops it, as replay does.

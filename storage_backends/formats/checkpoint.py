@@ -13,7 +13,8 @@ import dataclasses
 
 import zstandard
 
-from storage_backends.formats import errors, framing, journal, mirror, record_messages, segment
+from storage_backends.formats import deletions, errors, framing, journal, mirror, record_messages, segment
+from storage_backends.formats.deletions import DeletionState
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.rows import Rows
@@ -78,12 +79,13 @@ class TopicPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Checkpoint:
-    """The shard as of `slot`, written by the owner of `epoch`."""
+    """The shard as of `slot`, written by the owner of `epoch`. `deletions`: None when there is nothing to say."""
 
     shard: int
     epoch: int
     slot: int
     topics: tuple[TopicPart, ...] = ()
+    deletions: DeletionState | None = None
 
     def __post_init__(self) -> None:
         for part in self.topics:
@@ -139,6 +141,9 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
             carrier = state.carried.add(slot=carried.slot)
             for record in carried.records:
                 journal.fill_record(carrier.records.add(), record)
+    if value.deletions is not None:
+        message.deletions.SetInParent()
+        deletions.fill_state(message.deletions, value.deletions)
     return framing.frame(MAGIC, FORMAT_VERSION, message.SerializeToString(deterministic=True))
 
 
@@ -147,8 +152,11 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
     topics = tuple(_topic_part(state) for state in message.topics)
+    stored = None
+    if message.HasField("deletions"):
+        stored = deletions.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
     try:
-        return Checkpoint(message.shard, message.epoch, message.slot, topics)
+        return Checkpoint(message.shard, message.epoch, message.slot, topics, stored)
     except ValueError as error:
         raise errors.FormatError(_WHAT, framing.HEADER_BYTES, str(error)) from error
 

@@ -1,8 +1,8 @@
 """A journal slot: the decisions of one group commit, in columns.
 
 Owns: the bytes of a slot, and which records may be merged into one.
-Does not own: the records, which are named here too (`records`), their messages (`record_messages`), and when a slot is
-written.
+Does not own: the records, which are named here too (`records`; on deletions, `deletions`), their messages
+(`record_messages`), and when a slot is written.
 
     magic "TyJS" | u16 version | u8 kind | u8 0 | u32 shard | u64 epoch | u64 slot | u32 records | u64 payload length
     | u32 CRC32C of all before it and of the payload | payload: protobuf Slot                      little-endian
@@ -14,11 +14,12 @@ import dataclasses
 import enum
 import struct
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from storage_backends.formats import columns, errors, framing, position_bitmap, record_messages
+from storage_backends.formats import columns, deletions, errors, framing, position_bitmap, record_messages
+from storage_backends.formats.deletions import DeletionRecord
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.records import (
     COLUMNS,
@@ -43,6 +44,7 @@ __all__ = [
     "AnyRecord",
     "DeadLetterReason",
     "DeadLetterRecord",
+    "DeletionRecord",
     "GoneReason",
     "GoneRecord",
     "NackRecord",
@@ -54,6 +56,7 @@ __all__ = [
     "SlotHeader",
     "SlotKind",
     "StoredRecord",
+    "StoredSlot",
     "WaiveRecord",
     "decode_header",
     "decode_slot",
@@ -120,13 +123,28 @@ class StoredRecord:
 AnyRecord: TypeAlias = Record | StoredRecord
 
 
-def encode_slot(header: SlotHeader, records: Sequence[Record]) -> bytes:
+class StoredSlot(NamedTuple):
+    """What a slot holds, each in the order in which it is applied: decisions on topics, not decoded yet, and decisions
+    on the shard's deletions. The two are independent of each other.
+    """
+
+    header: SlotHeader
+    records: tuple[StoredRecord, ...]
+    deletions: tuple[DeletionRecord, ...]
+
+
+def encode_slot(
+    header: SlotHeader, records: Sequence[Record], deletion_records: Sequence[DeletionRecord] = ()
+) -> bytes:
     """The bytes of a slot. The records are written as they are; `SlotBuilder` merges them before."""
-    if header.records != len(records):
-        raise ValueError(f"the header says {header.records} records, there are {len(records)}")
+    count = len(records) + len(deletion_records)
+    if header.records != count:
+        raise ValueError(f"the header says {header.records} records, there are {count}")
     message = journal_pb2.Slot()
     for record in records:
         fill_record(message.records.add(), record)
+    for decided in deletion_records:
+        deletions.fill_record(message.deletions.add(), decided)
     payload = message.SerializeToString(deterministic=True)
     head = _HEADER.pack(
         MAGIC,
@@ -143,24 +161,30 @@ def encode_slot(header: SlotHeader, records: Sequence[Record]) -> bytes:
 
 
 def decode_slot(data: bytes) -> tuple[SlotHeader, tuple[Record, ...]]:
-    """Header and records, in the order in which they are applied.
+    """Header and records on topics, in the order in which they are applied.
 
     Raises FormatError on damage, UnsupportedVersion on a version that is not known here.
     """
-    header, records = read_slot(data)
-    return header, tuple(record.decoded() for record in records)
+    slot = read_slot(data)
+    return slot.header, tuple(record.decoded() for record in slot.records)
 
 
-def read_slot(data: bytes) -> tuple[SlotHeader, tuple[StoredRecord, ...]]:
+def read_slot(data: bytes) -> StoredSlot:
     """As `decode_slot`, which finds the same damage but what is inside columns that have the right checksum."""
     header, payload = _checked(data)
     message = framing.parse(journal_pb2.Slot, payload, _WHAT, HEADER_BYTES)
-    if len(message.records) != header.records:
-        detail = f"the header says {header.records} records, the payload has {len(message.records)}"
+    count = len(message.records) + len(message.deletions)
+    if count != header.records:
+        detail = f"the header says {header.records} records, the payload has {count}"
         raise errors.FormatError(_WHAT, HEADER_BYTES, detail)
-    return header, tuple(
+    on_topics = (
         StoredRecord(record, f"{_WHAT} record {number}", HEADER_BYTES) for number, record in enumerate(message.records)
     )
+    on_deletions = (
+        deletions.record_of(record, f"{_WHAT} deletion record {number}", HEADER_BYTES)
+        for number, record in enumerate(message.deletions)
+    )
+    return StoredSlot(header, tuple(on_topics), tuple(on_deletions))
 
 
 def decode_header(data: bytes) -> SlotHeader:
@@ -233,6 +257,7 @@ class SlotBuilder:
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
+        self._deletions: list[DeletionRecord] = []
         # By topic, the groups since the last one that nothing is moved across, and what was appended last.
         self._open: dict[str, dict[tuple[object, ...], _Group]] = {}
         self._last: dict[str, type[Record] | None] = {}
@@ -241,7 +266,7 @@ class SlotBuilder:
 
     def __len__(self) -> int:
         """How many records the slot will hold."""
-        return len(self._groups)
+        return len(self._groups) + len(self._deletions)
 
     @property
     def rows(self) -> int:
@@ -269,9 +294,18 @@ class SlotBuilder:
         self._rows += record.row_count
         self._size_bytes += size_max(record)
 
+    def append_deletions(self, record: DeletionRecord) -> None:
+        self._deletions.append(record)
+        self._size_bytes += deletions.size_max(record)
+
     def freeze(self) -> tuple[Record, ...]:
-        """The merged records, in the order in which they are to be applied."""
+        """The merged records on topics, in the order in which they are to be applied."""
         return tuple(group.merged() for group in self._groups)
+
+    @property
+    def deletions(self) -> tuple[DeletionRecord, ...]:
+        """The records on deletions, in the order in which they came."""
+        return tuple(self._deletions)
 
 
 def _detail(record: Record) -> tuple[object, ...]:

@@ -152,6 +152,7 @@ class TopicPolicy:
     due_rows_per_second_max: int | None = None
     client_rows_per_second_max: int | None = None
     client_bytes_per_second_max: int | None = None
+    two_phase_deletion_enabled: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

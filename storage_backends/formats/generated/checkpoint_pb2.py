@@ -22,27 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from storage_backends.formats.generated import deletion_pb2 as tarry_dot_storage_dot_v1_dot_deletion__pb2
 from storage_backends.formats.generated import journal_pb2 as tarry_dot_storage_dot_v1_dot_journal__pb2
 from storage_backends.formats.generated import manifest_pb2 as tarry_dot_storage_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tarry/storage/v1/checkpoint.proto\x12\x10tarry.storage.v1\x1a\x1etarry/storage/v1/journal.proto\x1a\x1ftarry/storage/v1/manifest.proto\"f\n\nCheckpoint\x12\r\n\x05shard\x18\x01 \x02(\r\x12\r\n\x05\x65poch\x18\x02 \x02(\x04\x12\x0c\n\x04slot\x18\x03 \x02(\x04\x12,\n\x06topics\x18\x04 \x03(\x0b\x32\x1c.tarry.storage.v1.TopicState\"\xc2\x02\n\nTopicState\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\r\n\x05topic\x18\x02 \x02(\t\x12\x13\n\x0bincarnation\x18\x03 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x04 \x01(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x30\n\x07sealing\x18\x05 \x03(\x0b\x32\x1f.tarry.storage.v1.SealingBucket\x12,\n\x08progress\x18\x06 \x01(\x0b\x32\x1a.tarry.storage.v1.Progress\x12\x0c\n\x04slot\x18\x07 \x01(\x04\x12.\n\x07\x63\x61rried\x18\x08 \x03(\x0b\x32\x1d.tarry.storage.v1.CarriedSlot\x12+\n\x08own_rows\x18\t \x03(\x0b\x32\x19.tarry.storage.v1.OwnRows\"W\n\x07OwnRows\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x02 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\"F\n\x0b\x43\x61rriedSlot\x12\x0c\n\x04slot\x18\x01 \x02(\x04\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"C\n\x0bMutableRows\x12\x0c\n\x04rows\x18\x01 \x02(\r\x12&\n\x07\x63olumns\x18\x02 \x02(\x0b\x32\x15.tarry.storage.v1.Add\"~\n\rSealingBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x02(\t\x12\x0c\n\x04slot\x18\x02 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x03 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x1a\n\x0fsubscription_id\x18\x04 \x01(\x04:\x01\x30')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tarry/storage/v1/checkpoint.proto\x12\x10tarry.storage.v1\x1a\x1ftarry/storage/v1/deletion.proto\x1a\x1etarry/storage/v1/journal.proto\x1a\x1ftarry/storage/v1/manifest.proto\"\x9a\x01\n\nCheckpoint\x12\r\n\x05shard\x18\x01 \x02(\r\x12\r\n\x05\x65poch\x18\x02 \x02(\x04\x12\x0c\n\x04slot\x18\x03 \x02(\x04\x12,\n\x06topics\x18\x04 \x03(\x0b\x32\x1c.tarry.storage.v1.TopicState\x12\x32\n\tdeletions\x18\x05 \x01(\x0b\x32\x1f.tarry.storage.v1.DeletionState\"\xc2\x02\n\nTopicState\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\r\n\x05topic\x18\x02 \x02(\t\x12\x13\n\x0bincarnation\x18\x03 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x04 \x01(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x30\n\x07sealing\x18\x05 \x03(\x0b\x32\x1f.tarry.storage.v1.SealingBucket\x12,\n\x08progress\x18\x06 \x01(\x0b\x32\x1a.tarry.storage.v1.Progress\x12\x0c\n\x04slot\x18\x07 \x01(\x04\x12.\n\x07\x63\x61rried\x18\x08 \x03(\x0b\x32\x1d.tarry.storage.v1.CarriedSlot\x12+\n\x08own_rows\x18\t \x03(\x0b\x32\x19.tarry.storage.v1.OwnRows\"W\n\x07OwnRows\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x02 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\"F\n\x0b\x43\x61rriedSlot\x12\x0c\n\x04slot\x18\x01 \x02(\x04\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"C\n\x0bMutableRows\x12\x0c\n\x04rows\x18\x01 \x02(\r\x12&\n\x07\x63olumns\x18\x02 \x02(\x0b\x32\x15.tarry.storage.v1.Add\"~\n\rSealingBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x02(\t\x12\x0c\n\x04slot\x18\x02 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x03 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x1a\n\x0fsubscription_id\x18\x04 \x01(\x04:\x01\x30')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tarry.storage.v1.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHECKPOINT']._serialized_start=120
-  _globals['_CHECKPOINT']._serialized_end=222
-  _globals['_TOPICSTATE']._serialized_start=225
-  _globals['_TOPICSTATE']._serialized_end=547
-  _globals['_OWNROWS']._serialized_start=549
-  _globals['_OWNROWS']._serialized_end=636
-  _globals['_CARRIEDSLOT']._serialized_start=638
-  _globals['_CARRIEDSLOT']._serialized_end=708
-  _globals['_MUTABLEROWS']._serialized_start=710
-  _globals['_MUTABLEROWS']._serialized_end=777
-  _globals['_SEALINGBUCKET']._serialized_start=779
-  _globals['_SEALINGBUCKET']._serialized_end=905
+  _globals['_CHECKPOINT']._serialized_start=154
+  _globals['_CHECKPOINT']._serialized_end=308
+  _globals['_TOPICSTATE']._serialized_start=311
+  _globals['_TOPICSTATE']._serialized_end=633
+  _globals['_OWNROWS']._serialized_start=635
+  _globals['_OWNROWS']._serialized_end=722
+  _globals['_CARRIEDSLOT']._serialized_start=724
+  _globals['_CARRIEDSLOT']._serialized_end=794
+  _globals['_MUTABLEROWS']._serialized_start=796
+  _globals['_MUTABLEROWS']._serialized_end=863
+  _globals['_SEALINGBUCKET']._serialized_start=865
+  _globals['_SEALINGBUCKET']._serialized_end=991
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from storage_backends.formats.generated import deletion_pb2 as _deletion_pb2
 from storage_backends.formats.generated import journal_pb2 as _journal_pb2
 from storage_backends.formats.generated import manifest_pb2 as _manifest_pb2
 import builtins as _builtins
@@ -28,11 +29,16 @@ class Checkpoint(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
+    DELETIONS_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     epoch: _builtins.int
     slot: _builtins.int
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicState]: ...
+    @_builtins.property
+    def deletions(self) -> _deletion_pb2.DeletionState:
+        """Of the shard as a whole; absent when there is nothing to say."""
+
     def __init__(
         self,
         *,
@@ -40,10 +46,11 @@ class Checkpoint(_message.Message):
         epoch: _builtins.int | None = ...,
         slot: _builtins.int | None = ...,
         topics: _abc.Iterable[Global___TopicState] | None = ...,
+        deletions: _deletion_pb2.DeletionState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "shard", b"shard", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "epoch", b"epoch", "shard", b"shard", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "shard", b"shard", "slot", b"slot", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "epoch", b"epoch", "shard", b"shard", "slot", b"slot", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

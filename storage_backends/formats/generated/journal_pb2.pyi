@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from storage_backends.formats.generated import bucket_pb2 as _bucket_pb2
+from storage_backends.formats.generated import deletion_pb2 as _deletion_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,18 +26,24 @@ class Slot(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RECORDS_FIELD_NUMBER: _builtins.int
+    DELETIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___Record]:
         """Applied in order."""
+
+    @_builtins.property
+    def deletions(self) -> _containers.RepeatedCompositeFieldContainer[_deletion_pb2.DeletionRecord]:
+        """On the deletions of the shard; applied in order, and independent of the others."""
 
     def __init__(
         self,
         *,
         records: _abc.Iterable[Global___Record] | None = ...,
+        deletions: _abc.Iterable[_deletion_pb2.DeletionRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "records", b"records"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

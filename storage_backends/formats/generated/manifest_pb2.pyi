@@ -365,6 +365,7 @@ class TopicPolicy(_message.Message):
     DUE_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
     CLIENT_ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
     CLIENT_BYTES_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    TWO_PHASE_DELETION_ENABLED_FIELD_NUMBER: _builtins.int
     delay_max_ms: _builtins.int
     min_index_count_per_bucket: _builtins.int
     bucket_rows_max: _builtins.int
@@ -383,6 +384,7 @@ class TopicPolicy(_message.Message):
     due_rows_per_second_max: _builtins.int
     client_rows_per_second_max: _builtins.int
     client_bytes_per_second_max: _builtins.int
+    two_phase_deletion_enabled: _builtins.bool
     def __init__(
         self,
         *,
@@ -404,10 +406,11 @@ class TopicPolicy(_message.Message):
         due_rows_per_second_max: _builtins.int | None = ...,
         client_rows_per_second_max: _builtins.int | None = ...,
         client_bytes_per_second_max: _builtins.int | None = ...,
+        two_phase_deletion_enabled: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms", "two_phase_deletion_enabled", b"two_phase_deletion_enabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_age_max_ms", b"bucket_age_max_ms", "bucket_bytes_max", b"bucket_bytes_max", "bucket_rows_max", b"bucket_rows_max", "client_bytes_per_second_max", b"client_bytes_per_second_max", "client_rows_per_second_max", b"client_rows_per_second_max", "compatible_form", b"compatible_form", "delay_max_ms", b"delay_max_ms", "due_rows_per_second_max", b"due_rows_per_second_max", "max_indexes_per_bucket_snapshot_segment", b"max_indexes_per_bucket_snapshot_segment", "max_num_buckets", b"max_num_buckets", "max_time_step_per_bucket_snapshot_segment_seconds", b"max_time_step_per_bucket_snapshot_segment_seconds", "merge_buckets_max", b"merge_buckets_max", "merge_rows_max", b"merge_rows_max", "min_index_count_per_bucket", b"min_index_count_per_bucket", "min_indexes_per_bucket_snapshot_segment", b"min_indexes_per_bucket_snapshot_segment", "pending_rows_max", b"pending_rows_max", "shared_index", b"shared_index", "tick_ms", b"tick_ms", "two_phase_deletion_enabled", b"two_phase_deletion_enabled"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

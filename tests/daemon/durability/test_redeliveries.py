@@ -71,7 +71,7 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
     """Two checkpoints carry it over, and what the journal says of it."""
     loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
     for slot in (9, len(stored.slots)):
-        tails = recovery.tails_of(loaded, map(journal.read_slot, stored.slots[loaded.slot : slot]))
+        tails = recovery.tails_of(loaded, (journal.read_slot(body)[:2] for body in stored.slots[loaded.slot : slot]))
         carried = recovery.carried_part("id", tails["id"])
         encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, slot, (carried,)))
         loaded = checkpoint_format.decode_checkpoint(encoded)

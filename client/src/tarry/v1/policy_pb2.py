@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/policy.proto\x12\x08tarry.v1\"\x85\t\n\x0bTopicPolicy\x12\x19\n\x0c\x64\x65lay_max_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x1amin_index_count_per_bucket\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0f\x62ucket_rows_max\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10\x62ucket_bytes_max\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11\x62ucket_age_max_ms\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12>\n1max_time_step_per_bucket_snapshot_segment_seconds\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x34\n\'max_indexes_per_bucket_snapshot_segment\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x34\n\'min_indexes_per_bucket_snapshot_segment\x18\x08 \x01(\rH\x07\x88\x01\x01\x12.\n\x0b\x62ucket_form\x18\t \x01(\x0e\x32\x14.tarry.v1.BucketFormH\x08\x88\x01\x01\x12\x19\n\x0cshared_index\x18\n \x01(\x08H\t\x88\x01\x01\x12\x1c\n\x0fmax_num_buckets\x18\x0b \x01(\x05H\n\x88\x01\x01\x12\x1e\n\x11merge_buckets_max\x18\x0c \x01(\rH\x0b\x88\x01\x01\x12\x1b\n\x0emerge_rows_max\x18\r \x01(\x04H\x0c\x88\x01\x01\x12\x14\n\x07tick_ms\x18\x0e \x01(\rH\r\x88\x01\x01\x12\x1d\n\x10pending_rows_max\x18\x0f \x01(\x04H\x0e\x88\x01\x01\x12$\n\x17\x64ue_rows_per_second_max\x18\x10 \x01(\x04H\x0f\x88\x01\x01\x12\'\n\x1a\x63lient_rows_per_second_max\x18\x11 \x01(\x04H\x10\x88\x01\x01\x12(\n\x1b\x63lient_bytes_per_second_max\x18\x12 \x01(\x04H\x11\x88\x01\x01\x42\x0f\n\r_delay_max_msB\x1d\n\x1b_min_index_count_per_bucketB\x12\n\x10_bucket_rows_maxB\x13\n\x11_bucket_bytes_maxB\x14\n\x12_bucket_age_max_msB4\n2_max_time_step_per_bucket_snapshot_segment_secondsB*\n(_max_indexes_per_bucket_snapshot_segmentB*\n(_min_indexes_per_bucket_snapshot_segmentB\x0e\n\x0c_bucket_formB\x0f\n\r_shared_indexB\x12\n\x10_max_num_bucketsB\x14\n\x12_merge_buckets_maxB\x11\n\x0f_merge_rows_maxB\n\n\x08_tick_msB\x13\n\x11_pending_rows_maxB\x1a\n\x18_due_rows_per_second_maxB\x1d\n\x1b_client_rows_per_second_maxB\x1e\n\x1c_client_bytes_per_second_max\"\xe8\x03\n\x12SubscriptionPolicy\x12\x1f\n\x12in_flight_rows_max\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08lease_ms\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12@\n\nproperties\x18\x03 \x03(\x0b\x32,.tarry.v1.SubscriptionPolicy.PropertiesEntry\x12.\n\nredelivery\x18\x04 \x01(\x0b\x32\x1a.tarry.v1.RedeliveryPolicy\x12 \n\x13max_redeliver_count\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x63k_timeout_ms\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12 \n\x13nack_precision_bits\x18\x07 \x01(\rH\x04\x88\x01\x01\x12-\n\nkey_shared\x18\x08 \x01(\x0b\x32\x19.tarry.v1.KeySharedPolicy\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_in_flight_rows_maxB\x0b\n\t_lease_msB\x16\n\x14_max_redeliver_countB\x11\n\x0f_ack_timeout_msB\x16\n\x14_nack_precision_bits\"\x9c\x02\n\x0fKeySharedPolicy\x12(\n\x08selector\x18\x01 \x01(\x0e\x32\x16.tarry.v1.HashSelector\x12 \n\x13points_per_consumer\x18\x02 \x01(\rH\x00\x88\x01\x01\x12!\n\x05order\x18\x03 \x01(\x0e\x32\x12.tarry.v1.KeyOrder\x12#\n\x1b\x61llow_out_of_order_delivery\x18\x04 \x01(\x08\x12\'\n\nnack_order\x18\x05 \x01(\x0e\x32\x13.tarry.v1.NackOrder\x12\x1e\n\x11nack_block_max_ms\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\x16\n\x14_points_per_consumerB\x14\n\x12_nack_block_max_ms\"(\n\tHashRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xf2\x01\n\x10RedeliveryPolicy\x12+\n\x08\x63onstant\x18\x01 \x01(\x0b\x32\x17.tarry.v1.ConstantDelayH\x00\x12\'\n\x06linear\x18\x02 \x01(\x0b\x32\x15.tarry.v1.LinearDelayH\x00\x12\x31\n\x0b\x65xponential\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.ExponentialDelayH\x00\x12#\n\x04list\x18\x04 \x01(\x0b\x32\x13.tarry.v1.DelayListH\x00\x12\'\n\x06ladder\x18\x05 \x01(\x0b\x32\x15.tarry.v1.DelayLadderH\x00\x42\x07\n\x05\x64\x65lay\"!\n\rConstantDelay\x12\x10\n\x08\x64\x65lay_ms\x18\x01 \x01(\x04\"B\n\x0bLinearDelay\x12\x12\n\ninitial_ms\x18\x01 \x01(\x04\x12\x0f\n\x07step_ms\x18\x02 \x01(\x04\x12\x0e\n\x06max_ms\x18\x03 \x01(\x04\"Z\n\x10\x45xponentialDelay\x12\x12\n\ninitial_ms\x18\x01 \x01(\x04\x12\x12\n\nmultiplier\x18\x02 \x01(\x01\x12\x0e\n\x06max_ms\x18\x03 \x01(\x04\x12\x0e\n\x06jitter\x18\x04 \x01(\x01\"\x1d\n\tDelayList\x12\x10\n\x08\x64\x65lay_ms\x18\x01 \x03(\x04\"\r\n\x0b\x44\x65layLadder*_\n\nBucketForm\x12\x1b\n\x17\x42UCKET_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42UCKET_FORM_COLUMNAR\x10\x01\x12\x1a\n\x16\x42UCKET_FORM_COMPATIBLE\x10\x02*\x8b\x01\n\x0cHashSelector\x12\x1d\n\x19HASH_SELECTOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18HASH_SELECTOR_AUTO_SPLIT\x10\x01\x12$\n HASH_SELECTOR_CONSISTENT_HASHING\x10\x02\x12\x18\n\x14HASH_SELECTOR_STICKY\x10\x03*f\n\x08KeyOrder\x12\x19\n\x15KEY_ORDER_UNSPECIFIED\x10\x00\x12\x1d\n\x19KEY_ORDER_DRAINING_HASHES\x10\x01\x12 \n\x1cKEY_ORDER_LAST_SENT_POSITION\x10\x02*V\n\tNackOrder\x12\x1a\n\x16NACK_ORDER_UNSPECIFIED\x10\x00\x12\x13\n\x0fNACK_ORDER_SKIP\x10\x01\x12\x18\n\x14NACK_ORDER_BLOCK_KEY\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/policy.proto\x12\x08tarry.v1\"\xcd\t\n\x0bTopicPolicy\x12\x19\n\x0c\x64\x65lay_max_ms\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\'\n\x1amin_index_count_per_bucket\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0f\x62ucket_rows_max\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10\x62ucket_bytes_max\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11\x62ucket_age_max_ms\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12>\n1max_time_step_per_bucket_snapshot_segment_seconds\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x34\n\'max_indexes_per_bucket_snapshot_segment\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x34\n\'min_indexes_per_bucket_snapshot_segment\x18\x08 \x01(\rH\x07\x88\x01\x01\x12.\n\x0b\x62ucket_form\x18\t \x01(\x0e\x32\x14.tarry.v1.BucketFormH\x08\x88\x01\x01\x12\x19\n\x0cshared_index\x18\n \x01(\x08H\t\x88\x01\x01\x12\x1c\n\x0fmax_num_buckets\x18\x0b \x01(\x05H\n\x88\x01\x01\x12\x1e\n\x11merge_buckets_max\x18\x0c \x01(\rH\x0b\x88\x01\x01\x12\x1b\n\x0emerge_rows_max\x18\r \x01(\x04H\x0c\x88\x01\x01\x12\x14\n\x07tick_ms\x18\x0e \x01(\rH\r\x88\x01\x01\x12\x1d\n\x10pending_rows_max\x18\x0f \x01(\x04H\x0e\x88\x01\x01\x12$\n\x17\x64ue_rows_per_second_max\x18\x10 \x01(\x04H\x0f\x88\x01\x01\x12\'\n\x1a\x63lient_rows_per_second_max\x18\x11 \x01(\x04H\x10\x88\x01\x01\x12(\n\x1b\x63lient_bytes_per_second_max\x18\x12 \x01(\x04H\x11\x88\x01\x01\x12\'\n\x1atwo_phase_deletion_enabled\x18\x13 \x01(\x08H\x12\x88\x01\x01\x42\x0f\n\r_delay_max_msB\x1d\n\x1b_min_index_count_per_bucketB\x12\n\x10_bucket_rows_maxB\x13\n\x11_bucket_bytes_maxB\x14\n\x12_bucket_age_max_msB4\n2_max_time_step_per_bucket_snapshot_segment_secondsB*\n(_max_indexes_per_bucket_snapshot_segmentB*\n(_min_indexes_per_bucket_snapshot_segmentB\x0e\n\x0c_bucket_formB\x0f\n\r_shared_indexB\x12\n\x10_max_num_bucketsB\x14\n\x12_merge_buckets_maxB\x11\n\x0f_merge_rows_maxB\n\n\x08_tick_msB\x13\n\x11_pending_rows_maxB\x1a\n\x18_due_rows_per_second_maxB\x1d\n\x1b_client_rows_per_second_maxB\x1e\n\x1c_client_bytes_per_second_maxB\x1d\n\x1b_two_phase_deletion_enabled\"\xe8\x03\n\x12SubscriptionPolicy\x12\x1f\n\x12in_flight_rows_max\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08lease_ms\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12@\n\nproperties\x18\x03 \x03(\x0b\x32,.tarry.v1.SubscriptionPolicy.PropertiesEntry\x12.\n\nredelivery\x18\x04 \x01(\x0b\x32\x1a.tarry.v1.RedeliveryPolicy\x12 \n\x13max_redeliver_count\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x63k_timeout_ms\x18\x06 \x01(\x04H\x03\x88\x01\x01\x12 \n\x13nack_precision_bits\x18\x07 \x01(\rH\x04\x88\x01\x01\x12-\n\nkey_shared\x18\x08 \x01(\x0b\x32\x19.tarry.v1.KeySharedPolicy\x1a\x31\n\x0fPropertiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_in_flight_rows_maxB\x0b\n\t_lease_msB\x16\n\x14_max_redeliver_countB\x11\n\x0f_ack_timeout_msB\x16\n\x14_nack_precision_bits\"\x9c\x02\n\x0fKeySharedPolicy\x12(\n\x08selector\x18\x01 \x01(\x0e\x32\x16.tarry.v1.HashSelector\x12 \n\x13points_per_consumer\x18\x02 \x01(\rH\x00\x88\x01\x01\x12!\n\x05order\x18\x03 \x01(\x0e\x32\x12.tarry.v1.KeyOrder\x12#\n\x1b\x61llow_out_of_order_delivery\x18\x04 \x01(\x08\x12\'\n\nnack_order\x18\x05 \x01(\x0e\x32\x13.tarry.v1.NackOrder\x12\x1e\n\x11nack_block_max_ms\x18\x06 \x01(\x04H\x01\x88\x01\x01\x42\x16\n\x14_points_per_consumerB\x14\n\x12_nack_block_max_ms\"(\n\tHashRange\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0c\n\x04last\x18\x02 \x01(\r\"\xf2\x01\n\x10RedeliveryPolicy\x12+\n\x08\x63onstant\x18\x01 \x01(\x0b\x32\x17.tarry.v1.ConstantDelayH\x00\x12\'\n\x06linear\x18\x02 \x01(\x0b\x32\x15.tarry.v1.LinearDelayH\x00\x12\x31\n\x0b\x65xponential\x18\x03 \x01(\x0b\x32\x1a.tarry.v1.ExponentialDelayH\x00\x12#\n\x04list\x18\x04 \x01(\x0b\x32\x13.tarry.v1.DelayListH\x00\x12\'\n\x06ladder\x18\x05 \x01(\x0b\x32\x15.tarry.v1.DelayLadderH\x00\x42\x07\n\x05\x64\x65lay\"!\n\rConstantDelay\x12\x10\n\x08\x64\x65lay_ms\x18\x01 \x01(\x04\"B\n\x0bLinearDelay\x12\x12\n\ninitial_ms\x18\x01 \x01(\x04\x12\x0f\n\x07step_ms\x18\x02 \x01(\x04\x12\x0e\n\x06max_ms\x18\x03 \x01(\x04\"Z\n\x10\x45xponentialDelay\x12\x12\n\ninitial_ms\x18\x01 \x01(\x04\x12\x12\n\nmultiplier\x18\x02 \x01(\x01\x12\x0e\n\x06max_ms\x18\x03 \x01(\x04\x12\x0e\n\x06jitter\x18\x04 \x01(\x01\"\x1d\n\tDelayList\x12\x10\n\x08\x64\x65lay_ms\x18\x01 \x03(\x04\"\r\n\x0b\x44\x65layLadder*_\n\nBucketForm\x12\x1b\n\x17\x42UCKET_FORM_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42UCKET_FORM_COLUMNAR\x10\x01\x12\x1a\n\x16\x42UCKET_FORM_COMPATIBLE\x10\x02*\x8b\x01\n\x0cHashSelector\x12\x1d\n\x19HASH_SELECTOR_UNSPECIFIED\x10\x00\x12\x1c\n\x18HASH_SELECTOR_AUTO_SPLIT\x10\x01\x12$\n HASH_SELECTOR_CONSISTENT_HASHING\x10\x02\x12\x18\n\x14HASH_SELECTOR_STICKY\x10\x03*f\n\x08KeyOrder\x12\x19\n\x15KEY_ORDER_UNSPECIFIED\x10\x00\x12\x1d\n\x19KEY_ORDER_DRAINING_HASHES\x10\x01\x12 \n\x1cKEY_ORDER_LAST_SENT_POSITION\x10\x02*V\n\tNackOrder\x12\x1a\n\x16NACK_ORDER_UNSPECIFIED\x10\x00\x12\x13\n\x0fNACK_ORDER_SKIP\x10\x01\x12\x18\n\x14NACK_ORDER_BLOCK_KEY\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._loaded_options = None
   _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_options = b'8\001'
-  _globals['_BUCKETFORM']._serialized_start=2501
-  _globals['_BUCKETFORM']._serialized_end=2596
-  _globals['_HASHSELECTOR']._serialized_start=2599
-  _globals['_HASHSELECTOR']._serialized_end=2738
-  _globals['_KEYORDER']._serialized_start=2740
-  _globals['_KEYORDER']._serialized_end=2842
-  _globals['_NACKORDER']._serialized_start=2844
-  _globals['_NACKORDER']._serialized_end=2930
+  _globals['_BUCKETFORM']._serialized_start=2573
+  _globals['_BUCKETFORM']._serialized_end=2668
+  _globals['_HASHSELECTOR']._serialized_start=2671
+  _globals['_HASHSELECTOR']._serialized_end=2810
+  _globals['_KEYORDER']._serialized_start=2812
+  _globals['_KEYORDER']._serialized_end=2914
+  _globals['_NACKORDER']._serialized_start=2916
+  _globals['_NACKORDER']._serialized_end=3002
   _globals['_TOPICPOLICY']._serialized_start=36
-  _globals['_TOPICPOLICY']._serialized_end=1193
-  _globals['_SUBSCRIPTIONPOLICY']._serialized_start=1196
-  _globals['_SUBSCRIPTIONPOLICY']._serialized_end=1684
-  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_start=1532
-  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_end=1581
-  _globals['_KEYSHAREDPOLICY']._serialized_start=1687
-  _globals['_KEYSHAREDPOLICY']._serialized_end=1971
-  _globals['_HASHRANGE']._serialized_start=1973
-  _globals['_HASHRANGE']._serialized_end=2013
-  _globals['_REDELIVERYPOLICY']._serialized_start=2016
-  _globals['_REDELIVERYPOLICY']._serialized_end=2258
-  _globals['_CONSTANTDELAY']._serialized_start=2260
-  _globals['_CONSTANTDELAY']._serialized_end=2293
-  _globals['_LINEARDELAY']._serialized_start=2295
-  _globals['_LINEARDELAY']._serialized_end=2361
-  _globals['_EXPONENTIALDELAY']._serialized_start=2363
-  _globals['_EXPONENTIALDELAY']._serialized_end=2453
-  _globals['_DELAYLIST']._serialized_start=2455
-  _globals['_DELAYLIST']._serialized_end=2484
-  _globals['_DELAYLADDER']._serialized_start=2486
-  _globals['_DELAYLADDER']._serialized_end=2499
+  _globals['_TOPICPOLICY']._serialized_end=1265
+  _globals['_SUBSCRIPTIONPOLICY']._serialized_start=1268
+  _globals['_SUBSCRIPTIONPOLICY']._serialized_end=1756
+  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_start=1604
+  _globals['_SUBSCRIPTIONPOLICY_PROPERTIESENTRY']._serialized_end=1653
+  _globals['_KEYSHAREDPOLICY']._serialized_start=1759
+  _globals['_KEYSHAREDPOLICY']._serialized_end=2043
+  _globals['_HASHRANGE']._serialized_start=2045
+  _globals['_HASHRANGE']._serialized_end=2085
+  _globals['_REDELIVERYPOLICY']._serialized_start=2088
+  _globals['_REDELIVERYPOLICY']._serialized_end=2330
+  _globals['_CONSTANTDELAY']._serialized_start=2332
+  _globals['_CONSTANTDELAY']._serialized_end=2365
+  _globals['_LINEARDELAY']._serialized_start=2367
+  _globals['_LINEARDELAY']._serialized_end=2433
+  _globals['_EXPONENTIALDELAY']._serialized_start=2435
+  _globals['_EXPONENTIALDELAY']._serialized_end=2525
+  _globals['_DELAYLIST']._serialized_start=2527
+  _globals['_DELAYLIST']._serialized_end=2556
+  _globals['_DELAYLADDER']._serialized_start=2558
+  _globals['_DELAYLADDER']._serialized_end=2571
 # @@protoc_insertion_point(module_scope)

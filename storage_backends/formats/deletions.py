@@ -1,0 +1,325 @@
+"""Deletions of ledgers and offloaded objects of other systems (PIP-186): what a slot decides, and a shard's state.
+
+Owns: the values, which mirror the messages of deletion.proto, and their translation.
+Does not own: what a decision comes to (`daemon.core.deletions`), slots (`journal`) and checkpoints (`checkpoint`).
+
+A decision says what was asked, not what came of it: that follows from the state in which it is applied, so that the
+order of the slots is the only order there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from storage_backends.formats import columns, errors, mirror
+from storage_backends.formats.generated import deletion_pb2
+from storage_backends.formats.rows import U64
+
+
+class LedgerComponent(enum.IntEnum):
+    """What a ledger is for (PIP-186)."""
+
+    MANAGED_LEDGER = 1
+    MANAGED_CURSOR = 2
+    SCHEMA_STORAGE = 3
+
+
+class LedgerType(enum.IntEnum):
+    # Its owner deletes it.
+    LEDGER = 1
+    # Objects in an object store.
+    OFFLOADED_LEDGER = 2
+
+
+class DeletionOutcome(enum.IntEnum):
+    # Not over.
+    PENDING = 0
+    DELETED = 1
+    ALREADY_GONE = 2
+    IN_USE = 3
+    METADATA_MISMATCH = 4
+    MALFORMED = 5
+    # Tried too often: a dead letter.
+    GIVEN_UP = 6
+    # An attempt failed, another one follows. Of an answer only.
+    FAILED = 7
+
+
+class InUseChange(enum.IntEnum):
+    RECORD = 1
+    FORGET = 2
+    # These, and no others of their type, are in use.
+    REPLACE = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OffloadContext:
+    """Where an offloaded ledger is. `driver_metadata`: names and values, ascending by name."""
+
+    uuid_msb: int
+    uuid_lsb: int
+    driver_name: str
+    driver_metadata: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PendingDelete:
+    """What is to be deleted of a topic (PIP-186, PendingDeleteLedgerInfo). Two that are equal are one."""
+
+    component: LedgerComponent
+    ledger_type: LedgerType
+    ledger_id: int
+    cursor_name: str | None = None
+    schema_id: str | None = None
+    offload_context: OffloadContext | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecordDeletes:
+    """Intents to delete ledgers of `topic`."""
+
+    topic: str
+    recorded_at_ms: int
+    deletes: tuple[PendingDelete, ...]
+    by_sweeper: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BeginDeletes:
+    """Deletions whose next attempt begins."""
+
+    at_ms: int
+    deletion_id: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeletionAnswer:
+    """What came of an attempt. `retry_at_ms`, `maybe_deleted` (something may have been deleted): of one that FAILED."""
+
+    deletion_id: int
+    outcome: DeletionOutcome
+    at_ms: int
+    retry_at_ms: int = 0
+    maybe_deleted: bool = False
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnswerDeletes:
+    answers: tuple[DeletionAnswer, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RetryDeletes:
+    """Dead letters that are pending again."""
+
+    at_ms: int
+    deletion_id: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PurgeDeletes:
+    """Dead letters that are forgotten."""
+
+    deletion_id: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class InUseLedgers:
+    """Ledgers of one type. u64[n] each; where both halves of the UUID are 0 a ledger has none."""
+
+    ledger_type: LedgerType
+    ledger_id: U64
+    uuid_msb: U64
+    uuid_lsb: U64
+
+    def __post_init__(self) -> None:
+        for name in ("ledger_id", "uuid_msb", "uuid_lsb"):
+            column = getattr(self, name)
+            if column.shape != self.ledger_id.shape or column.dtype != np.uint64:
+                raise ValueError(f"{name} is {column.dtype}{column.shape}, it must be uint64{self.ledger_id.shape}")
+
+    def __len__(self) -> int:
+        return len(self.ledger_id)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ChangeInUse:
+    """What an owner says of ledgers of `topic`."""
+
+    topic: str
+    change: InUseChange
+    ledgers: InUseLedgers
+
+
+DeletionRecord: TypeAlias = RecordDeletes | BeginDeletes | AnswerDeletes | RetryDeletes | PurgeDeletes | ChangeInUse
+RECORDS: Final = (RecordDeletes, BeginDeletes, AnswerDeletes, RetryDeletes, PurgeDeletes, ChangeInUse)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deletion:
+    """A recorded delete. `begun`: an attempt has begun and was not answered. `maybe_deleted`: an attempt may have
+    deleted something. `ended_at_ms`: when it ended or was given up. `text`: what was said last.
+    """
+
+    deletion_id: int
+    topic: str
+    pending_delete: PendingDelete
+    recorded_at_ms: int
+    by_sweeper: bool = False
+    outcome: DeletionOutcome = DeletionOutcome.PENDING
+    begun: bool = False
+    maybe_deleted: bool = False
+    failures: int = 0
+    next_attempt_at_ms: int = 0
+    ended_at_ms: int = 0
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TopicInUse:
+    """What an owner says is in use of `topic`; of each type at most once."""
+
+    topic: str
+    ledgers: tuple[InUseLedgers, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class DeletionState:
+    """The deletions of a shard as of a slot. `last_id`: the highest ever given. `deletions`: ascending by id."""
+
+    last_id: int = 0
+    deletions: tuple[Deletion, ...] = ()
+    in_use: tuple[TopicInUse, ...] = ()
+
+
+# ---- as messages
+
+_MIRRORED: Final = {
+    "record": RecordDeletes,
+    "begin": BeginDeletes,
+    "answer": AnswerDeletes,
+    "retry": RetryDeletes,
+    "purge": PurgeDeletes,
+}
+_DECISIONS: Final = {kind: name for name, kind in _MIRRORED.items()}
+_CHANGES: Final = {
+    InUseChange.RECORD: deletion_pb2.ChangeInUse.RECORD,
+    InUseChange.FORGET: deletion_pb2.ChangeInUse.FORGET,
+    InUseChange.REPLACE: deletion_pb2.ChangeInUse.REPLACE,
+}
+_LEDGER_TYPES: Final = {
+    LedgerType.LEDGER: deletion_pb2.PendingDelete.LEDGER,
+    LedgerType.OFFLOADED_LEDGER: deletion_pb2.PendingDelete.OFFLOADED_LEDGER,
+}
+
+
+# Tags, lengths and numbers without texts and columns: upper bounds.
+_RECORD_BYTES_MAX: Final = 64
+_DELETE_BYTES_MAX: Final = 64
+_PROPERTY_BYTES_MAX: Final = 16
+_ANSWER_BYTES_MAX: Final = 48
+_ID_BYTES_MAX: Final = 10
+
+
+def fill_record(message: deletion_pb2.DeletionRecord, record: DeletionRecord) -> None:
+    """Sets the message of a record."""
+    if isinstance(record, ChangeInUse):
+        message.in_use.topic = record.topic
+        message.in_use.change = _CHANGES[record.change]
+        _fill_in_use(message.in_use.ledgers, record.ledgers)
+        return
+    decision = getattr(message, _DECISIONS[type(record)])
+    decision.SetInParent()
+    mirror.fill(decision, record)
+
+
+def size_max(record: DeletionRecord) -> int:
+    """The most bytes that a record takes in a slot. Cheap: nothing is encoded."""
+    match record:
+        case RecordDeletes():
+            return _RECORD_BYTES_MAX + _text_bytes(record.topic) + sum(map(_delete_bytes, record.deletes))
+        case AnswerDeletes():
+            return _RECORD_BYTES_MAX + sum(_ANSWER_BYTES_MAX + _text_bytes(answer.text) for answer in record.answers)
+        case ChangeInUse():
+            return _RECORD_BYTES_MAX + _text_bytes(record.topic) + 3 * columns.size_max(len(record.ledgers))
+        case BeginDeletes() | RetryDeletes() | PurgeDeletes():
+            return _RECORD_BYTES_MAX + _ID_BYTES_MAX * len(record.deletion_id)
+
+
+def _delete_bytes(delete: PendingDelete) -> int:
+    context = delete.offload_context
+    size_bytes = _DELETE_BYTES_MAX + _text_bytes(delete.cursor_name or "") + _text_bytes(delete.schema_id or "")
+    if context is not None:
+        size_bytes += _text_bytes(context.driver_name)
+        for name, value in context.driver_metadata:
+            size_bytes += _PROPERTY_BYTES_MAX + _text_bytes(name) + _text_bytes(value)
+    return size_bytes
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> DeletionRecord:
+    """Raises FormatError."""
+    decision = message.WhichOneof("decision")
+    if decision is None:
+        raise errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
+    try:
+        if decision == "in_use":
+            change = InUseChange(message.in_use.change)
+            return ChangeInUse(message.in_use.topic, change, _in_use_of(message.in_use.ledgers, what, offset))
+        made: DeletionRecord = mirror.made_from(_MIRRORED[decision], getattr(message, decision))
+    except ValueError as error:
+        raise errors.FormatError(what, offset, str(error)) from error
+    return made
+
+
+def fill_state(message: deletion_pb2.DeletionState, state: DeletionState) -> None:
+    """Sets the message of a shard's state."""
+    message.last_id = state.last_id
+    mirror.extend(message.deletions, state.deletions)
+    for topic in state.in_use:
+        added = message.in_use.add(topic=topic.topic)
+        for ledgers in topic.ledgers:
+            _fill_in_use(added.ledgers.add(), ledgers)
+
+
+def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> DeletionState:
+    """Raises FormatError."""
+    try:
+        deletions = tuple(mirror.made_from(Deletion, deletion) for deletion in message.deletions)
+        in_use = tuple(
+            TopicInUse(topic.topic, tuple(_in_use_of(ledgers, what, offset) for ledgers in topic.ledgers))
+            for topic in message.in_use
+        )
+    except ValueError as error:
+        raise errors.FormatError(what, offset, str(error)) from error
+    return DeletionState(message.last_id, deletions, in_use)
+
+
+def _fill_in_use(message: deletion_pb2.InUseLedgers, ledgers: InUseLedgers) -> None:
+    message.ledger_type = _LEDGER_TYPES[ledgers.ledger_type]
+    message.ledgers = len(ledgers)
+    message.ledger_id = columns.encode_u64(ledgers.ledger_id)
+    if ledgers.uuid_msb.any() or ledgers.uuid_lsb.any():
+        message.uuid_msb = columns.encode_u64(ledgers.uuid_msb)
+        message.uuid_lsb = columns.encode_u64(ledgers.uuid_lsb)
+
+
+def _in_use_of(message: deletion_pb2.InUseLedgers, what: str, offset: int) -> InUseLedgers:
+    count = message.ledgers
+    ledger_id = columns.decode_u64(message.ledger_id, count, what=what, offset=offset)
+    none = np.zeros(count, np.uint64)
+    has_uuids = message.HasField("uuid_msb")
+    return InUseLedgers(
+        LedgerType(message.ledger_type),
+        ledger_id,
+        columns.decode_u64(message.uuid_msb, count, what=what, offset=offset) if has_uuids else none,
+        columns.decode_u64(message.uuid_lsb, count, what=what, offset=offset) if has_uuids else none,
+    )
