@@ -99,7 +99,7 @@ class GroupCommit:
         return slot.applied
 
     def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
-        """As `stage`, of a decision on the shard's deletions; `patient`: as `stage_together`. Never cancel the future."""
+        """As `stage`, of a decision on the shard's deletions; `patient`: as `stage_together`. Never cancel it."""
         slot = self._slot_with_room(deletions.size_max(record))
         slot.builder.append_deletions(record)
         self._staged.set()
