@@ -42,12 +42,16 @@ def test_every_field_of_a_message_is_one_of_the_policy() -> None:
     delay_max_ms=st.none() | st.integers(0, 2**64 - 1),
     rows=st.none() | st.integers(-(2**31), 2**31 - 1),
     form=st.none() | st.sampled_from(tarry.BucketForm),
+    two_phase=st.none() | st.booleans(),
 )
 def test_a_topic_s_policy_comes_back_as_it_was(
-    delay_max_ms: int | None, rows: int | None, form: tarry.BucketForm | None
+    delay_max_ms: int | None, rows: int | None, form: tarry.BucketForm | None, two_phase: bool | None
 ) -> None:
     policy = tarry.TopicPolicy(
-        delay_max_ms=delay_max_ms, max_indexes_per_bucket_snapshot_segment=rows, bucket_form=form
+        delay_max_ms=delay_max_ms,
+        max_indexes_per_bucket_snapshot_segment=rows,
+        bucket_form=form,
+        two_phase_deletion_enabled=two_phase,
     )
     assert policies.TopicPolicy.from_message(policy.to_message()) == policy
 

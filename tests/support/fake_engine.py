@@ -48,6 +48,7 @@ DEFAULT_POLICY = calls.TopicPolicy(
     due_rows_per_second_max=0,
     client_rows_per_second_max=0,
     client_bytes_per_second_max=0,
+    two_phase_deletion_enabled=True,
 )
 
 

@@ -62,6 +62,8 @@ class TopicPolicy:
     client_rows_per_second_max: int | None = None
     """What one client may add in a second, in rows and in bytes of requests; 0 = no limit."""
     client_bytes_per_second_max: int | None = None
+    two_phase_deletion_enabled: bool | None = None
+    """Whether deletions of the topic's ledgers are recorded (PIP-186), from now on."""
 
     def to_message(self) -> policy_pb2.TopicPolicy:
         """Raises InvalidArgument: a value that the field cannot hold."""

@@ -18,6 +18,7 @@ EFFECTIVE = policy_pb2.TopicPolicy(
     min_indexes_per_bucket_snapshot_segment=11, bucket_form=policy_pb2.BUCKET_FORM_COLUMNAR,
     shared_index=True, max_num_buckets=50, merge_buckets_max=10, merge_rows_max=12, tick_ms=13, pending_rows_max=14,
     due_rows_per_second_max=15, client_rows_per_second_max=16, client_bytes_per_second_max=0,
+    two_phase_deletion_enabled=True,
 )  # fmt: skip
 STORED = policy_pb2.TopicPolicy(bucket_rows_max=7, delay_max_ms=5)
 
@@ -34,7 +35,7 @@ def test_a_policy_is_shown_as_it_was_set_and_as_it_is_in_force(with_policy: Fake
     lines = run("policy", "t").stdout.splitlines()
     assert lines[:3] == ["field\tset\tin force", "delay_max_ms\t5\t5", "min_index_count_per_bucket\t-\t6"]
     assert {"bucket_form\t-\tcolumnar", "shared_index\t-\ttrue"} <= set(lines)
-    assert lines[-1] == "client_bytes_per_second_max\t-\t0"
+    assert lines[-2:] == ["client_bytes_per_second_max\t-\t0", "two_phase_deletion_enabled\t-\ttrue"]
     parsed = json.loads(run("policy", "t", "--json").stdout)
     assert set(parsed["policy"]) == set(parsed["effective"]) == set(operating.FIELDS)
     assert (parsed["policy"]["bucket_form"], parsed["effective"]["bucket_form"]) == (None, "columnar")
@@ -46,12 +47,14 @@ def test_what_is_set_and_unset_changes_nothing_else(with_policy: FakeDaemon, run
         "policy", "t", "--set", "bucket_age_max_ms=1h30m", "--set", "bucket_form=Compatible",
         "--set", "max_indexes_per_bucket_snapshot_segment=-1", "--unset", "delay_max_ms",
         "--set", "shared_index=false", "--set", "tick_ms=1s", "--set", "pending_rows_max=0",
+        "--set", "two_phase_deletion_enabled=false",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (asked,) = with_policy.requests("SetTopicPolicy")
     assert asked.policy == policy_pb2.TopicPolicy(
         bucket_rows_max=7, bucket_age_max_ms=5_400_000, bucket_form=policy_pb2.BUCKET_FORM_COMPATIBLE,
         max_indexes_per_bucket_snapshot_segment=-1, shared_index=False, tick_ms=1000, pending_rows_max=0,
+        two_phase_deletion_enabled=False,
     )  # fmt: skip
     assert "bucket_form\tcompatible\tcolumnar" in result.stdout.splitlines()
 
@@ -79,6 +82,7 @@ def test_setting_a_field_makes_a_new_topic_and_unsetting_one_does_not(daemon: Fa
         (("--set", "delay_max_ms=soon"), "--set delay_max_ms=soon: 'soon' is not a duration"),
         (("--set", "bucket_form=round"), "bucket_form is columnar or compatible"),
         (("--set", "bucket_form=unspecified"), "bucket_form is columnar or compatible"),
+        (("--set", "two_phase_deletion_enabled=1"), "two_phase_deletion_enabled is true or false"),
         (("--set", "colour=red"), "there is no field 'colour'; there are delay_max_ms, "),
         (("--unset", "colour"), "'colour' is not one of"),
     ],

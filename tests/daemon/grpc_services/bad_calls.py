@@ -425,6 +425,8 @@ COVERED: dict[type[message.Message], set[str]] = {
         "due_rows_per_second_max",
         "client_rows_per_second_max",
         "client_bytes_per_second_max",
+        # Either value is right.
+        "two_phase_deletion_enabled",
     },
     policy_pb2.SubscriptionPolicy: {
         "in_flight_rows_max",

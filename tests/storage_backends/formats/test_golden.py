@@ -256,6 +256,11 @@ def golden_dead_object() -> manifest.DeadObject:
     return manifest.DeadObject(object="key", size_bytes=4, attempts=10, error="denied", given_up_ms=9)
 
 
+def golden_two_phase_deletion() -> manifest.TopicManifest:
+    policy = manifest.TopicPolicy(two_phase_deletion_enabled=False)
+    return dataclasses.replace(golden_limits(), policy=policy)
+
+
 def golden_limits() -> manifest.TopicManifest:
     policy = manifest.TopicPolicy(
         shared_index=False,
@@ -289,6 +294,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "topic-manifest-1.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest()),
     "progress-1.bin": lambda: manifest.encode_progress(golden_progress()),
     "topic-manifest-limits-1.bin": lambda: manifest.encode_topic_manifest(golden_limits()),
+    "topic-manifest-two-phase-deletion-1.bin": lambda: manifest.encode_topic_manifest(golden_two_phase_deletion()),
     "dead-object-1.bin": lambda: manifest.encode_dead_object(golden_dead_object()),
     "checkpoint-1.bin": golden_checkpoint,
     "checkpoint-own-rows-1.bin": golden_checkpoint_of_own_rows,
@@ -397,6 +403,8 @@ def test_manifests_of_version_1_are_read() -> None:
     assert manifest.decode_shard_manifest(stored("shard-manifest-1.bin")) == golden_shard_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")) == golden_topic_manifest()
     assert manifest.decode_topic_manifest(stored("topic-manifest-limits-1.bin")) == golden_limits()
+    of_deletion = manifest.decode_topic_manifest(stored("topic-manifest-two-phase-deletion-1.bin"))
+    assert of_deletion == golden_two_phase_deletion()
     of_key_order = manifest.decode_topic_manifest(stored("topic-manifest-key-order-1.bin"))
     assert of_key_order == golden_topic_manifest_of_key_order()
     assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()

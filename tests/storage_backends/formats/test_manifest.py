@@ -109,6 +109,7 @@ topic_policies = st.builds(
     due_rows_per_second_max=st.none() | u64,
     client_rows_per_second_max=st.none() | u64,
     client_bytes_per_second_max=st.none() | u64,
+    two_phase_deletion_enabled=st.none() | st.booleans(),
 )
 acknowledged = st.builds(manifest.SubscriptionProgress, subscription_id=u64, positions=bitmaps)
 bucket_progress = st.builds(

@@ -16,6 +16,7 @@ from tarry import client, errors, policies, results
 from tarry.cli import connection, output, rows
 
 FIELDS = tuple(field.name for field in dataclasses.fields(policies.TopicPolicy))
+_YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")
 
 
 @click.command()
@@ -35,9 +36,9 @@ def policy(
     """Show the policy of TOPIC, or change it: what is set, and what is in force. Rows keep their times, buckets their
     form.
 
-    Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible, shared_index true or
-    false. Setting a field creates the topic if it is new. A change reads the policy and writes it as a whole: of two at
-    a time one counts.
+    Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible; shared_index and
+    two_phase_deletion_enabled are true or false. Setting a field creates the topic if it is new. A change reads the
+    policy and writes it as a whole: of two at a time one counts.
 
     \b
     Examples:
@@ -85,7 +86,7 @@ def _value(name: str, text: str) -> Any:
             return policies.BucketForm[text.upper()]
         except KeyError:
             raise click.UsageError(f"--set {name}={text}: {name} is columnar or compatible") from None
-    if name == "shared_index":
+    if name in _YES_OR_NO:
         if text not in ("true", "false"):
             raise click.UsageError(f"--set {name}={text}: {name} is true or false")
         return text == "true"
