@@ -980,11 +980,17 @@ class SweepCounts(_message.Message):
     OF_UNKNOWN_TOPICS_FIELD_NUMBER: _builtins.int
     UNIDENTIFIED_FIELD_NUMBER: _builtins.int
     LEDGERS_RECORDED_FIELD_NUMBER: _builtins.int
+    UNANSWERED_FIELD_NUMBER: _builtins.int
+    LEDGERS_LEFT_FIELD_NUMBER: _builtins.int
     ledgers_recorded: _builtins.int
     """Ledgers whose deletion this sweep has recorded."""
+    ledgers_left: _builtins.int
+    """Orphaned ledgers that were to be recorded and were not: beyond 100,000, which the next sweep finds, or of topics whose
+    policy has `two_phase_deletion_enabled` off.
+    """
     @_builtins.property
     def listed(self) -> Global___SweptObjects:
-        """Every object, and what is not named as offloaded ledgers are."""
+        """Every object, and what is not named as offloaded ledgers are. What vanishes during the sweep counts in `listed` alone."""
 
     @_builtins.property
     def foreign(self) -> Global___SweptObjects: ...
@@ -1004,6 +1010,10 @@ class SweepCounts(_message.Message):
     def of_unknown_topics(self) -> Global___SweptObjects: ...
     @_builtins.property
     def unidentified(self) -> Global___SweptObjects: ...
+    @_builtins.property
+    def unanswered(self) -> Global___SweptObjects:
+        """Those of ledgers whose owner, or of whose metadata the store, did not answer: they may be anything, and stay."""
+
     def __init__(
         self,
         *,
@@ -1016,10 +1026,12 @@ class SweepCounts(_message.Message):
         of_unknown_topics: Global___SweptObjects | None = ...,
         unidentified: Global___SweptObjects | None = ...,
         ledgers_recorded: _builtins.int = ...,
+        unanswered: Global___SweptObjects | None = ...,
+        ledgers_left: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["foreign", b"foreign", "in_use", b"in_use", "listed", b"listed", "of_unknown_topics", b"of_unknown_topics", "orphaned", b"orphaned", "recorded", b"recorded", "unidentified", b"unidentified", "young", b"young"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["foreign", b"foreign", "in_use", b"in_use", "listed", b"listed", "of_unknown_topics", b"of_unknown_topics", "orphaned", b"orphaned", "recorded", b"recorded", "unanswered", b"unanswered", "unidentified", b"unidentified", "young", b"young"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["foreign", b"foreign", "in_use", b"in_use", "ledgers_recorded", b"ledgers_recorded", "listed", b"listed", "of_unknown_topics", b"of_unknown_topics", "orphaned", b"orphaned", "recorded", b"recorded", "unidentified", b"unidentified", "young", b"young"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["foreign", b"foreign", "in_use", b"in_use", "ledgers_left", b"ledgers_left", "ledgers_recorded", b"ledgers_recorded", "listed", b"listed", "of_unknown_topics", b"of_unknown_topics", "orphaned", b"orphaned", "recorded", b"recorded", "unanswered", b"unanswered", "unidentified", b"unidentified", "young", b"young"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
