@@ -70,12 +70,13 @@ class Workbench:
 
     @contextlib.contextmanager
     def daemon(
-        self, root: Path | None = None, settings: Mapping[str, object] | None = None
+        self, root: Path | None = None, settings: Mapping[str, object] | None = None, *, configuration: str = ""
     ) -> Iterator[processes.DaemonProcess]:
         """A serving daemon, on a root of its own unless one is given. What fails meanwhile is told with its log."""
         with self.folder() as folder:
             store = processes.local_store(root or folder / "root")
-            with processes.DaemonProcess("tarryd", folder, {**store, **(settings or {}), **self.settings}) as daemon:
+            given = {**store, **(settings or {}), **self.settings}
+            with processes.DaemonProcess("tarryd", folder, given, configuration=configuration) as daemon:
                 try:
                     self.start(daemon)
                     yield daemon

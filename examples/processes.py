@@ -197,6 +197,7 @@ class DaemonProcess(ChildProcess):
     """A `tarryd`. `start` after `kill` or `terminate` starts it again on the same ports, so that clients find it.
 
     `settings`: `section.key` -> value, the store among them (`local_store`, `S3ServerProcess.settings`).
+    `configuration`: TOML, for what a single value cannot say.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class DaemonProcess(ChildProcess):
         settings: Mapping[str, object],
         *,
         daemon_id: str | None = None,
+        configuration: str = "",
     ) -> None:
         super().__init__(name, directory, S3_CREDENTIALS)
         self.address = f"127.0.0.1:{free_port()}"
@@ -217,12 +219,15 @@ class DaemonProcess(ChildProcess):
             **settings,
         }
         self._ready_file = directory / f"{name}.ready"
+        self._configuration_file = directory / f"{name}.toml"
+        self._configuration_file.write_text(configuration)
 
     def start(self, timeout_s: float = 30.0) -> None:
         """Returns when its ports are bound. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         overrides = [f"--set={name}={_text(value)}" for name, value in self._settings.items()]
-        self._spawn(sys.executable, "-m", "daemon.main", "--ready-file", str(self._ready_file), *overrides)
+        files = ("--config", str(self._configuration_file), "--ready-file", str(self._ready_file))
+        self._spawn(sys.executable, "-m", "daemon.main", *files, *overrides)
         ready = json.loads(self._wait_for_file(self._ready_file, timeout_s))
         if ready["grpc"] != self.address:
             raise self.failed(f"listens on {ready['grpc']}, not on {self.address}")

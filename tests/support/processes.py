@@ -21,9 +21,11 @@ class Daemons:
         self._directory = directory
         self._made: list[DaemonProcess] = []
 
-    def make(self, name: str, settings: Mapping[str, object], *, daemon_id: str | None = None) -> DaemonProcess:
+    def make(
+        self, name: str, settings: Mapping[str, object], *, daemon_id: str | None = None, configuration: str = ""
+    ) -> DaemonProcess:
         """A daemon that is not started yet. `name` names its log, and is its id unless `daemon_id` says otherwise."""
-        daemon = DaemonProcess(name, self._directory, settings, daemon_id=daemon_id)
+        daemon = DaemonProcess(name, self._directory, settings, daemon_id=daemon_id, configuration=configuration)
         self._made.append(daemon)
         return daemon
 
