@@ -1,6 +1,7 @@
 """Every series that the daemon exports, declared once.
 
-Owns: names, labels, buckets and meaning of the series but for the gauges of topics (`topic_gauges`), and the endpoint.
+Owns: names, labels, buckets and meaning of the series but for the gauges of topics (`topic_gauges`) and the series of
+deletions (`deletion_metrics`), and the endpoint.
 Does not own: the numbers. Layers above report events (`added`, `slot_written`, ...). docs/METRICS.md describes the
 series.
 
@@ -18,6 +19,7 @@ import prometheus_client
 from prometheus_client.registry import CollectorRegistry
 
 from daemon.array_histogram import ArrayHistogram
+from daemon.deletion_metrics import DeletionMetrics
 from daemon.topic_gauges import TopicGauges, TopicLabels, TopicNumbers
 
 # PIP-195, in seconds.
@@ -42,6 +44,7 @@ class Metrics:
         self._declare_rows()
         self._declare_storage()
         self._declare_running()
+        self.deletions = DeletionMetrics(self.registry)
 
     def _declare_lateness(self) -> None:
         self._lateness = ArrayHistogram(

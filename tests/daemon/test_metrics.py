@@ -84,6 +84,7 @@ def used() -> metrics.Metrics:
     everything.collected("orphan", objects=2, size_bytes=700)
     everything.collection_failed(failed=2, given_up=1)
     everything.set_orphans_refused(3, 900)
+    everything.deletions.set_orphans("archive", 4)
     return everything
 
 

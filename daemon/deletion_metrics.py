@@ -1,0 +1,97 @@
+"""The series of deletions of ledgers (PIP-186), which the daemon exports beside its others.
+
+Owns: their names, labels and meaning.
+Does not own: the numbers, which layers above report; docs/METRICS.md describes them.
+
+Every label has its series from the start, so that the first of a kind is an increase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import prometheus_client
+from prometheus_client.registry import CollectorRegistry
+
+from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
+
+_ENDED = (
+    DeletionOutcome.DELETED,
+    DeletionOutcome.ALREADY_GONE,
+    DeletionOutcome.IN_USE,
+    DeletionOutcome.METADATA_MISMATCH,
+    DeletionOutcome.MALFORMED,
+)
+
+
+class DeletionMetrics:
+    """What happened to deletions. Methods are cheap and may be called on the event loop or in any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, meaning: str, *labels: str) -> prometheus_client.Counter:
+            return prometheus_client.Counter(name, meaning, labels, registry=registry)
+
+        def gauge(name: str, meaning: str, *labels: str) -> prometheus_client.Gauge:
+            return prometheus_client.Gauge(name, meaning, labels, registry=registry)
+
+        self._recorded = counter("tarry_deletions_recorded", "Deletions that were recorded.", "ledger_type")
+        self._attempted = counter("tarry_deletions_attempted", "Attempts that were made.")
+        self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted something.", "ledger_type")
+        self._failed = counter("tarry_deletions_failed", "Attempts that failed.", "ledger_type")
+        self._ended = counter("tarry_deletions_ended", "Deletions that are over, by outcome.", "outcome")
+        self._given_up = counter("tarry_deletions_given_up", "Deletions that became dead letters.")
+        self._in_flight = gauge("tarry_deletions_in_flight", "Deletions that are not over.", "component")
+        self._dead = gauge("tarry_deletions_dead", "Deletions that are dead letters.")
+        self._oldest = gauge("tarry_deletions_oldest_seconds", "Age of the oldest deletion that is not over.")
+        self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that are in use, as their owners say.")
+        self._orphans = gauge("tarry_sweep_orphans", "Orphaned ledgers that the last sweep of a store found.", "store")
+        for series in (self._recorded, self._deleted, self._failed):
+            for ledger_type in LedgerType:
+                series.labels(_label(ledger_type))
+        for outcome in _ENDED:
+            self._ended.labels(_label(outcome))
+        for component in LedgerComponent:
+            self._in_flight.labels(_label(component))
+
+    def recorded(self, ledger_type: LedgerType, deletions: int = 1) -> None:
+        """So many are durable that were not recorded before."""
+        self._recorded.labels(_label(ledger_type)).inc(deletions)
+
+    def attempted(self) -> None:
+        """An attempt begins: its store is asked."""
+        self._attempted.inc()
+
+    def deleted(self, ledger_type: LedgerType) -> None:
+        """An attempt has deleted what there was."""
+        self._deleted.labels(_label(ledger_type)).inc()
+
+    def failed(self, ledger_type: LedgerType) -> None:
+        """An attempt has failed."""
+        self._failed.labels(_label(ledger_type)).inc()
+
+    def ended(self, outcome: DeletionOutcome) -> None:
+        """One is over, durably; nothing was given up."""
+        self._ended.labels(_label(outcome)).inc()
+
+    def given_up(self) -> None:
+        """One has become a dead letter, durably."""
+        self._given_up.inc()
+
+    def set_state(
+        self, *, in_flight: Mapping[LedgerComponent, int], dead: int, oldest_seconds: float, ledgers_in_use: int
+    ) -> None:
+        """What there is now."""
+        for component in LedgerComponent:
+            self._in_flight.labels(_label(component)).set(in_flight.get(component, 0))
+        self._dead.set(dead)
+        self._oldest.set(oldest_seconds)
+        self._in_use.set(ledgers_in_use)
+
+    def set_orphans(self, store: str, ledgers: int) -> None:
+        """A sweep of the whole store, or of a part of it, has found so many."""
+        self._orphans.labels(store).set(ledgers)
+
+
+def _label(value: Enum) -> str:
+    return value.name.lower()
