@@ -281,12 +281,14 @@ class RecordInUseRequest(_message.Message):
     topic: _builtins.str
     ledger_type: Global___LedgerType.ValueType
     replace: _builtins.bool
-    """These, and no others of their type, are in use from now on: what an owner says when it starts. No ledger: none is."""
+    """These, and no others of their type, are in use from now on: what an owner says when it starts. No ledger: none is.
+    Without it there is at least one.
+    """
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def uuid_msb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As long as `ledger_id`, or of one row for all, or absent: 0 in both, or absent = under whatever UUID."""
+        """As long as `ledger_id`, or of one row for all; 0 in both, or both absent: under whatever UUID. A LEDGER has none."""
 
     @_builtins.property
     def uuid_lsb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -349,7 +351,7 @@ class ForgetInUseRequest(_message.Message):
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def uuid_msb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in `RecordInUseRequest`."""
+        """As in `RecordInUseRequest`: what was said to be in use under a UUID is named with it."""
 
     @_builtins.property
     def uuid_lsb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -407,7 +409,9 @@ class DeletionFilter(_message.Message):
     ledger_type: Global___LedgerType.ValueType
     ledger_id: _builtins.int
     @_builtins.property
-    def deletion_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def deletion_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These alone; at most 1,000."""
+
     def __init__(
         self,
         *,
@@ -435,7 +439,7 @@ class ListPendingDeletesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """1 to 10,000; 0: 100."""
+    """1 to 1,000; 0: 100."""
     page_token: _builtins.str
     """`next_page_token` of the page before."""
     @_builtins.property
@@ -633,7 +637,7 @@ class Deletion(_message.Message):
         OUTCOME_DELETED: Deletion._Outcome.ValueType  # 1
         OUTCOME_ALREADY_GONE: Deletion._Outcome.ValueType  # 2
         OUTCOME_IN_USE: Deletion._Outcome.ValueType  # 3
-        """It is in use, and was not deleted."""
+        """It is in use, and was not deleted. If its owner said so by `RecordInUse`, it is pending again when that is taken back."""
         OUTCOME_METADATA_MISMATCH: Deletion._Outcome.ValueType  # 4
         """What is there is not what the record says, and was not deleted."""
         OUTCOME_MALFORMED: Deletion._Outcome.ValueType  # 5
@@ -644,7 +648,7 @@ class Deletion(_message.Message):
     OUTCOME_DELETED: Deletion.Outcome.ValueType  # 1
     OUTCOME_ALREADY_GONE: Deletion.Outcome.ValueType  # 2
     OUTCOME_IN_USE: Deletion.Outcome.ValueType  # 3
-    """It is in use, and was not deleted."""
+    """It is in use, and was not deleted. If its owner said so by `RecordInUse`, it is pending again when that is taken back."""
     OUTCOME_METADATA_MISMATCH: Deletion.Outcome.ValueType  # 4
     """What is there is not what the record says, and was not deleted."""
     OUTCOME_MALFORMED: Deletion.Outcome.ValueType  # 5
@@ -676,7 +680,7 @@ class Deletion(_message.Message):
     next_attempt_at_ms: _builtins.int
     """Of a waiting one."""
     maybe_deleted: _builtins.bool
-    """An attempt may have deleted something, though its answer is missing."""
+    """An attempt may have deleted something, though its answer is missing: it cannot be in use any more."""
     ended_at_ms: _builtins.int
     """When it ended or was given up."""
     text: _builtins.str

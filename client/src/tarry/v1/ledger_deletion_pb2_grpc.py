@@ -98,29 +98,33 @@ class LedgerDeletionServicer(object):
     def RecordPendingDeletes(self, request, context):
         """Records ledgers of a topic that are to be deleted; answered when that is durable. A ledger that exists as a ledger and
         as an offloaded one needs two records. Recording again what is recorded changes nothing. The topic need not be one
-        that has positions here. INVALID_ARGUMENT: no topic, no record, or too many. RESOURCE_EXHAUSTED: too many are pending.
+        that has positions here. INVALID_ARGUMENT: no topic, no record, or more than 1,000; a record that is wrong is refused by
+        itself. RESOURCE_EXHAUSTED: too many are pending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RecordInUse(self, request, context):
-        """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything. It counts from the
-        answer on, for every attempt that has not begun: the answer names those that have. RESOURCE_EXHAUSTED: too many.
+        """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything, and is pending again
+        when that is taken back. It counts from the answer on, for every attempt that has not begun: the answer names those
+        that have. A record and a ledger in use are the same by type and id, and by UUID where both have one.
+        RESOURCE_EXHAUSTED: too many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetInUse(self, request, context):
-        """Ledgers are in use no longer. That one was not is no error.
+        """Ledgers are in use no longer; say so when they have left the owner's metadata, not before. That one was not is no
+        error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPendingDeletes(self, request, context):
-        """Records whose ledger is still to be deleted, in the order in which they were recorded.
+        """Records whose ledger is still to be deleted, shard by shard in the order in which they were recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,7 +138,8 @@ class LedgerDeletionServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEndedDeletes(self, request, context):
-        """What came of the last records that ended; the daemon keeps a limited number.
+        """What came of the last records that ended; the daemon keeps the last 1,000 of each shard, and those that are in use as
+        long as their owner says so.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +170,8 @@ class LedgerDeletionServicer(object):
     def SweepOrphans(self, request, context):
         """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
         the last one with `done`. With `delete` it records what it found, and the workers verify and delete as always.
-        NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know.
+        NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know. ABORTED: one
+        of that object store is under way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,20 +39,27 @@ class LedgerDeletionStub:
     RecordPendingDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RecordPendingDeletesRequest, _ledger_deletion_pb2.RecordPendingDeletesResponse]
     """Records ledgers of a topic that are to be deleted; answered when that is durable. A ledger that exists as a ledger and
     as an offloaded one needs two records. Recording again what is recorded changes nothing. The topic need not be one
-    that has positions here. INVALID_ARGUMENT: no topic, no record, or too many. RESOURCE_EXHAUSTED: too many are pending.
+    that has positions here. INVALID_ARGUMENT: no topic, no record, or more than 1,000; a record that is wrong is refused by
+    itself. RESOURCE_EXHAUSTED: too many are pending.
     """
     RecordInUse: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RecordInUseRequest, _ledger_deletion_pb2.RecordInUseResponse]
-    """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything. It counts from the
-    answer on, for every attempt that has not begun: the answer names those that have. RESOURCE_EXHAUSTED: too many.
+    """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything, and is pending again
+    when that is taken back. It counts from the answer on, for every attempt that has not begun: the answer names those
+    that have. A record and a ledger in use are the same by type and id, and by UUID where both have one.
+    RESOURCE_EXHAUSTED: too many.
     """
     ForgetInUse: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ForgetInUseRequest, _ledger_deletion_pb2.ForgetInUseResponse]
-    """Ledgers are in use no longer. That one was not is no error."""
+    """Ledgers are in use no longer; say so when they have left the owner's metadata, not before. That one was not is no
+    error.
+    """
     ListPendingDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListPendingDeletesRequest, _ledger_deletion_pb2.ListPendingDeletesResponse]
-    """Records whose ledger is still to be deleted, in the order in which they were recorded."""
+    """Records whose ledger is still to be deleted, shard by shard in the order in which they were recorded."""
     ListDeadDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListDeadDeletesRequest, _ledger_deletion_pb2.ListDeadDeletesResponse]
     """Records that were given up: dead letters. They stay until they are retried or purged."""
     ListEndedDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListEndedDeletesRequest, _ledger_deletion_pb2.ListEndedDeletesResponse]
-    """What came of the last records that ended; the daemon keeps a limited number."""
+    """What came of the last records that ended; the daemon keeps the last 1,000 of each shard, and those that are in use as
+    long as their owner says so.
+    """
     RetryDeadDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RetryDeadDeletesRequest, _ledger_deletion_pb2.RetryDeadDeletesResponse]
     """Dead letters are pending again, with no failure counted, and due now."""
     PurgeDeadDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.PurgeDeadDeletesRequest, _ledger_deletion_pb2.PurgeDeadDeletesResponse]
@@ -64,7 +71,8 @@ class LedgerDeletionStub:
     SweepOrphans: _grpc.UnaryStreamMultiCallable[_ledger_deletion_pb2.SweepOrphansRequest, _ledger_deletion_pb2.SweepOrphansResponse]
     """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
     the last one with `done`. With `delete` it records what it found, and the workers verify and delete as always.
-    NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know.
+    NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know. ABORTED: one
+    of that object store is under way.
     """
 
 @_typing.type_check_only
@@ -78,20 +86,27 @@ class LedgerDeletionAsyncStub(LedgerDeletionStub):
     RecordPendingDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RecordPendingDeletesRequest, _ledger_deletion_pb2.RecordPendingDeletesResponse]  # type: ignore[assignment]
     """Records ledgers of a topic that are to be deleted; answered when that is durable. A ledger that exists as a ledger and
     as an offloaded one needs two records. Recording again what is recorded changes nothing. The topic need not be one
-    that has positions here. INVALID_ARGUMENT: no topic, no record, or too many. RESOURCE_EXHAUSTED: too many are pending.
+    that has positions here. INVALID_ARGUMENT: no topic, no record, or more than 1,000; a record that is wrong is refused by
+    itself. RESOURCE_EXHAUSTED: too many are pending.
     """
     RecordInUse: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RecordInUseRequest, _ledger_deletion_pb2.RecordInUseResponse]  # type: ignore[assignment]
-    """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything. It counts from the
-    answer on, for every attempt that has not begun: the answer names those that have. RESOURCE_EXHAUSTED: too many.
+    """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything, and is pending again
+    when that is taken back. It counts from the answer on, for every attempt that has not begun: the answer names those
+    that have. A record and a ledger in use are the same by type and id, and by UUID where both have one.
+    RESOURCE_EXHAUSTED: too many.
     """
     ForgetInUse: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ForgetInUseRequest, _ledger_deletion_pb2.ForgetInUseResponse]  # type: ignore[assignment]
-    """Ledgers are in use no longer. That one was not is no error."""
+    """Ledgers are in use no longer; say so when they have left the owner's metadata, not before. That one was not is no
+    error.
+    """
     ListPendingDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListPendingDeletesRequest, _ledger_deletion_pb2.ListPendingDeletesResponse]  # type: ignore[assignment]
-    """Records whose ledger is still to be deleted, in the order in which they were recorded."""
+    """Records whose ledger is still to be deleted, shard by shard in the order in which they were recorded."""
     ListDeadDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListDeadDeletesRequest, _ledger_deletion_pb2.ListDeadDeletesResponse]  # type: ignore[assignment]
     """Records that were given up: dead letters. They stay until they are retried or purged."""
     ListEndedDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.ListEndedDeletesRequest, _ledger_deletion_pb2.ListEndedDeletesResponse]  # type: ignore[assignment]
-    """What came of the last records that ended; the daemon keeps a limited number."""
+    """What came of the last records that ended; the daemon keeps the last 1,000 of each shard, and those that are in use as
+    long as their owner says so.
+    """
     RetryDeadDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.RetryDeadDeletesRequest, _ledger_deletion_pb2.RetryDeadDeletesResponse]  # type: ignore[assignment]
     """Dead letters are pending again, with no failure counted, and due now."""
     PurgeDeadDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.PurgeDeadDeletesRequest, _ledger_deletion_pb2.PurgeDeadDeletesResponse]  # type: ignore[assignment]
@@ -103,7 +118,8 @@ class LedgerDeletionAsyncStub(LedgerDeletionStub):
     SweepOrphans: _aio.UnaryStreamMultiCallable[_ledger_deletion_pb2.SweepOrphansRequest, _ledger_deletion_pb2.SweepOrphansResponse]  # type: ignore[assignment]
     """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
     the last one with `done`. With `delete` it records what it found, and the workers verify and delete as always.
-    NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know.
+    NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know. ABORTED: one
+    of that object store is under way.
     """
 
 class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
@@ -120,7 +136,8 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_ledger_deletion_pb2.RecordPendingDeletesResponse, _abc.Awaitable[_ledger_deletion_pb2.RecordPendingDeletesResponse]]:
         """Records ledgers of a topic that are to be deleted; answered when that is durable. A ledger that exists as a ledger and
         as an offloaded one needs two records. Recording again what is recorded changes nothing. The topic need not be one
-        that has positions here. INVALID_ARGUMENT: no topic, no record, or too many. RESOURCE_EXHAUSTED: too many are pending.
+        that has positions here. INVALID_ARGUMENT: no topic, no record, or more than 1,000; a record that is wrong is refused by
+        itself. RESOURCE_EXHAUSTED: too many are pending.
         """
 
     @_abc_1.abstractmethod
@@ -129,8 +146,10 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_deletion_pb2.RecordInUseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_deletion_pb2.RecordInUseResponse, _abc.Awaitable[_ledger_deletion_pb2.RecordInUseResponse]]:
-        """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything. It counts from the
-        answer on, for every attempt that has not begun: the answer names those that have. RESOURCE_EXHAUSTED: too many.
+        """Says that ledgers of a topic are in use: a record of such a ledger ends without deleting anything, and is pending again
+        when that is taken back. It counts from the answer on, for every attempt that has not begun: the answer names those
+        that have. A record and a ledger in use are the same by type and id, and by UUID where both have one.
+        RESOURCE_EXHAUSTED: too many.
         """
 
     @_abc_1.abstractmethod
@@ -139,7 +158,9 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_deletion_pb2.ForgetInUseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_deletion_pb2.ForgetInUseResponse, _abc.Awaitable[_ledger_deletion_pb2.ForgetInUseResponse]]:
-        """Ledgers are in use no longer. That one was not is no error."""
+        """Ledgers are in use no longer; say so when they have left the owner's metadata, not before. That one was not is no
+        error.
+        """
 
     @_abc_1.abstractmethod
     def ListPendingDeletes(
@@ -147,7 +168,7 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_deletion_pb2.ListPendingDeletesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_deletion_pb2.ListPendingDeletesResponse, _abc.Awaitable[_ledger_deletion_pb2.ListPendingDeletesResponse]]:
-        """Records whose ledger is still to be deleted, in the order in which they were recorded."""
+        """Records whose ledger is still to be deleted, shard by shard in the order in which they were recorded."""
 
     @_abc_1.abstractmethod
     def ListDeadDeletes(
@@ -163,7 +184,9 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_deletion_pb2.ListEndedDeletesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_deletion_pb2.ListEndedDeletesResponse, _abc.Awaitable[_ledger_deletion_pb2.ListEndedDeletesResponse]]:
-        """What came of the last records that ended; the daemon keeps a limited number."""
+        """What came of the last records that ended; the daemon keeps the last 1,000 of each shard, and those that are in use as
+        long as their owner says so.
+        """
 
     @_abc_1.abstractmethod
     def RetryDeadDeletes(
@@ -199,7 +222,8 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_ledger_deletion_pb2.SweepOrphansResponse], _abc.AsyncIterator[_ledger_deletion_pb2.SweepOrphansResponse]]:
         """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
         the last one with `done`. With `delete` it records what it found, and the workers verify and delete as always.
-        NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know.
+        NOT_FOUND: no such object store. FAILED_PRECONDITION: the daemon does not own every shard, and cannot know. ABORTED: one
+        of that object store is under way.
         """
 
 def add_LedgerDeletionServicer_to_server(servicer: LedgerDeletionServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
