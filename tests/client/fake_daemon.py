@@ -20,9 +20,17 @@ from google.protobuf import descriptor, message_factory
 from google.rpc import error_details_pb2, status_pb2
 
 import tarry
-from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import (
+    admin_pb2,
+    cluster_pb2,
+    delayed_delivery_pb2,
+    dispatch_pb2,
+    inspect_pb2,
+    ledger_deletion_pb2,
+)
 
 WAIT_S = 20.0
+_FILES = (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2)
 
 Unary: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]
 """(request, context) -> response"""
@@ -59,7 +67,7 @@ class FakeDaemon:
         self.client_ids: list[tuple[str, str | None]] = []
         """Method and `tarry-client-id` of each call."""
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=16), options=[("grpc.so_reuseport", 0)])
-        for file in (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2):
+        for file in _FILES:
             for service in file.DESCRIPTOR.services_by_name.values():
                 handlers = {method.name: self._handler(method) for method in service.methods}
                 self._server.add_registered_method_handlers(service.full_name, handlers)

@@ -3,7 +3,7 @@
 Owns: checking arguments, requests of at most the daemon's size, putting the answers of several requests together, and
 which failure of a retry means that it is done.
 Does not own: the attempts (`tarry.attempts`), performing them, and the calls' documentation (`tarry.Client`); the plans
-of redelivery (`tarry.redelivery_calls`).
+of redelivery (`tarry.redelivery_calls`) and of two-phase deletion (`tarry.deletion_calls`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tarry import (
     batch,
     columns,
     consumer_stats,
+    deletion_calls,
     errors,
     inspection,
     planning,
@@ -71,7 +72,7 @@ DELETE_TOPIC = attempts.Method("/tarry.v1.Admin/DeleteTopic", admin_pb2.DeleteTo
 LOOKUP = attempts.Method("/tarry.v1.Cluster/LookupTopic", cluster_pb2.LookupTopicResponse.FromString)
 
 
-class Calls(redelivery_calls.RedeliveryCalls):
+class Calls(redelivery_calls.RedeliveryCalls, deletion_calls.DeletionCalls):
     """The calls of one client; each method gives the plan of one call, with the arguments of `tarry.Client`'s."""
 
     # The publish path.

@@ -18,6 +18,7 @@ from tarry import (
     calls,
     columns,
     connections,
+    deleting,
     inspecting,
     key_shared,
     operating,
@@ -32,7 +33,7 @@ DEFAULT_TARGET = "127.0.0.1:7461"
 DEFAULT_TIMEOUT_S = 30.0
 
 
-class Client(inspecting.Inspecting, operating.Operating):
+class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     """Thread-safe; a context manager. Nothing is sent before the first call.
 
     `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed.

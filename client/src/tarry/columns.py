@@ -23,7 +23,7 @@ Column: TypeAlias = SupportsIndex | Sequence[int] | NDArray[Any]
 ROWS_PER_REQUEST_MAX = 100_000
 REQUEST_BYTES_MAX = 16 * 1024 * 1024
 # Names, tags and lengths around the columns, and the gRPC frame.
-_REQUEST_OVERHEAD_BYTES = 4096
+REQUEST_OVERHEAD_BYTES = 4096
 _U64_MAX = 2**64 - 1
 # The longest that a delay level gets on the wire; more than it has in memory.
 _LEVEL_BYTES = 5
@@ -74,7 +74,7 @@ class AddColumns:
         given = (self.ledger_id, self.entry_id, self.deliver_at_ms, self.delay_ms, self.key_hash)
         row_bytes = sum(column.itemsize for column in given if column is not None)
         row_bytes += 0 if self.delay_level is None else _LEVEL_BYTES
-        step = _rows_per_request(row_bytes, rows_max, bytes_max)
+        step = rows_per_request(row_bytes, rows_max, bytes_max)
         if len(self) <= step:
             yield 0, self
             return
@@ -106,7 +106,7 @@ class EntryColumns:
 
     def requests(self, rows_max: int, bytes_max: int) -> Iterator[EntryColumns]:
         """Cuts them into requests of at most so many rows and bytes."""
-        step = _rows_per_request(3 * np.dtype(np.uint64).itemsize, rows_max, bytes_max)
+        step = rows_per_request(3 * np.dtype(np.uint64).itemsize, rows_max, bytes_max)
         for first in range(0, len(self), step):
             yield self._rows(slice(first, first + step))
 
@@ -347,8 +347,9 @@ def _rows_of(**given: NDArray[Any] | None) -> int:
     return rows
 
 
-def _rows_per_request(row_bytes: int, rows_max: int, bytes_max: int) -> int:
-    return max(1, min(rows_max, (bytes_max - _REQUEST_OVERHEAD_BYTES) // row_bytes))
+def rows_per_request(row_bytes: int, rows_max: int, bytes_max: int) -> int:
+    """How many rows of so many bytes are one request."""
+    return max(1, min(rows_max, (bytes_max - REQUEST_OVERHEAD_BYTES) // row_bytes))
 
 
 def _cut(column: NDArray[Any], rows: slice) -> NDArray[Any]:

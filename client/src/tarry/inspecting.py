@@ -26,7 +26,7 @@ class Inspecting:
 
         Example: `[topic.topic for topic in client.topics() if topic.pending]`
         """
-        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
+        return items(lambda token: self.topics_page(token, timeout_s=timeout_s))
 
     def topics_page(
         self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -49,7 +49,7 @@ class Inspecting:
 
         Example: `sum(bucket.size_bytes for bucket in client.buckets("flights"))`
         """
-        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
+        return items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
 
     def buckets_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -67,7 +67,7 @@ class Inspecting:
 
         Example: `max(each.backlog for each in client.subscriptions("flights"))`
         """
-        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
+        return items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
 
     def subscriptions_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -88,7 +88,7 @@ class Inspecting:
 
         Example: `{each.name: each.unacked for each in client.consumers("flights", "departures")}`
         """
-        return _items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
+        return items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
 
     def consumers_page(
         self,
@@ -283,7 +283,8 @@ class Inspecting:
         return self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
 
 
-def _items(page_from: Callable[[str], inspection.Page[T]]) -> Iterator[T]:
+def items(page_from: Callable[[str], inspection.Page[T]]) -> Iterator[T]:
+    """What is listed, page by page."""
     token = ""
     while True:
         page = page_from(token)

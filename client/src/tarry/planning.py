@@ -1,7 +1,7 @@
 """What the plans of all calls share.
 
 Owns: the settings of one client that a plan needs, its deadline and attempts, and arguments that several calls check.
-Does not own: the plans (`tarry.calls`, `tarry.redelivery_calls`).
+Does not own: the plans (`tarry.calls`, `tarry.redelivery_calls`, `tarry.deletion_calls`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 import tarry
 import tarry.aio
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests.client.conformance.deletion_calls import DELETION_CALLS
 from tests.client.conformance.every_call import (
     BUCKET,
     CALLS,
@@ -38,8 +39,10 @@ async def items(iterated: Any) -> list[Any]:
     return [item async for item in iterated]
 
 
+EVERY_CALL = [*CALLS, *DELETION_CALLS]
+
 every_call = pytest.mark.parametrize(
-    "call", CALLS, ids=[f"{call.method}-{number}" for number, call in enumerate(CALLS)]
+    "call", EVERY_CALL, ids=[f"{call.method}-{number}" for number, call in enumerate(EVERY_CALL)]
 )
 
 

@@ -70,6 +70,18 @@ class _Client(_Threaded):
     def dead_letters(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.dead_letters(*arguments, **named))
 
+    def pending_deletes(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.pending_deletes(*arguments, **named))
+
+    def dead_deletes(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.dead_deletes(*arguments, **named))
+
+    def ended_deletes(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.ended_deletes(*arguments, **named))
+
+    def sweep_orphans(self, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+        return _iterate(self._wrapped.sweep_orphans(*arguments, **named))
+
     def collect_garbage(self, **named: Any) -> AsyncIterator[Any]:
         return _iterate(self._wrapped.collect_garbage(**named))
 

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from tarry import batch, calls, client, columns, key_shared, policies, results, retry
-from tarry.aio import add_stream, connections, inspecting, operating
+from tarry.aio import add_stream, connections, deleting, inspecting, operating
 from tarry.aio.key_shared_subscription import KeySharedSubscription
 from tarry.aio.subscription import Opening, Receiver, Subscription
 
 
-class Client(inspecting.Inspecting, operating.Operating):
+class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     """As `tarry.Client`: the same arguments; an asynchronous context manager. Nothing is sent before the first call.
 
     Example: `async with tarry.aio.Client() as client: await client.add("flights", 1, range(1_000), delay_ms=5_000)`

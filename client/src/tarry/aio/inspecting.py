@@ -24,7 +24,7 @@ class Inspecting:
 
     def topics(self, *, timeout_s: float | None = None) -> AsyncIterator[inspection.TopicSummary]:
         """As `tarry.Client.topics`."""
-        return _items(lambda token: self.topics_page(token, timeout_s=timeout_s))
+        return items(lambda token: self.topics_page(token, timeout_s=timeout_s))
 
     async def topics_page(
         self, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -43,7 +43,7 @@ class Inspecting:
 
     def buckets(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[inspection.BucketSummary]:
         """As `tarry.Client.buckets`."""
-        return _items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
+        return items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
 
     async def buckets_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -60,7 +60,7 @@ class Inspecting:
         self, topic: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[inspection.SubscriptionStats]:
         """As `tarry.Client.subscriptions`."""
-        return _items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
+        return items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
 
     async def subscriptions_page(
         self, topic: str, page_token: str = "", *, page_size: int = 0, timeout_s: float | None = None
@@ -77,7 +77,7 @@ class Inspecting:
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[consumer_stats.ConsumerStats]:
         """As `tarry.Client.consumers`."""
-        return _items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
+        return items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
 
     async def consumers_page(
         self,
@@ -240,7 +240,8 @@ class Inspecting:
         return await self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
 
 
-async def _items(page_from: Callable[[str], Awaitable[inspection.Page[T]]]) -> AsyncIterator[T]:
+async def items(page_from: Callable[[str], Awaitable[inspection.Page[T]]]) -> AsyncIterator[T]:
+    """What is listed, page by page."""
     token = ""
     while True:
         page = await page_from(token)

@@ -1,0 +1,457 @@
+"""Deletions of ledgers and offloaded ledgers in two phases (PIP-186): frozen values, free of wire types.
+
+Owns: what is recorded, what is seen of it, what a sweep finds, and how each is read from and written to its message.
+Does not own: the meaning of a field, which is the comment on it in `proto/tarry/v1`; limits, which are the daemon's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tarry import errors, inspection, wire
+from tarry.v1 import ledger_deletion_pb2
+
+UuidColumn: TypeAlias = uuid.UUID | Sequence[uuid.UUID | None]
+"""One UUID for all ledgers, or one a ledger; None = under whatever UUID."""
+DeletionsMessage: TypeAlias = (
+    ledger_deletion_pb2.ListPendingDeletesResponse
+    | ledger_deletion_pb2.ListDeadDeletesResponse
+    | ledger_deletion_pb2.ListEndedDeletesResponse
+)
+E = TypeVar("E", bound=enum.IntEnum)
+
+_HALF_BITS = 64
+_HALF_MASK = 2**_HALF_BITS - 1
+
+
+class LedgerComponent(enum.IntEnum):
+    """What a ledger is for."""
+
+    MANAGED_LEDGER = ledger_deletion_pb2.LEDGER_COMPONENT_MANAGED_LEDGER
+    """Messages of a topic."""
+    MANAGED_CURSOR = ledger_deletion_pb2.LEDGER_COMPONENT_MANAGED_CURSOR
+    """A subscription's cursor."""
+    SCHEMA_STORAGE = ledger_deletion_pb2.LEDGER_COMPONENT_SCHEMA_STORAGE
+    """A schema."""
+
+
+class LedgerType(enum.IntEnum):
+    """Who has it."""
+
+    LEDGER = ledger_deletion_pb2.LEDGER_TYPE_LEDGER
+    """Its owner, who deletes it."""
+    OFFLOADED_LEDGER = ledger_deletion_pb2.LEDGER_TYPE_OFFLOADED_LEDGER
+    """An object store."""
+
+
+class DeletionState(enum.IntEnum):
+    """How far a deletion is."""
+
+    WAITING = ledger_deletion_pb2.Deletion.STATE_WAITING
+    """For its next attempt."""
+    BEGUN = ledger_deletion_pb2.Deletion.STATE_BEGUN
+    """An attempt is under way, or was when a daemon ended."""
+    GIVEN_UP = ledger_deletion_pb2.Deletion.STATE_GIVEN_UP
+    """A dead letter."""
+    ENDED = ledger_deletion_pb2.Deletion.STATE_ENDED
+
+
+class DeletionOutcome(enum.IntEnum):
+    """What came of a deletion that ended."""
+
+    DELETED = ledger_deletion_pb2.Deletion.OUTCOME_DELETED
+    ALREADY_GONE = ledger_deletion_pb2.Deletion.OUTCOME_ALREADY_GONE
+    IN_USE = ledger_deletion_pb2.Deletion.OUTCOME_IN_USE
+    """It was not deleted. If its owner said so by `record_in_use`, it is pending again when that is taken back."""
+    METADATA_MISMATCH = ledger_deletion_pb2.Deletion.OUTCOME_METADATA_MISMATCH
+    """What is there is not what the record says; it was not deleted."""
+    MALFORMED = ledger_deletion_pb2.Deletion.OUTCOME_MALFORMED
+    """The store cannot know what is meant."""
+
+
+class RefusalReason(enum.IntEnum):
+    """Why a deletion was not recorded."""
+
+    MALFORMED = ledger_deletion_pb2.RefusedDelete.REASON_MALFORMED
+    """A field is missing, wrong or one too many."""
+    DISABLED = ledger_deletion_pb2.RefusedDelete.REASON_DISABLED
+    """The topic's policy has `two_phase_deletion_enabled` off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadContext:
+    """Where an offloaded ledger is. Example: `OffloadContext(offload_uuid, "aws-s3", {"bucket": "archive"})`."""
+
+    uuid: uuid.UUID
+    """In the names of the two objects."""
+    driver_name: str
+    """Which object store has it: as of the daemon's `deletion.object_stores`."""
+    # Not in the hash: a mapping has none.
+    driver_metadata: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    """What the driver says of the place, such as `bucket`."""
+
+    def to_message(self) -> ledger_deletion_pb2.OffloadContext:
+        """Raises TypeError or ValueError: a value that the field cannot hold."""
+        msb, lsb = uuid_halves(self.uuid)
+        return ledger_deletion_pb2.OffloadContext(
+            uuid_msb=msb, uuid_lsb=lsb, driver_name=self.driver_name, driver_metadata=self.driver_metadata
+        )
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.OffloadContext) -> OffloadContext:
+        return OffloadContext(
+            uuid.UUID(int=message.uuid_msb << _HALF_BITS | message.uuid_lsb),
+            message.driver_name,
+            dict(sorted(message.driver_metadata.items())),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PendingDelete:
+    """A ledger of a topic that is to be deleted (PIP-186, PendingDeleteLedgerInfo); without more one of its messages.
+
+    One that exists as a ledger and as an offloaded one takes two.
+
+    Examples: `PendingDelete(7)`, `PendingDelete(8, LedgerComponent.MANAGED_CURSOR, cursor_name="departures")`,
+    `PendingDelete(7, ledger_type=LedgerType.OFFLOADED_LEDGER, offload_context=OffloadContext(offload_uuid, "aws-s3"))`.
+    """
+
+    ledger_id: int
+    component: LedgerComponent = LedgerComponent.MANAGED_LEDGER
+    ledger_type: LedgerType = LedgerType.LEDGER
+    cursor_name: str | None = None
+    """Of a MANAGED_CURSOR alone, and required there."""
+    schema_id: str | None = None
+    """Of SCHEMA_STORAGE alone, and required there."""
+    offload_context: OffloadContext | None = None
+    """Of an OFFLOADED_LEDGER alone, and required there."""
+
+    def to_message(self) -> ledger_deletion_pb2.PendingDelete:
+        """Raises TypeError or ValueError: a value that the field cannot hold."""
+        return ledger_deletion_pb2.PendingDelete(
+            component=LedgerComponent(self.component).value,
+            cursor_name=self.cursor_name or "",
+            schema_id=self.schema_id or "",
+            ledger_type=LedgerType(self.ledger_type).value,
+            ledger_id=self.ledger_id,
+            offload_context=None if self.offload_context is None else self.offload_context.to_message(),
+        )
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.PendingDelete) -> PendingDelete:
+        offloaded = message.offload_context if message.HasField("offload_context") else None
+        return PendingDelete(
+            ledger_id=message.ledger_id,
+            component=_member(LedgerComponent, message.component),
+            ledger_type=_member(LedgerType, message.ledger_type),
+            cursor_name=message.cursor_name or None,
+            schema_id=message.schema_id or None,
+            offload_context=None if offloaded is None else OffloadContext.from_message(offloaded),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RefusedDelete:
+    """A deletion that was not recorded: its ledger must stay in the owner's metadata."""
+
+    delete: PendingDelete
+    reason: RefusalReason
+    text: str
+    """For people."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedDeletes:
+    """What became of deletions that were to be recorded."""
+
+    recorded: tuple[PendingDelete, ...]
+    """Durable: these ledgers may leave the owner's metadata now."""
+    already_recorded: tuple[PendingDelete, ...]
+    """Of `recorded`, those that were there before, and are not over."""
+    refused: tuple[RefusedDelete, ...]
+
+    def remaining(self, ledger_ids: Iterable[int]) -> list[int]:
+        """Of a topic's ledgers those that must stay in its metadata, in their order: all but those that were recorded,
+        each with every deletion that was given of it.
+
+        Example: `client.record_pending_deletes("flights", [tarry.PendingDelete(1)]).remaining([1, 2, 3])`
+        """
+        leaving = {each.ledger_id for each in self.recorded} - {each.delete.ledger_id for each in self.refused}
+        return [ledger_id for ledger_id in ledger_ids if ledger_id not in leaving]
+
+    @staticmethod
+    def from_message(
+        message: ledger_deletion_pb2.RecordPendingDeletesResponse, given: Sequence[PendingDelete]
+    ) -> RecordedDeletes:
+        """`given`: those of the request."""
+        refused = {
+            each.index: RefusedDelete(given[each.index], _member(RefusalReason, each.reason), each.text)
+            for each in message.refused
+        }
+        recorded = tuple(each for index, each in enumerate(given) if index not in refused)
+        if len(recorded) != message.recorded:
+            # Whoever drops a ledger that is not recorded loses it.
+            raise errors.Internal(f"of {len(given)} deletions {message.recorded} are recorded, {len(refused)} refused")
+        return RecordedDeletes(
+            recorded, tuple(given[index] for index in message.already_recorded), tuple(refused.values())
+        )
+
+    @staticmethod
+    def merge(parts: Sequence[RecordedDeletes]) -> RecordedDeletes:
+        """The result of all from those of several requests."""
+        return RecordedDeletes(
+            recorded=tuple(each for part in parts for each in part.recorded),
+            already_recorded=tuple(each for part in parts for each in part.already_recorded),
+            refused=tuple(each for part in parts for each in part.refused),
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InUseRecorded:
+    """What became of ledgers that were said to be in use."""
+
+    recorded: int
+    """How many count as in use now: no deletion of them begins."""
+    being_deleted_index: NDArray[np.int64]
+    """Which of them were too late: their deletion has begun, and they must not be used."""
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.RecordInUseResponse) -> InUseRecorded:
+        return InUseRecorded(message.recorded, wire.decode_indexes(message.being_deleted))
+
+    @staticmethod
+    def merge(parts: Sequence[tuple[int, InUseRecorded]]) -> InUseRecorded:
+        """The result of all from those of several requests, each with the index of its first ledger."""
+        return InUseRecorded(
+            recorded=sum(part.recorded for _, part in parts),
+            being_deleted_index=np.concatenate([part.being_deleted_index + first for first, part in parts]),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeletionFilter:
+    """Which deletions: those that everything that is given holds for.
+
+    Example: `DeletionFilter(topic="flights", ledger_type=tarry.LedgerType.OFFLOADED_LEDGER)`.
+    """
+
+    topic: str | None = None
+    component: LedgerComponent | None = None
+    ledger_type: LedgerType | None = None
+    ledger_id: int | None = None
+    deletion_ids: Sequence[str] | None = None
+    """Their `deletion_id`s, in any order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Deletion:
+    """What is known of a deletion that was recorded."""
+
+    deletion_id: str
+    """Names it among all."""
+    topic: str
+    pending_delete: PendingDelete
+    recorded_at_ms: int
+    by_sweeper: bool
+    """A sweep found it."""
+    state: DeletionState
+    outcome: DeletionOutcome | None
+    """None as long as it has not ended."""
+    failures: int
+    """Attempts that failed."""
+    next_attempt_at_ms: int | None
+    """Of a waiting one."""
+    maybe_deleted: bool
+    """An attempt may have deleted something, though its answer is missing: it cannot be in use any more."""
+    ended_at_ms: int | None
+    """When it ended or was given up."""
+    text: str
+    """What was said last: why an attempt failed, or what did not match."""
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.Deletion) -> Deletion:
+        return Deletion(
+            deletion_id=message.deletion_id,
+            topic=message.topic,
+            pending_delete=PendingDelete.from_message(message.pending_delete),
+            recorded_at_ms=message.recorded_at_ms,
+            by_sweeper=message.by_sweeper,
+            state=_member(DeletionState, message.state),
+            outcome=_member(DeletionOutcome, message.outcome) if message.outcome else None,
+            failures=message.failures,
+            next_attempt_at_ms=message.next_attempt_at_ms or None,
+            maybe_deleted=message.maybe_deleted,
+            ended_at_ms=message.ended_at_ms or None,
+            text=message.text,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeletionPage(inspection.Page[Deletion]):
+    """Deletions, shard by shard; pending ones in the order in which they were recorded."""
+
+    @staticmethod
+    def from_message(message: DeletionsMessage) -> DeletionPage:
+        return DeletionPage(
+            tuple(Deletion.from_message(each) for each in message.deletions), message.next_page_token, message.as_of_ms
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeletionCount:
+    """Deletions of one component and type."""
+
+    component: LedgerComponent
+    ledger_type: LedgerType
+    in_flight: int
+    oldest_ms: int | None
+    given_up: int
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.DeletionCount) -> DeletionCount:
+        return DeletionCount(
+            component=_member(LedgerComponent, message.component),
+            ledger_type=_member(LedgerType, message.ledger_type),
+            in_flight=message.in_flight,
+            oldest_ms=message.oldest_ms or None,
+            given_up=message.given_up,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeletionStats:
+    """How much is to be deleted."""
+
+    in_flight: int
+    """Deletions that are not over; 0 = all are (PIP-186, getEstimatedInflightDeletionLedgerCount)."""
+    begun: int
+    """Of these, those whose attempt has begun."""
+    oldest_ms: int | None
+    """When the oldest of them was recorded, or retried."""
+    given_up: int
+    """Dead letters, which are over."""
+    in_use: int
+    """Ledgers that are in use as their owners say."""
+    counts: tuple[DeletionCount, ...]
+    """By component and type, those that have any."""
+    as_of_ms: int
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.GetDeletionStatsResponse) -> DeletionStats:
+        return DeletionStats(
+            in_flight=message.in_flight,
+            begun=message.begun,
+            oldest_ms=message.oldest_ms or None,
+            given_up=message.given_up,
+            in_use=message.in_use,
+            counts=tuple(DeletionCount.from_message(each) for each in message.counts),
+            as_of_ms=message.as_of_ms,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OrphanedLedger:
+    """An offloaded ledger that no record names and nobody uses."""
+
+    topic: str
+    pending_delete: PendingDelete
+    """As it would be recorded."""
+    size_bytes: int
+    """Of its objects together."""
+    modified_ms: int
+    """When the youngest of them was written."""
+    unknown_topic: bool
+    """Nobody ever said what of its topic is in use."""
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.OrphanedLedger) -> OrphanedLedger:
+        return OrphanedLedger(
+            topic=message.topic,
+            pending_delete=PendingDelete.from_message(message.pending_delete),
+            size_bytes=message.size_bytes,
+            modified_ms=message.modified_ms,
+            unknown_topic=message.unknown_topic,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SweptObjects:
+    """Objects and their bytes."""
+
+    objects: int
+    size_bytes: int
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.SweptObjects) -> SweptObjects:
+        return SweptObjects(message.objects, message.size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepCounts:
+    """What a sweep has seen so far. Fields as in `tarry.v1.SweepCounts`."""
+
+    listed: SweptObjects
+    foreign: SweptObjects
+    in_use: SweptObjects
+    recorded: SweptObjects
+    young: SweptObjects
+    orphaned: SweptObjects
+    of_unknown_topics: SweptObjects
+    unidentified: SweptObjects
+    unanswered: SweptObjects
+    ledgers_recorded: int
+    """Ledgers whose deletion this sweep has recorded."""
+    ledgers_left: int
+    """Ledgers whose deletion it was to record, and has not."""
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.SweepCounts) -> SweepCounts:
+        ledgers: dict[str, Any] = {"ledgers_recorded": message.ledgers_recorded, "ledgers_left": message.ledgers_left}
+        objects: dict[str, Any] = {
+            field.name: SweptObjects.from_message(getattr(message, field.name))
+            for field in dataclasses.fields(SweepCounts)
+            if field.name not in ledgers
+        }
+        return SweepCounts(**objects, **ledgers)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepStep:
+    """How far a sweep is."""
+
+    orphans: tuple[OrphanedLedger, ...]
+    """Found since the step before."""
+    counts: SweepCounts
+    """So far."""
+    done: bool
+    """Whether it is over: nothing follows."""
+    refused: str
+    """Why nothing was recorded; empty when nothing stands in the way."""
+
+    @staticmethod
+    def from_message(message: ledger_deletion_pb2.SweepOrphansResponse) -> SweepStep:
+        return SweepStep(
+            orphans=tuple(OrphanedLedger.from_message(each) for each in message.orphans),
+            counts=SweepCounts.from_message(message.counts),
+            done=message.done,
+            refused=message.refused,
+        )
+
+
+def uuid_halves(value: uuid.UUID | None) -> tuple[int, int]:
+    """The most and the least significant half; 0 and 0 for none."""
+    return (0, 0) if value is None else (value.int >> _HALF_BITS, value.int & _HALF_MASK)
+
+
+def _member(kind: type[E], number: int) -> E:
+    try:
+        return kind(number)
+    except ValueError:
+        raise errors.Internal(f"{kind.__name__} is {number}; this version of the client does not know it") from None
