@@ -11,8 +11,10 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 import socket
 import tomllib
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,13 @@ import msgspec
 from daemon import errors
 from daemon.core import delay_levels
 from daemon.settings import (
+    S3,
     Bucket,
     Collection,
     Daemon,
+    Deletion,
+    DeletionObjectStore,
+    DeletionOwner,
     Delivery,
     Grpc,
     Journal,
@@ -54,6 +60,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     limits: Limits = Limits()
     ownership: Ownership = Ownership()
     collection: Collection = Collection()
+    deletion: Deletion = Deletion()
 
     @property
     def daemon_id(self) -> str:
@@ -130,6 +137,14 @@ def _is_section(declared: Any) -> bool:
     return isinstance(declared, type) and issubclass(declared, msgspec.Struct)
 
 
+def table_of(declared: Any) -> type[msgspec.Struct] | None:
+    """The section of which the setting is an array; None where it is something else."""
+    if typing.get_origin(declared) is not tuple:
+        return None
+    item = typing.get_args(declared)[0]
+    return item if _is_section(item) else None
+
+
 def _unknown(keys: Iterable[str], known: Iterable[str], source: str = "") -> errors.InvalidArgument:
     *parents, name = keys
     nearest = difflib.get_close_matches(name, known, n=1)
@@ -146,6 +161,13 @@ def _refuse_unknown_keys(data: Mapping[str, Any], section: type[msgspec.Struct],
             if not isinstance(value, dict):
                 raise errors.InvalidArgument(f"configuration: {'.'.join((*path, name))} is a section, not a setting")
             _refuse_unknown_keys(value, fields[name], (*path, name))
+        table = table_of(fields[name])
+        if table is not None:
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                where = ".".join((*path, name))
+                raise errors.InvalidArgument(f"configuration: {where} is an array of tables: [[{where}]]")
+            for index, item in enumerate(value):
+                _refuse_unknown_keys(item, table, (*path, f"{name}[{index}]"))
 
 
 def _overrides(environment: Mapping[str, str], overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
@@ -172,6 +194,10 @@ def _set(data: dict[str, Any], source: str, keys: tuple[str, ...], text: str) ->
         if _is_section(fields[name]) == last:
             kind = "a section, not a setting" if last else "a setting, not a section"
             raise errors.InvalidArgument(f"configuration: {'.'.join(keys[: depth + 1])}{source} is {kind}")
+        if table_of(fields[name]) is not None:
+            raise errors.InvalidArgument(
+                f"configuration: {'.'.join(keys[: depth + 1])}{source} is an array of tables, which only the file sets"
+            )
         if last:
             try:
                 data[name] = msgspec.convert(text, fields[name], strict=False)
@@ -186,8 +212,11 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any]) -> str:
     """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
     what, _, where = str(error).partition(" - at `$.")
     value: Any = data
-    for key in where.rstrip("`").split("."):
-        value = value.get(key) if isinstance(value, dict) else value
+    for key, index in re.findall(r"([^.\[\]`]+)|\[(\d+)\]", where):
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and index:
+            value = value[int(index)]
     return f"{where.rstrip('`')} is {value!r}: {what}"
 
 
@@ -202,6 +231,7 @@ def _check(config: Config) -> None:
             )
     if config.store.kind == "s3" and not config.store.s3.bucket:
         raise errors.InvalidArgument("configuration: store.s3.bucket is not set, and store.kind is 's3'")
+    _check_deletion(config)
     try:
         config.read_delay_levels()
     except errors.InvalidArgument as error:
@@ -229,3 +259,75 @@ def _check(config: Config) -> None:
 def _refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
     if value > limit:
         raise errors.InvalidArgument(f"configuration: {name} is {value}, above {limit_name}, which is {limit}")
+
+
+def _check_deletion(config: Config) -> None:
+    """What the object stores and owners of deletions must be for a record to have one place at most."""
+    stores, owners = config.deletion.object_stores, config.deletion.owners
+    for index, store in enumerate(stores):
+        _check_object_store(f"deletion.object_stores[{index}]", store)
+    for index, owner in enumerate(owners):
+        _check_owner(f"deletion.owners[{index}]", owner)
+    _refuse_twice("deletion.object_stores", "name", [(store.name,) for store in stores])
+    _refuse_twice("deletion.owners", "name", [(owner.name,) for owner in owners])
+    _refuse_twice("deletion.owners", "topic prefix", [owner.topic_prefixes for owner in owners])
+    _refuse_twice("deletion.owners", "driver", [owner.drivers for owner in owners])
+    places = [
+        [f"{driver}, {f'bucket {store.s3.bucket}' if store.kind == 's3' else 'local'}" for driver in store.drivers]
+        for store in stores
+    ]
+    _refuse_twice("deletion.object_stores", "driver and bucket", places)
+    for index, store in enumerate(stores):
+        if _overlap(config.store, store):
+            raise errors.InvalidArgument(
+                f"configuration: deletion.object_stores[{index}] and store, which is this daemon's own, overlap: "
+                "neither may be inside the other"
+            )
+
+
+def _check_object_store(path: str, store: DeletionObjectStore) -> None:
+    if store.kind == "local" and not store.path:
+        raise errors.InvalidArgument(f"configuration: {path}.path is not set, and {path}.kind is 'local'")
+    if store.kind == "local" and store.s3 != S3():
+        raise errors.InvalidArgument(f"configuration: {path}.s3 is set, and {path}.kind is 'local'")
+    if store.kind == "s3" and not store.s3.bucket:
+        raise errors.InvalidArgument(f"configuration: {path}.s3.bucket is not set, and {path}.kind is 's3'")
+    if store.kind == "s3" and store.path:
+        raise errors.InvalidArgument(f"configuration: {path}.path is {store.path!r}, and {path}.kind is 's3'")
+
+
+def _check_owner(path: str, owner: DeletionOwner) -> None:
+    if owner.delete_url is None and owner.in_use_url is None:
+        raise errors.InvalidArgument(f"configuration: {path} has neither delete_url nor in_use_url")
+    if not owner.topic_prefixes and not owner.drivers:
+        raise errors.InvalidArgument(f"configuration: {path} has neither topic_prefixes nor drivers: it gets no record")
+    if owner.drivers and owner.delete_url is None:
+        raise errors.InvalidArgument(f"configuration: {path}.delete_url is not set, and {path}.drivers are")
+    if owner.in_use_url is not None and not owner.topic_prefixes:
+        raise errors.InvalidArgument(f"configuration: {path}.topic_prefixes is not set, and {path}.in_use_url is")
+
+
+def _refuse_twice(path: str, what: str, values: Sequence[Iterable[str]]) -> None:
+    """Refuses a value that stands twice in an array of tables; `values`: of each of its tables."""
+    first: dict[str, int] = {}
+    for index, own in enumerate(values):
+        for value in own:
+            if value in first:
+                raise errors.InvalidArgument(
+                    f"configuration: {path}[{index}] has {what} {value!r}, which {path}[{first[value]}] has"
+                )
+            first[value] = index
+
+
+def _overlap(own: Store, other: DeletionObjectStore) -> bool:
+    """Whether one of the places is, or is inside, the other."""
+    if own.kind != other.kind:
+        return False
+    if own.kind == "local":
+        one, two = Path(own.path).resolve().parts, Path(other.path).resolve().parts
+    else:
+        if (own.s3.bucket, own.s3.endpoint_url) != (other.s3.bucket, other.s3.endpoint_url):
+            return False
+        one, two = (tuple(filter(None, s3.prefix.split("/"))) for s3 in (own.s3, other.s3))
+    shared = min(len(one), len(two))
+    return one[:shared] == two[:shared]

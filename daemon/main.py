@@ -1,6 +1,6 @@
 """`tarryd`: the command.
 
-Owns: arguments, settings, which store, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
+Owns: arguments, settings, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
 wrong configuration, 3 when the orderly end was cut short.
 Does not own: what the daemon is made of and how it ends (`daemon.process`).
 
@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from daemon import config, errors, logs, memory
-from storage_backends import local_directory, object_store, probe
+from daemon import config, errors, logs, memory, store_opening
+from storage_backends import object_store, probe
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure(level=settings.log.level, form=settings.log.format)
     memory.keep_little()
     try:
-        with contextlib.closing(_open_store(settings)) as store:
+        with contextlib.closing(store_opening.open_store(settings.store)) as store:
             probed = _probe(store)
             if options.check:
                 probed.result()
@@ -82,29 +82,6 @@ class _Version(argparse.Action):
         import importlib.metadata
 
         parser.exit(message=f"tarryd {importlib.metadata.version('tarryd')}\n")
-
-
-def _open_store(settings: config.Config) -> object_store.ObjectStore:
-    if settings.store.kind == "local":
-        return local_directory.LocalDirectory(settings.store.path)
-    # The AWS SDK takes a third of the time in which a daemon starts: only where it is needed.
-    from storage_backends import s3
-
-    given = settings.store.s3
-    return s3.S3Store(
-        s3.S3Settings(
-            bucket=given.bucket,
-            prefix=given.prefix,
-            endpoint_url=given.endpoint_url,
-            region=given.region,
-            addressing_style=given.addressing,
-            checksums=given.checksums,
-            connect_timeout_s=given.connect_timeout_s,
-            read_timeout_s=given.read_timeout_s,
-            attempts=given.attempts,
-            connections_max=given.connections_max,
-        )
-    )
 
 
 def _probe(store: object_store.ObjectStore) -> concurrent.futures.Future[None]:

@@ -15,6 +15,11 @@ from msgspec import Meta
 from daemon.core.delay_levels import DEFAULT_TABLE
 
 ADDRESS = r"^.+:[0-9]{1,5}\Z"
+# Without credentials, which would end up in logs, and without a fragment.
+URL = r"^https?://[^\s/?#@]+(?:[/?][^\s#]*)?\Z"
+
+# What a name may be that people give to something here.
+_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z"
 
 # 10,000 rows of Messages, the largest answer there is, must fit.
 _MESSAGE_BYTES_LEAST = 1 << 20
@@ -31,7 +36,7 @@ class Daemon(Section, frozen=True):
         Annotated[
             str,
             Meta(
-                pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}\Z",
+                pattern=_NAME,
                 description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. It "
                 "must stay the same when the daemon restarts, since a daemon takes its own shards back at once, and no "
                 "two daemons may use one id at a time. Default: host name and port of `grpc.listen`. Set it where the "
@@ -79,7 +84,7 @@ class Daemon(Section, frozen=True):
 
 
 class S3(Section, frozen=True):
-    """An S3 bucket; used when `store.kind` is `s3`. Credentials come from the AWS SDK's usual places."""
+    """An S3 bucket; used when `kind` is `s3`. Credentials come from the AWS SDK's usual places."""
 
     bucket: Annotated[str, Meta(description="Name of the bucket; required.")] = ""
     prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
@@ -395,3 +400,121 @@ class Ownership(Section, frozen=True):
     misses_max: Annotated[
         int, Meta(ge=2, le=1000, description="Missed heartbeats after which another daemon is taken to be gone.")
     ] = 3
+
+
+Driver = Annotated[str, Meta(min_length=1, max_length=255)]
+
+
+class DeletionObjectStore(Section, frozen=True):
+    """A place where offloaded ledgers are, which the daemon deletes itself; a table for each.
+
+    A record belongs to the store that has its driver, and its bucket if it names one. A record reaches nothing that has
+    no table here.
+    """
+
+    name: Annotated[str, Meta(pattern=_NAME, description="Names the store, for `tarry sweep`; required.")]
+    drivers: Annotated[
+        tuple[Driver, ...],
+        Meta(min_length=1, description="Names of drivers whose ledgers are here, such as `aws-s3`; required."),
+    ]
+    kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "s3"
+    path: Annotated[
+        str,
+        Meta(
+            description="The local directory, in the form of `docs/STORAGE_FORMAT.md`; required when `kind` is "
+            "`local`. It must be a store already: where there is none, nothing is deleted and nothing counts as gone."
+        ),
+    ] = ""
+    s3: S3 = S3()
+
+
+class DeletionOwner(Section, frozen=True):
+    """Somebody who is asked by HTTP, `docs/LEDGER_OWNERS.md`; a table for each."""
+
+    name: Annotated[str, Meta(pattern=_NAME, description="Names the owner, in messages; required.")]
+    topic_prefixes: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="What the names of its topics begin with; of several owners the one with the longest prefix "
+            "has a topic. An empty text is every topic."
+        ),
+    ] = ()
+    drivers: Annotated[
+        tuple[Driver, ...],
+        Meta(description="Drivers whose offloaded ledgers it deletes itself, unless an object store here has them."),
+    ] = ()
+    delete_url: (
+        Annotated[str, Meta(pattern=URL, description="Where it is told to delete a ledger. Default: it is not.")] | None
+    ) = None
+    in_use_url: (
+        Annotated[
+            str,
+            Meta(
+                pattern=URL,
+                description="Where it is asked whether an offloaded ledger is in use before that is deleted from an "
+                "object store. Default: it is not.",
+            ),
+        ]
+        | None
+    ) = None
+    authorization_file: (
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="A file with the value of the `Authorization` header, such as `Bearer ...`; it is read for "
+                "each request. Default: no such header.",
+            ),
+        ]
+        | None
+    ) = None
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=300, description="Time to connect, and then time until the whole answer is there.")
+    ] = 10.0
+
+
+class Deletion(Section, frozen=True):
+    """Deletion of ledgers and offloaded objects of other systems, in two phases (names of PIP-186).
+
+    Without an object store or an owner nothing is deleted: records are retried, and then are dead letters.
+    """
+
+    two_phase_deletion_enabled: Annotated[
+        bool, Meta(description="Whether deletions of topics whose policy says nothing are recorded.")
+    ] = True
+    parallelism: Annotated[
+        int, Meta(ge=1, le=256, description="Attempts at once, each in a thread of its own that nobody else waits for.")
+    ] = 4
+    reconsume_later_seconds: Annotated[
+        int, Meta(ge=1, le=30 * 86_400, description="Time from a failed attempt to the next.")
+    ] = 600
+    max_retry_delete_count: Annotated[
+        int, Meta(ge=0, le=1000, description="Retries after the first attempt; then a record is a dead letter.")
+    ] = 10
+    jitter: Annotated[
+        float, Meta(ge=0, le=0.5, description="Part of the time between attempts by which it is longer or shorter.")
+    ] = 0.1
+    pending_max: Annotated[
+        int, Meta(ge=1, le=10_000_000, description="Records that are pending or dead letters, of all topics.")
+    ] = 200_000
+    in_use_max: Annotated[
+        int, Meta(ge=1, le=100_000_000, description="Ledgers that are in use as their owners say, of all topics.")
+    ] = 1_000_000
+    sweep_grace_s: Annotated[
+        float,
+        Meta(ge=0, le=365 * 86_400, description="Age from which an offloaded ledger that nobody knows is an orphan."),
+    ] = 86_400.0
+    guard_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Part of the listed bytes above which a sweep deletes no orphans unless it is told to "
+            "(`--force`): so many are more likely a mistake.",
+        ),
+    ] = 0.2
+    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes are deleted in any case.")] = (
+        64 << 20
+    )
+    object_stores: tuple[DeletionObjectStore, ...] = ()
+    owners: tuple[DeletionOwner, ...] = ()

@@ -6,6 +6,7 @@ uv run scripts/gen_configuration.py [--check]
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 import typing
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ comes from, in this order, the later wins:
 3. the environment: `TARRY_SECTION__KEY`, such as `TARRY_STORE__PATH=/var/lib/tarry` or `TARRY_STORE__S3__BUCKET=x`,
 4. `--set section.key=value`, repeatable.
 
+An array of tables (`[[...]]` below) stands in the file only, once for each of its tables.
+
 An unknown setting, a value out of its range or settings that contradict each other are an error (exit status 2) that
 names the setting. `tarryd --check` validates the configuration, tries out what the store promises, and ends.
 A variable that begins with `TARRY_` and has no `__` in its name is not a setting and is left alone.
@@ -42,22 +45,31 @@ A variable that begins with `TARRY_` and has no `__` in its name is not a settin
 
 def render() -> str:
     parts = [HEAD]
-    for path, section in sections(config.Config, ()):
+    for name, section in sections(config.Config, ""):
         parts.append(
-            f"\n## `{'.'.join(path)}`\n\n{section.__doc__}\n\n"
+            f"\n## `{name}`\n\n{inspect.getdoc(section)}\n\n"
             "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
         )
-        parts += [row(field) for field in msgspec.structs.fields(section) if not is_section(field.type)]
+        parts += [row(field) for field in msgspec.structs.fields(section) if not is_own_section(field.type)]
     return "".join(parts)
 
 
-def sections(
-    section: type[msgspec.Struct], path: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], type[msgspec.Struct]]]:
+def sections(section: type[msgspec.Struct], path: str) -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Names, as headings, and sections; an array of tables has its name in two brackets, as in TOML."""
     for field in msgspec.structs.fields(section):
+        name = f"{path}{field.name}"
+        table = config.table_of(field.type)
         if is_section(field.type):
-            yield (*path, field.name), field.type
-            yield from sections(field.type, (*path, field.name))
+            yield name, field.type
+            yield from sections(field.type, f"{name}.")
+        elif table is not None:
+            yield f"[[{name}]]", table
+            yield from sections(table, f"{name}.")
+
+
+def is_own_section(declared: Any) -> bool:
+    """Whether it has a heading of its own."""
+    return is_section(declared) or config.table_of(declared) is not None
 
 
 def is_section(declared: Any) -> bool:
@@ -67,7 +79,7 @@ def is_section(declared: Any) -> bool:
 def row(field: msgspec.structs.FieldInfo) -> str:
     base, meta = declared_as(field.type)
     meaning = str(meta.description).replace("|", "\\|")
-    default = "" if field.default is None else f"`{shown(field.default)}`"
+    default = "" if field.default in (None, msgspec.NODEFAULT) else f"`{shown(field.default)}`"
     return f"| `{field.name}` | {default} | {allowed(base, meta)} | {meaning} |\n"
 
 
@@ -87,8 +99,12 @@ def allowed(base: Any, meta: msgspec.Meta) -> str:
         return "`true`, `false`"
     if meta.pattern == settings.ADDRESS:
         return "host:port"
+    if meta.pattern == settings.URL:
+        return "URL, http or https"
     if base is str:
         return "text"
+    if typing.get_origin(base) is tuple:
+        return "array of texts"
     bounds = [
         f"{sign} {shown(value)}"
         for sign, value in ((">", meta.gt), ("≥", meta.ge), ("≤", meta.le))
@@ -103,6 +119,8 @@ def shown(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(shown, value))}]"
     return (
         f"{value:_}"
         if isinstance(value, int) and value >= 100_000

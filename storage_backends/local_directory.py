@@ -153,6 +153,7 @@ class LocalDirectory(ObjectStore):
     def _list(self, prefix: str, start_after: str) -> Iterator[ListedObject]:
         base = prefix[: prefix.rfind("/") + 1]
         with self._usable(prefix):
+            os.stat(self._temporary_folder)  # nothing there would not mean that there is nothing
             yield from _walk(self.root / base, base, prefix, start_after)
 
     def delete(self, key: str) -> None:
@@ -408,7 +409,8 @@ def _walk(folder: Path, base: str, prefix: str, start_after: str) -> Iterator[Li
             key = base + entry.name
             if key.startswith(prefix) and key > start_after:
                 with suppress(FileNotFoundError):  # deleted meanwhile
-                    yield ListedObject(key, entry.stat(follow_symlinks=False).st_size)
+                    found = entry.stat(follow_symlinks=False)
+                    yield ListedObject(key, found.st_size, found.st_mtime_ns // 1_000_000)
 
 
 def _read_envelope(file: int, key: str, path: Path) -> Envelope:

@@ -9,7 +9,9 @@ It lists in descending order of keys, so that code which relies on ascending ord
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from storage_backends.object_store import (
@@ -27,24 +29,35 @@ from storage_backends.object_store import (
 )
 
 
-class MemoryStore(ObjectStore):
-    """Objects of one process. `close` keeps them: the next owner in the same process opens the same store."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    body: bytes
+    metadata: Mapping[str, str]
+    modified_ms: int
 
-    def __init__(self) -> None:
+
+class MemoryStore(ObjectStore):
+    """Objects of one process. `close` keeps them: the next owner in the same process opens the same store.
+
+    `wall_clock`: the store's, Unix time in seconds.
+    """
+
+    def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
-        self._objects: dict[str, tuple[bytes, Mapping[str, str]]] = {}
+        self._objects: dict[str, _Stored] = {}
 
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
         check_key(key)
         check_metadata(metadata)
-        stored = bytes(body), MappingProxyType(dict(metadata))
+        stored = self._stored(body, metadata)
         with self._lock:
             self._objects[key] = stored
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         check_key(key)
         check_metadata(metadata)
-        stored = bytes(body), MappingProxyType(dict(metadata))
+        stored = self._stored(body, metadata)
         with self._lock:
             if key in self._objects:
                 raise AlreadyExists(key, "exists")
@@ -56,7 +69,7 @@ class MemoryStore(ObjectStore):
             stored = self._objects.get(key)
         if stored is None:
             raise NotFound(key, "no such object")
-        return stored
+        return stored.body, stored.metadata
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         check_range(offset, length)
@@ -73,8 +86,8 @@ class MemoryStore(ObjectStore):
         check_prefix(prefix)
         with self._lock:
             found = [
-                ListedObject(key, len(body))
-                for key, (body, _) in self._objects.items()
+                ListedObject(key, len(stored.body), stored.modified_ms)
+                for key, stored in self._objects.items()
                 if key.startswith(prefix) and (start_after is None or key > start_after)
             ]
         found.sort(key=lambda listed: listed.key, reverse=True)
@@ -87,3 +100,6 @@ class MemoryStore(ObjectStore):
 
     def close(self) -> None:
         """Nothing to give up."""
+
+    def _stored(self, body: bytes, metadata: Mapping[str, str]) -> _Stored:
+        return _Stored(bytes(body), MappingProxyType(dict(metadata)), int(self._wall_clock() * 1000))

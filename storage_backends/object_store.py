@@ -43,7 +43,7 @@ NO_METADATA: Final[Mapping[str, str]] = MappingProxyType({})
 
 _KEY_PART: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PREFIX: Final = re.compile(rf"(?:{_KEY_PART.pattern}/)*(?:{_KEY_PART.pattern})?")
-_METADATA_KEY: Final = re.compile(r"[a-z0-9]+")
+_METADATA_KEY: Final = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _METADATA_VALUE: Final = re.compile(r"[!-~](?:[ -~]*[!-~])?")
 
 
@@ -98,10 +98,15 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """What `list` tells of an object. `size_bytes`: what the store keeps for it; the body, or a little more."""
+    """What `list` tells of an object.
+
+    `size_bytes`: what the store keeps for it; the body, or a little more. `modified_ms`: when it was written last, by
+    the store's clock, Unix time; some stores know only the second.
+    """
 
     key: str
     size_bytes: int
+    modified_ms: int
 
 
 class ObjectStore(ABC):
@@ -194,12 +199,13 @@ def check_prefix(prefix: str) -> None:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise `ValueError` unless keys are lower-case letters and digits, values printable ASCII without blanks at their
-    ends, and all of it within `METADATA_BYTES_MAX`: what every S3 look-alike gives back unchanged."""
+    """Raise `ValueError` unless keys are lower-case letters and digits, with hyphens between them, values printable
+    ASCII without blanks at their ends, and all of it within `METADATA_BYTES_MAX`: what every S3 look-alike gives back
+    unchanged."""
     size_bytes = 0
     for name, value in metadata.items():
         if _METADATA_KEY.fullmatch(name) is None:
-            raise ValueError(f"metadata key {name!r} must be lower-case letters and digits")
+            raise ValueError(f"metadata key {name!r} must be lower-case letters and digits, with hyphens between them")
         if _METADATA_VALUE.fullmatch(value) is None:
             raise ValueError(f"metadata {name}={value!r} must be printable ASCII, not empty, no blank at either end")
         size_bytes += len(name) + len(value)

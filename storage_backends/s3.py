@@ -193,7 +193,8 @@ class S3Store(ObjectStore):
         with _translated(prefix):
             for page in pages:
                 for found in page.get("Contents", ()):
-                    yield ListedObject(found["Key"].removeprefix(self._front), found["Size"])
+                    modified_ms = int(found["LastModified"].timestamp() * 1000)
+                    yield ListedObject(found["Key"].removeprefix(self._front), found["Size"], modified_ms)
 
     def delete(self, key: str) -> None:
         check_key(key)

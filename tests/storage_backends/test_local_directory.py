@@ -81,6 +81,16 @@ def test_an_object_is_a_file_of_its_name(store: LocalDirectory, tmp_path: Path) 
     assert (tmp_path / "FORMAT").read_bytes().endswith(b"body")
 
 
+def test_a_root_that_went_away_is_not_an_empty_one(store: LocalDirectory, tmp_path: Path) -> None:
+    store.put("a", b"")
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    with pytest.raises(StoreUnavailable, match=TEMPORARY_FOLDER):
+        list(store.list(""))
+    tmp_path.mkdir()
+    with pytest.raises(StoreUnavailable, match=TEMPORARY_FOLDER):
+        list(store.list("a"))
+
+
 def test_a_journal_folder_holds_a_thousand_slots(store: LocalDirectory, tmp_path: Path) -> None:
     for number in (0, 999, 1000, 12345):
         store.put_if_absent(f"shards/00/journal/{number:020d}", b"", metadata={})

@@ -118,7 +118,7 @@ def test_a_listing_is_sorted_by_what_it_shows_and_what_is_unknown_is_left_alone(
         f"{names.shard_prefix(SHARD)}topics/other/buckets/{5:020d}-U",
         f"{names.shard_prefix(SHARD)}note",
     ]
-    listing.add(ListedObject(key, 10) for key in keys)
+    listing.add(ListedObject(key, 10, 0) for key in keys)
     assert listing.size_bytes == 90
     assert (list(listing.shard.manifests), listing.shard.objects) == ([4], {keys[1]: (2, 10)})
     assert list(listing.topics) == [TOPIC_ID]

@@ -1,0 +1,1 @@
+"""Deletions of ledgers and offloaded objects of other systems (PIP-186)."""

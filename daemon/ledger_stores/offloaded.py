@@ -1,0 +1,131 @@
+"""Offloaded ledgers in an object store: two objects each, data and index.
+
+Owns: the opening of the store, the verification of both objects, the order of their deletion, and which failures may
+have deleted something.
+Does not own: names and metadata of the objects (`daemon.core.deletions`), and which records belong to the store.
+
+The index goes first: without it nobody reads the data, and data without an index still says whose it is. One object of
+the two that is missing is what an earlier attempt leaves; the other one is verified and deleted alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from daemon import settings, store_opening
+from daemon.core.deletions import metadata, object_names
+from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, LedgerStore, Step
+from storage_backends.formats.deletions import DeletionOutcome, OffloadContext, PendingDelete
+from storage_backends.local_directory import TEMPORARY_FOLDER
+from storage_backends.object_store import NotFound, ObjectInfo, ObjectStore, StoreError, StoreUnavailable
+
+BUCKET: Final = "bucket"
+"""The name under which driver metadata tells the bucket."""
+
+
+class OffloadedLedgers(LedgerStore):
+    """Ledgers in one object store, which is opened when it is needed first; `opening` does it."""
+
+    def __init__(
+        self,
+        entry: settings.DeletionObjectStore,
+        opening: Callable[[settings.DeletionObjectStore], ObjectStore] | None = None,
+    ) -> None:
+        self.entry: Final = entry
+        self._opening = opening or open_existing
+        self._lock = threading.Lock()
+        self._store: ObjectStore | None = None
+
+    @property
+    def bucket(self) -> str | None:
+        """None where there are no buckets."""
+        return self.entry.s3.bucket if self.entry.kind == "s3" else None
+
+    @property
+    def context(self) -> OffloadContext:
+        """Of a ledger that is found here; without its UUID."""
+        bucket = self.bucket
+        return OffloadContext(0, 0, self.entry.drivers[0], () if bucket is None else ((BUCKET, bucket),))
+
+    def store(self) -> ObjectStore:
+        """The opened store. Raises `StoreError`."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._opening(self.entry)
+            return self._store
+
+    def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
+        name = _name_of(delete)
+        if isinstance(name, Answer):
+            return name
+        step("deletion.before_verify")
+        try:
+            store = self.store()
+            found = _found(store, name)
+        except StoreError as error:
+            raise DeletionFailed(f"{self._place}: {error}", maybe_deleted=False) from error
+        if not found:
+            return Answer(DeletionOutcome.ALREADY_GONE)
+        for each in found:
+            difference = metadata.mismatch(topic, delete, each.metadata)
+            if difference is not None:
+                return Answer(DeletionOutcome.METADATA_MISMATCH, f"{self._place}: {each.key}: {difference}")
+        step("deletion.after_verify")
+        guard()
+        self._delete(store, name, step)
+        return Answer(DeletionOutcome.DELETED)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                self._store.close()
+
+    @property
+    def _place(self) -> str:
+        return f"object store {self.entry.name}"
+
+    def _delete(self, store: ObjectStore, name: object_names.OffloadedName, step: Step) -> None:
+        try:
+            store.delete(name.index)
+            step("deletion.after_index_delete")
+            store.delete(name.data)
+            step("deletion.after_delete")
+        except StoreError as error:
+            raise DeletionFailed(f"{self._place}: {error}", maybe_deleted=True) from error
+
+
+def open_existing(entry: settings.DeletionObjectStore) -> ObjectStore:
+    """Opens the store. Raises `StoreUnavailable` for a directory that is none yet: a disk that is not mounted would
+    look like a store in which every ledger is gone."""
+    if entry.kind == "local" and not (Path(entry.path) / TEMPORARY_FOLDER).is_dir():
+        raise StoreUnavailable(entry.path, "there is no store in this directory")
+    return store_opening.open_store(entry)
+
+
+def _name_of(delete: PendingDelete) -> object_names.OffloadedName | Answer:
+    context = delete.offload_context
+    if context is None:
+        return Answer(DeletionOutcome.MALFORMED, "offload_context is absent")
+    try:
+        return object_names.offloaded_name(context.uuid_msb, context.uuid_lsb, delete.ledger_id)
+    except ValueError as error:
+        return Answer(DeletionOutcome.MALFORMED, str(error))
+
+
+def _found(store: ObjectStore, name: object_names.OffloadedName) -> Sequence[ObjectInfo]:
+    """What there is of the two objects. Raises `StoreError`."""
+    found = [info for info in (_head(store, key) for key in (name.index, name.data)) if info is not None]
+    # A HEAD in a bucket that does not exist finds nothing, as one of an object that is gone. A listing fails there.
+    if not found and any(object_names.parse(listed.key) == name for listed in store.list(name.data)):
+        raise StoreUnavailable(name.data, "listed, and not found")
+    return found
+
+
+def _head(store: ObjectStore, key: str) -> ObjectInfo | None:
+    try:
+        return store.head(key)
+    except NotFound:
+        return None

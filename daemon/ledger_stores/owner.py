@@ -1,0 +1,194 @@
+"""An owner of ledgers who is asked by HTTP. `docs/LEDGER_OWNERS.md` says what it has to do.
+
+Owns: the requests, the reading of the answers, and which failures may have deleted something.
+Does not own: which owner is asked (`ledger_stores`), and what a ledger is compared with (`daemon.core.deletions`).
+
+Every request has a connection of its own: one that was kept could be closed by the owner just when it is used again,
+and nobody would know whether the request was seen. Redirects are not followed, so that the authorization goes nowhere
+else. A status 4xx says that nothing was deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import urllib3
+from urllib3 import exceptions
+
+from daemon import settings
+from daemon.core.deletions import metadata, object_names
+from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
+from storage_backends.formats.deletions import DeletionOutcome, PendingDelete
+
+ANSWER_BYTES_MAX: Final = 64 << 10
+TEXT_MAX: Final = 1000
+AUTHORIZATION_BYTES_MAX: Final = 64 << 10
+
+OUTCOMES: Final[Mapping[str, DeletionOutcome]] = {
+    "deleted": DeletionOutcome.DELETED,
+    "gone": DeletionOutcome.ALREADY_GONE,
+    "in_use": DeletionOutcome.IN_USE,
+    "mismatch": DeletionOutcome.METADATA_MISMATCH,
+    "malformed": DeletionOutcome.MALFORMED,
+}
+
+# No connection came about, so that nothing was sent.
+_NOT_SENT: Final = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError, exceptions.LocationValueError)
+_READ_BYTES: Final = 16 << 10
+
+
+class Owner(LedgerStore):
+    """One owner. `clock`: monotonic, in seconds."""
+
+    def __init__(self, entry: settings.DeletionOwner, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.entry: Final = entry
+        self._clock = clock
+        self._http: Final = urllib3.PoolManager(retries=False)
+
+    def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
+        step("deletion.before_verify")
+        url = self.entry.delete_url
+        if url is None:
+            raise DeletionFailed(f"owner {self.entry.name} has no delete_url", maybe_deleted=False)
+        request = self._request(topic, delete)
+        # The owner verifies.
+        step("deletion.after_verify")
+        guard()
+        result, text = self._post(url, request)
+        if result not in OUTCOMES:
+            raise self._failed(f"result {result!r} is none of {', '.join(OUTCOMES)}", maybe_deleted=True)
+        step("deletion.after_delete")
+        return Answer(OUTCOMES[result], text)
+
+    def ask_in_use(self, topic: str, delete: PendingDelete) -> InUseAnswer:
+        """What it says of the ledger; it has an `in_use_url`. Raises `DeletionFailed`."""
+        if self.entry.in_use_url is None:
+            raise DeletionFailed(f"owner {self.entry.name} has no in_use_url", maybe_deleted=False)
+        try:
+            result, _ = self._post(self.entry.in_use_url, self._request(topic, delete))
+        except DeletionFailed as error:
+            raise DeletionFailed(error.reason, maybe_deleted=False) from error
+        try:
+            return InUseAnswer(result)
+        except ValueError as error:
+            known = ", ".join(answer.value for answer in InUseAnswer)
+            raise self._failed(f"result {result!r} is none of {known}", maybe_deleted=False) from error
+
+    def close(self) -> None:
+        self._http.clear()
+
+    def _failed(self, reason: str, *, maybe_deleted: bool) -> DeletionFailed:
+        return DeletionFailed(f"owner {self.entry.name}: {reason}", maybe_deleted=maybe_deleted)
+
+    def _request(self, topic: str, delete: PendingDelete) -> _Request:
+        """Raises `DeletionFailed`."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
+        authorization = self._authorization()
+        if authorization is not None:
+            headers["Authorization"] = authorization
+        return json.dumps(body_of(topic, delete)).encode(), headers
+
+    def _authorization(self) -> str | None:
+        """What the file says now. Raises `DeletionFailed`."""
+        path = self.entry.authorization_file
+        if path is None:
+            return None
+        try:
+            with Path(path).open("rb") as file:
+                value = file.read(AUTHORIZATION_BYTES_MAX + 1)
+        except OSError as error:
+            raise self._failed(f"authorization_file {path}: {error.strerror}", maybe_deleted=False) from error
+        text = value.strip().decode("latin-1")
+        if not text or not text.isascii() or not text.isprintable() or len(value) > AUTHORIZATION_BYTES_MAX:
+            raise self._failed(
+                f"authorization_file {path}: it must be one line of printable ASCII, "
+                f"at most {AUTHORIZATION_BYTES_MAX} bytes",
+                maybe_deleted=False,
+            )
+        return text
+
+    def _post(self, url: str, request: _Request) -> tuple[str, str]:
+        """`result` and `text` of the answer. Raises `DeletionFailed`."""
+        body, headers = request
+        timeout_s = self.entry.timeout_s
+        try:
+            answer = self._http.request(
+                "POST",
+                url,
+                body=body,
+                headers=headers,
+                timeout=urllib3.Timeout(connect=timeout_s, read=timeout_s),
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+            try:
+                found = self._read(answer, self._clock() + timeout_s)
+            finally:
+                answer.close()
+        except exceptions.HTTPError as error:
+            sent = not isinstance(error, _NOT_SENT) and not isinstance(error.__cause__, ssl.SSLCertVerificationError)
+            raise self._failed(f"{type(error).__name__}: {error}", maybe_deleted=sent) from error
+        if answer.status != 200:
+            raise self._failed(
+                f"status {answer.status}: {found[:TEXT_MAX].decode('utf-8', 'replace')}",
+                maybe_deleted=not 400 <= answer.status < 500,
+            )
+        return self._result(found)
+
+    def _read(self, answer: urllib3.BaseHTTPResponse, until_s: float) -> bytes:
+        """The body of the answer, at most a byte more than is allowed. Each read has the request's own time-out."""
+        parts = bytearray()
+        while len(parts) <= ANSWER_BYTES_MAX:
+            part = answer.read1(min(_READ_BYTES, ANSWER_BYTES_MAX + 1 - len(parts)))
+            if not part:
+                break
+            parts += part
+            if self._clock() > until_s:
+                raise self._failed(f"the answer took longer than {self.entry.timeout_s:g} s", maybe_deleted=True)
+        return bytes(parts)
+
+    def _result(self, body: bytes) -> tuple[str, str]:
+        if len(body) > ANSWER_BYTES_MAX:
+            raise self._failed(f"the answer has more than {ANSWER_BYTES_MAX} bytes", maybe_deleted=True)
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise self._failed(f"the answer is not JSON: {body[:100]!r}", maybe_deleted=True) from error
+        if not isinstance(answer, dict):
+            raise self._failed(f"the answer is no JSON object: {body[:100]!r}", maybe_deleted=True)
+        result, text = answer.get("result"), answer.get("text")
+        if not isinstance(result, str):
+            raise self._failed(f"the answer has no result that is a text: {body[:100]!r}", maybe_deleted=True)
+        return result, text[:TEXT_MAX] if isinstance(text, str) else ""
+
+
+_Request = tuple[bytes, Mapping[str, str]]
+
+
+def body_of(topic: str, delete: PendingDelete) -> dict[str, object]:
+    """What an owner is told of a record. 64-bit numbers are decimal texts: not every reader of JSON has them."""
+    context = delete.offload_context
+    return {
+        "topic": topic,
+        "component": delete.component.name.lower(),
+        "cursor_name": delete.cursor_name,
+        "schema_id": delete.schema_id,
+        "ledger_type": delete.ledger_type.name.lower(),
+        "ledger_id": str(delete.ledger_id),
+        "offload_context": None
+        if context is None
+        else {
+            "uuid": object_names.uuid_text(context.uuid_msb, context.uuid_lsb),
+            "driver_name": context.driver_name,
+            "driver_metadata": dict(context.driver_metadata),
+        },
+        "metadata": {
+            key: accepted[0] if accepted else None for key, accepted in metadata.expected(topic, delete).items()
+        },
+    }

@@ -1,0 +1,34 @@
+"""The object stores that the settings name.
+
+Owns: the translation of settings into those of a store.
+Does not own: the settings (`daemon.settings`), the stores (`storage_backends`), and when one is opened and closed.
+"""
+
+from __future__ import annotations
+
+from daemon import settings
+from storage_backends import local_directory, object_store
+
+
+def open_store(place: settings.Store | settings.DeletionObjectStore) -> object_store.ObjectStore:
+    """The store of this place. Raises `StoreError`, and OSError where a local directory cannot be made."""
+    if place.kind == "local":
+        return local_directory.LocalDirectory(place.path)
+    # The AWS SDK takes a third of the time in which a daemon starts: only where it is needed.
+    from storage_backends import s3
+
+    given = place.s3
+    return s3.S3Store(
+        s3.S3Settings(
+            bucket=given.bucket,
+            prefix=given.prefix,
+            endpoint_url=given.endpoint_url,
+            region=given.region,
+            addressing_style=given.addressing,
+            checksums=given.checksums,
+            connect_timeout_s=given.connect_timeout_s,
+            read_timeout_s=given.read_timeout_s,
+            attempts=given.attempts,
+            connections_max=given.connections_max,
+        )
+    )
