@@ -159,6 +159,7 @@ def _defaults(config: Config) -> dict[str, Any]:
         "due_rows_per_second_max": limits.due_rows_per_second_max,
         "client_rows_per_second_max": limits.client_rows_per_second_max,
         "client_bytes_per_second_max": limits.client_bytes_per_second_max,
+        "two_phase_deletion_enabled": config.deletion.two_phase_deletion_enabled,
     }
 
 

@@ -139,16 +139,16 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> calls.AddBatc
         entry_id=entry_id,
         deliver_at_ms=deliver_at_ms,
         delay_ms=delay_ms,
-        key_hash=_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+        key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
         return_already_due=request.already_due == _ALREADY_DUE_RETURN,
-        delay_level=_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
     )
 
 
 def positions(request: Positions) -> tuple[U64, U64]:
     """ledger_id and entry_id of the request's rows. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
-    return _column("ledger_id", request.ledger_id, rows, np.uint64), np.array(request.entry_id, np.uint64)
+    return row_column("ledger_id", request.ledger_id, rows, np.uint64), np.array(request.entry_id, np.uint64)
 
 
 def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> calls.RescheduleBatch:
@@ -161,7 +161,7 @@ def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) ->
         entry_id=entry_id,
         deliver_at_ms=deliver_at_ms,
         delay_ms=delay_ms,
-        key_hash=_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
+        key_hash=row_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None,
     )
 
 
@@ -180,8 +180,8 @@ def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
     """deliver_at_ms and delay_ms, of which at most one is given."""
     deliver_at_ms, delay_ms = request.deliver_at_ms, request.delay_ms
     return (
-        _column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
-        _column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,
+        row_column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
+        row_column("delay_ms", delay_ms, rows, np.uint64) if delay_ms else None,
     )
 
 
@@ -189,7 +189,7 @@ def handed_out(request: Handed) -> calls.HeldPositions:
     """Positions to acknowledge, or whose lease or time-out is moved. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     rows = len(entry_id)
-    deliver_at_ms = _column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
+    deliver_at_ms = row_column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
     return calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
 
 
@@ -203,21 +203,21 @@ def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknow
             f"delay_ms, delay_level, reject: {' and '.join(given)} are given; give at most one of them"
         )
     times = request.deliver_at_ms
-    deliver_at_ms = _column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
+    deliver_at_ms = row_column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
     return calls.Nack(
         calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows)),
-        delay_ms=_column("delay_ms", request.delay_ms, rows, np.uint64) if request.delay_ms else None,
-        delay_level=_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
+        delay_ms=row_column("delay_ms", request.delay_ms, rows, np.uint64) if request.delay_ms else None,
+        delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
         reject=request.reject,
         text=request.reason,
-        key_hash=_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+        key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
     )
 
 
 def planned(request: dispatch_pb2.PlanDispatch) -> tuple[U64, U64, U32 | None]:
     """ledger_id, entry_id and hashes of the positions to plan. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
-    key_hash = _column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None
+    key_hash = row_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None
     return ledger_id, entry_id, key_hash
 
 
@@ -225,7 +225,7 @@ def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
     """None when all rows are entries as a whole."""
     if not values:
         return None
-    column = _column("batch_index", values, rows, np.uint32)
+    column = row_column("batch_index", values, rows, np.uint32)
     return None if (column == NO_BATCH_INDEX).all() else column
 
 
@@ -259,7 +259,7 @@ def held(request: dispatch_pb2.Open, *further: str) -> calls.HeldPositions:
 def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> calls.EntryRanges:
     """What is asked for; a position is a range of one entry. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
-    ledger_id = _column("ledger_id", request.ledger_id, rows, np.uint64)
+    ledger_id = row_column("ledger_id", request.ledger_id, rows, np.uint64)
     first = np.array(request.entry_id, np.uint64)
     if not request.last_entry_id:
         return calls.EntryRanges(ledger_id, first, first)
@@ -459,7 +459,12 @@ def _row_count(field: str, values: Sequence[int]) -> int:
     return len(values)
 
 
-def _column(field: str, values: Sequence[int], rows: int, dtype: type[T]) -> npt.NDArray[T]:
+def row_column(
+    field: str, values: Sequence[int], rows: int, dtype: type[T], *, rows_of: str = "entry_id"
+) -> npt.NDArray[T]:
+    """A value for each row; a column of length 1 applies to all. `rows_of`: the column whose length is that of the
+    rows. Raises `InvalidArgument`.
+    """
     given = len(values)
     if given == rows:
         return np.array(values, dtype)
@@ -467,4 +472,4 @@ def _column(field: str, values: Sequence[int], rows: int, dtype: type[T]) -> npt
         column = np.empty(rows, dtype)
         column.fill(values[0])
         return column
-    raise errors.InvalidArgument(f"{field}: {given} values for {rows} rows (entry_id); give {rows}, or 1 for all")
+    raise errors.InvalidArgument(f"{field}: {given} values for {rows} rows ({rows_of}); give {rows}, or 1 for all")

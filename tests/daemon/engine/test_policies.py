@@ -48,6 +48,7 @@ async def test_what_is_not_set_has_the_daemons_default(machines: EngineFixture) 
         "limits.pending_rows_per_topic_max=11",
         "limits.pending_rows_max=99",
         "limits.client_bytes_per_second_max=12",
+        "deletion.two_phase_deletion_enabled=false",
     )
     effective = await set_policy(one, TopicPolicy(delay_max_ms=5_000))
     assert (effective.max_num_buckets, effective.merge_buckets_max, effective.merge_rows_max) == (-1, 10, 2_000_000)
@@ -58,6 +59,7 @@ async def test_what_is_not_set_has_the_daemons_default(machines: EngineFixture) 
     assert effective.bucket_rows_max == 60_000
     assert effective.min_index_count_per_bucket == 50_000
     assert effective.compatible_form is True
+    assert effective.two_phase_deletion_enabled is False
     assert all(getattr(effective, field.name) is not None for field in dataclasses.fields(TopicPolicy))
     assert (await policies(one)).stored == TopicPolicy(delay_max_ms=5_000)
     effective = await set_policy(one, TopicPolicy(bucket_rows_max=10))
