@@ -1,0 +1,144 @@
+"""A load that goes on until it is told to end: rows are added at a steady rate, received and acknowledged, each by a
+process of its own, so that adding does not delay the reading of the clock at receipt.
+
+Owns: the two processes, and the account: each row comes once, with its time. Does not own: what else is done meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+import tarry
+from benchmarks import lateness, load, side_process, tarry_load
+from examples import processes
+
+SUBSCRIPTION = "dispatcher"
+DELAYS_MS = (1_000, 3_000)
+# How long it may go on.
+SECONDS_MAX = 1_800
+_LEAD_MS = 500
+_RECEIVE_S = 0.2
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Came:
+    """Rows that were added in time. `problem`: what is wrong with all that came; None when nothing is."""
+
+    deliver_at_ms: NDArray[np.int64]
+    lateness_ms: NDArray[np.int64]
+    problem: str | None
+
+    def lateness_of(self, *spans_ms: tuple[int, int]) -> NDArray[np.int64]:
+        """Of the rows that were due within one of these spans, each from a time on and before another."""
+        chosen = np.zeros(len(self.deliver_at_ms), bool)
+        for from_ms, until_ms in spans_ms:
+            chosen |= (self.deliver_at_ms >= from_ms) & (self.deliver_at_ms < until_ms)
+        if not chosen.any():
+            raise processes.ProcessFailed(f"no row was due within {spans_ms}")
+        return self.lateness_ms[chosen]
+
+
+class SteadyLoad:
+    """A context manager: rows are added inside it. `end` may be called once."""
+
+    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int) -> None:
+        self.first_due_ms = 0
+        """From when on rows are due all the time."""
+        self._plan = lateness.Plan(0, SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
+        self._receiving = side_process.SideProcess(_receive, address, topic)
+        self._adding = side_process.SideProcess(_add, address, topic, self._plan)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        for process in (self._receiving, self._adding):
+            self._stack.enter_context(process)
+        self._plan = dataclasses.replace(self._plan, start_ms=load.now_ms() + _LEAD_MS)
+        self.first_due_ms = self._plan.start_ms + self._plan.delay_until_ms
+        self._adding.send(self._plan.start_ms)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+
+    def end(self) -> Came:
+        """Adds nothing more; returns when everything was received and acknowledged durably, or too much is missing."""
+        self._adding.send("end")
+        answered_at_ms = self._adding.result()
+        rows = slice(len(answered_at_ms))
+        ledger_id, entry_id = self._plan.positions()
+        owed = load.Rows(ledger_id[rows], entry_id[rows], self._plan.deliver_at_ms()[rows])
+        self._receiving.send(len(owed))
+        came, received_at_ms, ignored = self._receiving.result()
+        problem = tarry_load.difference(came, owed) or (
+            f"{ignored:,} acknowledgements were ignored" if ignored else None
+        )
+        if problem is None and (answered_at_ms == _NEVER).any():
+            problem = f"{np.count_nonzero(answered_at_ms == _NEVER):,} rows were not added"
+        number = (came.ledger_id * np.uint64(lateness.ROWS_PER_LEDGER) + came.entry_id).astype(np.int64)
+        deliver_at_ms = came.deliver_at_ms.astype(np.int64)
+        in_time = answered_at_ms[np.minimum(number, len(owed) - 1)] < deliver_at_ms
+        return Came(deliver_at_ms[in_time], (received_at_ms - deliver_at_ms)[in_time], problem)
+
+
+def _add(address: str, topic: str, plan: lateness.Plan, parent: Connection) -> None:
+    """Is sent when to begin (ms), and anything when to end; sends when each row was answered (ms), never where not."""
+    answered_at_ms = np.full(plan.rows // plan.rows_per_step, _NEVER)
+    clock = threading.Event()
+
+    def note(step: int, answer: Future[tarry.AddResult]) -> None:
+        if answer.exception() is None:
+            answered_at_ms[step] = load.now_ms()
+
+    steps = 0
+    with tarry.Client(address) as client, client.add_stream(topic, in_flight=1_000) as stream:
+        parent.send("ready")
+        plan = dataclasses.replace(plan, start_ms=parent.recv())
+        ledger_id, entry_id = plan.positions()
+        due = plan.deliver_at_ms()
+        while not parent.poll() and steps < len(answered_at_ms):
+            remaining_s = (plan.start_ms + steps * lateness.STEP_MS) / 1000 - time.time()
+            if remaining_s > 0:
+                clock.wait(remaining_s)
+            rows = slice(steps * plan.rows_per_step, (steps + 1) * plan.rows_per_step)
+            answer = stream.add(ledger_id[rows], entry_id[rows], deliver_at_ms=due[rows])
+            answer.add_done_callback(functools.partial(note, steps))
+            steps += 1
+    parent.send(np.repeat(answered_at_ms[:steps], plan.rows_per_step))
+
+
+def _receive(address: str, topic: str, parent: Connection) -> None:
+    """Is sent how many rows there are, when no more are added; sends the rows, when each came (ms), and how many
+    acknowledgements were ignored."""
+    batches: list[tarry.Batch] = []
+    answers: list[Future[int]] = []
+    came, owed, deadline_s = 0, None, float("inf")
+    with (
+        tarry.Client(address) as client,
+        client.subscribe(topic, SUBSCRIPTION, create=True, permits=tarry_load.PERMITS) as subscription,
+    ):
+        parent.send("ready")
+        while (owed is None or came < owed) and time.monotonic() < deadline_s:
+            batch = subscription.receive(_RECEIVE_S)
+            if batch is not None:
+                came += len(batch)
+                batches.append(batch)
+                answers.append(subscription.ack(batch))
+            if owed is None and parent.poll():
+                owed, deadline_s = parent.recv(), time.monotonic() + tarry_load.PATIENCE_S
+        subscription.flush(tarry_load.PATIENCE_S)
+    received_at_ms = np.repeat([batch.received_at_ms for batch in batches], [len(batch) for batch in batches])
+    parent.send((tarry_load.rows_of(batches), received_at_ms, sum(answer.result() for answer in answers)))

@@ -1,0 +1,98 @@
+"""Daemons that are killed, and one that is paused, while ledgers are recorded, said to be in use, and deleted."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from examples import processes
+from tests.support.processes import Daemons
+from tests.wire import deletion_traffic
+from tests.wire.deletion_traffic import Archive, Kind, Owners
+
+# Fewer than a shard remembers of those that ended.
+COUNTS = {
+    Kind.UNUSED: 350,
+    Kind.HALF_GONE: 50,
+    Kind.IN_USE: 100,
+    Kind.RACED: 250,
+    Kind.COME_BACK: 100,
+    Kind.ANOTHER: 50,
+    Kind.LEFT: 100,
+}
+KILLS = 4
+PAUSED = 600
+# Small, so that the journal is written to checkpoints, and its slots are deleted, all the time.
+SETTINGS: dict[str, object] = {
+    "daemon.shards": 2,
+    "journal.checkpoint_slots": 20,
+    "ownership.heartbeat_interval_s": 0.5,
+    "deletion.parallelism": 2,
+    "deletion.reconsume_later_seconds": 1,
+}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("seed", [186, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5))])
+def test_nothing_in_use_is_deleted_and_everything_recorded_is_though_the_owner_is_killed_again_and_again(
+    seed: int, daemons: Daemons, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    ledgers = deletion_traffic.ledgers_of(rng, COUNTS)
+    archive = Archive(tmp_path / "archive", ledgers, rng)
+    settings = SETTINGS | processes.local_store(tmp_path / "root")
+    owner, successor = (
+        daemons.make(name, settings, configuration=archive.configuration) for name in ("first", "second")
+    )
+    owner.start_serving()
+    successor.start()
+    in_flight = []
+    with Owners(f"ipv4:{owner.address},{successor.address}", archive, ledgers, rng) as owners:
+        for kill in range(1, KILLS + 1):
+            owners.wait_until_done(kill / (KILLS + 1))
+            in_flight.append(owner.metric("tarry_deletions_in_flight"))
+            owner.kill()
+            owner.start()
+            owner, successor = successor, owner
+        owners.wait_until_done(1)
+        owners.wait_until_over()
+        assert deletion_traffic.breaches(owners, archive, ledgers)[:5] == []
+
+    raced = [said.accepted for ledger, said in owners.said.items() if ledger.kind is Kind.RACED]
+    assert any(raced), "no statement was in time: the test shows nothing"
+    assert not all(raced), "no statement was too late: the test shows nothing"
+    assert sum(count > 0 for count in in_flight) >= KILLS / 2, f"hardly a kill met a deletion: {in_flight}"
+
+
+@pytest.mark.timeout(120)
+def test_a_paused_owner_that_was_superseded_begins_no_deletion_when_it_goes_on(
+    daemons: Daemons, tmp_path: Path
+) -> None:
+    rng = random.Random(16569)
+    ledgers = deletion_traffic.ledgers_of(rng, {Kind.UNUSED: PAUSED})
+    archive = Archive(tmp_path / "archive", ledgers, rng)
+    settings = SETTINGS | processes.local_store(tmp_path / "root")
+    owner, successor = (
+        daemons.make(name, settings, configuration=archive.configuration) for name in ("paused", "successor")
+    )
+    owner.start_serving()
+    successor.start()
+    with Owners(owner.address, archive, ledgers, rng) as before:
+        before.wait_until_done(1)
+        owner.stop()
+    successor.wait_for_health(serving=True, timeout_s=60)
+    with Owners(successor.address, archive, [], rng) as after:
+        waiting = [ledger for ledger in ledgers if archive.is_whole(ledger)]
+        for job in deletion_traffic.jobs_of(waiting, rng, size=100):
+            after.state(job)
+        owner.resume()
+        owner.wait_for_health(serving=False)
+        attempted = owner.metric("tarry_deletions_attempted_total")
+        after.wait_until_over()
+        assert deletion_traffic.breaches(after, archive, ledgers)[:5] == []
+    assert owner.metric("tarry_deletions_attempted_total") == attempted
+    accepted = sum(said.accepted for said in after.said.values())
+    assert accepted > PAUSED / 4, f"only {accepted} were still waiting: the test shows nothing"
+    assert accepted < PAUSED, "nothing was deleted: the test shows nothing"
