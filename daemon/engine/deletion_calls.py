@@ -11,7 +11,26 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
+from daemon.core.deletions.orphans import OrphanedLedger, SweepCounts, SweptObjects
 from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
+
+__all__ = [
+    "DeletionCount",
+    "DeletionFilter",
+    "DeletionPage",
+    "DeletionPlace",
+    "DeletionStats",
+    "InUseRecorded",
+    "ListedDeletion",
+    "OrphanedLedger",
+    "RecordedDeletes",
+    "Refusal",
+    "RefusedDelete",
+    "SweepCounts",
+    "SweepProgress",
+    "SweepWish",
+    "SweptObjects",
+]
 
 
 class DeletionPlace(NamedTuple):
@@ -108,3 +127,25 @@ class DeletionStats:
     in_use: int
     counts: tuple[DeletionCount, ...]
     as_of_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepWish:
+    """Fields as in `tarry.v1.SweepOrphansRequest`; `grace_ms`: None = what the configuration says."""
+
+    store: str
+    prefix: str = ""
+    grace_ms: int | None = None
+    delete: bool = False
+    unknown_topics: bool = False
+    force: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepProgress:
+    """How far a sweep is; fields as in `tarry.v1.SweepOrphansResponse`."""
+
+    orphans: tuple[OrphanedLedger, ...]
+    counts: SweepCounts
+    done: bool = False
+    refused: str = ""
