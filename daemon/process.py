@@ -32,13 +32,14 @@ from daemon.engine import loop_pause
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.grpc_services.server import Server
+from daemon.ledger_stores import ledger_stores
 from storage_backends import local_directory, object_store
 
 log = logging.getLogger(__name__)
 
-# How much nicer than the others the thread of merges is. It holds the interpreter's lock at times: the others wait for
-# it then, so that it must not starve on a machine that is busy with other processes.
-MERGING_NICENESS = 5
+# How much nicer than the others the threads of merges and of deletions are. They hold the interpreter's lock at times:
+# the others wait for it then, so that they must not starve on a machine that is busy with other processes.
+GIVING_WAY_NICENESS = 5
 NICENESS_MOST = 19
 
 
@@ -85,9 +86,14 @@ async def serve(
         _threads("store", settings.store.io_threads) as threads,
         _threads("parts", settings.store.io_threads) as parts,
         _threads("merging", 1, _give_way) as merging,
+        contextlib.closing(ledger_stores.LedgerStores.from_settings(settings)) as stores_of_ledgers,
+        _threads("deleting", settings.deletion.parallelism, _give_way) as deleting,
         _metrics_endpoint(settings, daemon_metrics) as metrics_address,
     ):
-        engine = Engine(_environment(settings, store, daemon_metrics, threads, parts, merging))
+        environment = _environment(settings, store, daemon_metrics, threads, parts)
+        engine = Engine(
+            dataclasses.replace(environment, merging=merging, deleting=deleting, ledger_stores=stores_of_ledgers)
+        )
         daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
         memory.keep_for_good()
@@ -195,7 +201,6 @@ def _environment(
     daemon_metrics: metrics.Metrics,
     threads: concurrent.futures.Executor,
     parts: concurrent.futures.Executor,
-    merging: concurrent.futures.Executor,
 ) -> Environment:
     local = settings.store.kind == "local"
     return Environment(
@@ -211,7 +216,6 @@ def _environment(
         jitter=random.random,
         new_id=_new_id,
         give_back_memory=memory.give_back,
-        merging=merging,
     )
 
 
@@ -223,7 +227,7 @@ def _give_way() -> None:
     """The thread that calls gets less of a machine that is busy, where the system tells threads apart."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, thread) + MERGING_NICENESS
+        niceness = os.getpriority(os.PRIO_PROCESS, thread) + GIVING_WAY_NICENESS
         os.setpriority(os.PRIO_PROCESS, thread, min(niceness, NICENESS_MOST))
 
 

@@ -19,6 +19,7 @@ from daemon.config import Config
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.durability import backoff
+from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
@@ -59,7 +60,8 @@ class Environment:
     """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
     for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
     `give_back_memory`: what is free in the process goes back to the machine; for a thread. `merging`: one thread of low
-    priority; None: one of `threads`.
+    priority; None: one of `threads`. `deleting`: as many threads as there may be attempts to delete a ledger at once;
+    None: some of `threads`. `ledger_stores`: where the ledgers of others are.
     """
 
     config: Config
@@ -75,6 +77,8 @@ class Environment:
     new_id: Callable[[], str]
     give_back_memory: Callable[[], None] = lambda: None
     merging: concurrent.futures.Executor | None = None
+    deleting: concurrent.futures.Executor | None = None
+    ledger_stores: LedgerStores = dataclasses.field(default_factory=LedgerStores)
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work that may block in a thread."""
@@ -83,6 +87,10 @@ class Environment:
     def run_merging(self, work: Callable[[], T], /) -> Awaitable[T]:
         """Runs work of a merge: long, and in nobody's way."""
         return asyncio.get_running_loop().run_in_executor(self.merging or self.threads, work)
+
+    def run_deleting(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Runs an attempt to delete a ledger, for as long as its store lets it wait."""
+        return asyncio.get_running_loop().run_in_executor(self.deleting or self.threads, work)
 
     @functools.cached_property
     def merging_turn(self) -> asyncio.Lock:
