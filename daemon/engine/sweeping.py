@@ -362,8 +362,7 @@ class _Sweep:
     async def _run(self, work: Callable[[], T]) -> T:
         """Work that may block, in a thread, if the sweep may go on."""
         self._check()
-        environment = self._environment
-        return await asyncio.get_running_loop().run_in_executor(environment.deleting or environment.threads, work)
+        return await self._environment.run_deleting(work)
 
 
 def _page(entries: Iterator[object_store.ListedObject]) -> ListedPage | None:
