@@ -1,1 +1,37 @@
-"""Deletions of ledgers and offloaded objects of other systems (PIP-186)."""
+"""Deletions of ledgers and offloaded objects of other systems, in two phases (PIP-186).
+
+First the intent is recorded, durably: only what was recorded may leave its owner's metadata. Then an attempt verifies
+and deletes, and is repeated when it fails. Every step is a decision in a slot; what it comes to follows from the state
+and the decision alone, so that the order of the slots is the only order: replaying them gives the same deletions.
+
+    state      decision                                    becomes
+    (none)     RecordDeletes, unless an equal one is       WAITING, due at once
+               pending or a dead letter
+    WAITING    BeginDeletes, its ledger is in use          ended: IN_USE, without an attempt
+               BeginDeletes                                BEGUN
+    BEGUN      BeginDeletes (nobody is at it any more)     BEGUN, another attempt
+               AnswerDeletes: DELETED, ALREADY_GONE,       ended
+               IN_USE, METADATA_MISMATCH, MALFORMED
+               AnswerDeletes: FAILED                       WAITING until the time that it names, one more failure
+               AnswerDeletes: GIVEN_UP                     DEAD: a dead letter
+    DEAD       RetryDeletes                                WAITING, due at once, no failures, as if recorded then
+               PurgeDeletes                                (none)
+    ended                                                  kept for operators while it is among the last 1,000
+
+A decision on a deletion that is in another state, or is not there, does nothing.
+
+What is in use is ordered with the attempts by the same slots. From its slot on a ledger in use has no attempt; where
+one has begun, or one that failed may have deleted something, it is too late: the ledger is not recorded as in use, and
+its owner is told. So no ledger is in use and has an attempt at once, at whatever moment the daemon ends: a BEGUN one
+stays BEGUN until an answer is durable.
+
+    ledger_deletions    the whole
+    life                the transitions of one deletion
+    kept                deletions in memory; recorded_ledgers, waiting, counting, listing: finding them
+    in_use              ledgers in use; being_deleted: those for which it is too late; sorted_keys: their form
+    checking            what may be recorded; retrying: the answer of a failed attempt
+    object_names        what offloaded objects are called; metadata: what theirs must say
+    orphans             what a sweep makes of an object
+
+Nothing here does I/O, and nothing on the event loop takes longer the more deletions there are.
+"""

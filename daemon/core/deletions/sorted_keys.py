@@ -1,0 +1,187 @@
+"""A set of byte strings of one length, ascending, in few more bytes than they have.
+
+Owns: the form in memory, finding by what keys begin with, adding and removing.
+Does not own: what the bytes mean (`in_use`).
+
+The keys are in chunks that are never changed but replaced: a change costs as much as the chunks that it touches, and
+as they are now is a copy of the list of chunks.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK_KEYS = 4096
+
+# Byte strings of one length, `S<width>`: two that differ in nothing but zeros at their ends have the same length here.
+Keys = npt.NDArray[np.bytes_]
+Mask = npt.NDArray[np.bool_]
+
+
+def joined(columns: Sequence[npt.NDArray[np.unsignedinteger[Any]]]) -> Keys:
+    """One key of each row: its values one after the other, so that keys ascend as rows do."""
+    rows = len(columns[0])
+    parts = [
+        np.ascontiguousarray(column.astype(column.dtype.newbyteorder(">")))
+        .view(np.uint8)
+        .reshape(rows, column.itemsize)
+        for column in columns
+    ]
+    return _as_keys(np.concatenate(parts, axis=1))
+
+
+def bytes_of(keys: Keys) -> npt.NDArray[np.uint8]:
+    """u8[n, width]."""
+    return np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), keys.itemsize)
+
+
+def moved(keys: Keys, order: Sequence[slice]) -> Keys:
+    """Keys of those bytes of each."""
+    matrix = bytes_of(keys)
+    return _as_keys(np.concatenate([matrix[:, part] for part in order], axis=1))
+
+
+def ascending(keys: Keys) -> Keys:
+    """Each once."""
+    unique: Keys = np.unique(keys)
+    return unique
+
+
+def contained(keys: Keys, wanted: Keys) -> Mask:
+    """Which of the keys are among `wanted`, which ascends."""
+    return _find(wanted, keys)[1]
+
+
+class SortedKeys:
+    def __init__(self, width: int) -> None:
+        self._kind = np.dtype(f"S{width}")
+        self._chunks: list[Keys] = []
+        self._firsts: list[bytes] = []
+        self._keys = 0
+
+    def __len__(self) -> int:
+        return self._keys
+
+    def chunks(self) -> tuple[Keys, ...]:
+        """As they are now, ascending; never changed."""
+        return tuple(self._chunks)
+
+    def add(self, keys: Keys) -> Keys:
+        """Adds keys that ascend; which were not there."""
+        replaced: list[tuple[int, Keys]] = []
+        new: list[Keys] = []
+        for number, part in self._by_chunk(keys):
+            chunk = self._chunks[number] if self._chunks else np.empty(0, self._kind)
+            places, present = _find(chunk, part)
+            if not present.all():
+                new.append(part[~present])
+                replaced.append((number, np.insert(chunk, places[~present], new[-1])))
+        self._replace(replaced)
+        return self._concatenated(new)
+
+    def remove(self, keys: Keys) -> Keys:
+        """Removes keys that ascend; which were there."""
+        replaced: list[tuple[int, Keys]] = []
+        gone: list[Keys] = []
+        for number, part in self._by_chunk(keys) if self._chunks else ():
+            places, present = _find(self._chunks[number], part)
+            if present.any():
+                gone.append(part[present])
+                replaced.append((number, np.delete(self._chunks[number], places[present])))
+        self._replace(replaced)
+        return self._concatenated(gone)
+
+    def beginning_with(self, prefixes: Keys) -> Keys:
+        """All that begin with one of the prefixes, which ascend."""
+        return self._concatenated(list(self._beginning_with(prefixes)))
+
+    def has(self, prefix: bytes) -> bool:
+        """Whether any begins with it."""
+        low = prefix.ljust(self._kind.itemsize, b"\0")
+        number = max(0, bisect.bisect_right(self._firsts, low) - 1)
+        # What is not below is in this chunk, or the first of the next one.
+        for chunk in self._chunks[number : number + 2]:
+            place = int(np.searchsorted(chunk, np.array(low, self._kind)))
+            if place < len(chunk):
+                return _bytes_at(chunk, place).startswith(prefix)
+        return False
+
+    def _beginning_with(self, prefixes: Keys) -> Iterator[Keys]:
+        if not len(prefixes) or not self._chunks:
+            return
+        width, whole = prefixes.itemsize, self._kind.itemsize
+        low = _bytes_at(prefixes, 0).ljust(whole, b"\0")
+        high = _bytes_at(prefixes, len(prefixes) - 1).ljust(whole, b"\xff")
+        for number in range(max(0, bisect.bisect_right(self._firsts, low) - 1), len(self._chunks)):
+            if self._firsts[number] > high:
+                return
+            chunk = self._chunks[number]
+            beginnings = moved(chunk[[0, -1]], [slice(width)])
+            start = int(np.searchsorted(prefixes, beginnings[0]))
+            end = int(np.searchsorted(prefixes, beginnings[1], side="right"))
+            if start == end:
+                continue
+            found = chunk[contained(moved(chunk, [slice(width)]), prefixes[start:end])]
+            if len(found):
+                yield found
+
+    def _by_chunk(self, keys: Keys) -> Iterator[tuple[int, Keys]]:
+        """The keys by the chunk in which they are, or would be."""
+        start = 0
+        while start < len(keys):
+            number = max(0, bisect.bisect_right(self._firsts, _bytes_at(keys, start)) - 1)
+            end = len(keys)
+            if number + 1 < len(self._firsts):
+                end = int(np.searchsorted(keys, np.array(self._firsts[number + 1], self._kind)))
+            yield number, keys[start:end]
+            start = end
+
+    def _replace(self, replaced: Sequence[tuple[int, Keys]]) -> None:
+        for number, keys in reversed(replaced):
+            self._keys += len(keys) - (len(self._chunks[number]) if self._chunks else 0)
+            self._put(number, number + 1, keys)
+            self._join(number)
+            self._join(number - 1)
+
+    def _put(self, start: int, end: int, keys: Keys) -> None:
+        pieces = 1 if len(keys) <= CHUNK_KEYS else -(-len(keys) // (CHUNK_KEYS // 2))
+        # Copies: a piece of a larger array would keep all of it.
+        chunks = [piece.copy() for piece in np.array_split(keys, pieces) if len(piece)]
+        self._chunks[start:end] = chunks
+        self._firsts[start:end] = [_bytes_at(chunk, 0) for chunk in chunks]
+
+    def _join(self, number: int) -> None:
+        """Makes one chunk of this and the next one when both are small."""
+        if 0 <= number < len(self._chunks) - 1:
+            pair = self._chunks[number : number + 2]
+            if len(pair[0]) + len(pair[1]) <= CHUNK_KEYS // 2:
+                self._put(number, number + 2, np.concatenate(pair))
+
+    def _concatenated(self, parts: list[Keys]) -> Keys:
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, self._kind)
+
+
+def _find(among: Keys, keys: Keys) -> tuple[npt.NDArray[np.intp], Mask]:
+    """Where each key is or would be among such as ascend, and whether it is there."""
+    places = np.searchsorted(among, keys)
+    if not len(among):
+        return places, np.zeros(len(keys), np.bool_)
+    present: Mask = among[np.minimum(places, len(among) - 1)] == keys
+    return places, present
+
+
+def _bytes_at(keys: Keys, place: int) -> bytes:
+    # An element of the array would have lost the zeros at its end.
+    return keys[place : place + 1].tobytes()
+
+
+def _as_keys(matrix: npt.NDArray[np.uint8]) -> Keys:
+    keys: Keys = np.ascontiguousarray(matrix).view(f"S{matrix.shape[1]}").reshape(-1)
+    return keys
