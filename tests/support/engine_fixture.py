@@ -28,6 +28,7 @@ from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.shard import ServedShard
+from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (
     ShardManifest,
@@ -97,6 +98,7 @@ class Daemon(Process):
             blocking_sleep=self._block,
             jitter=fixture.random.random,
             new_id=lambda: f"id-{next(fixture.numbers):06d}",
+            ledger_stores=fixture.ledger_stores(self),
         )
         self.engine = Engine(environment)
         self.engine.on_health_change(lambda _: self._changed.set())
@@ -331,6 +333,8 @@ class EngineFixture:
         self.numbers = itertools.count()
         self.receivers: list[Receiver] = []
         self.step_ms = 0
+        self.ledger_stores: Callable[[Daemon], LedgerStores] = lambda daemon: LedgerStores()
+        """Where the ledgers of others are, as a daemon that is started is told."""
         self._settings = settings
         self._daemons: list[Daemon] = []
         loop.set_task_factory(_task_of_daemon)
