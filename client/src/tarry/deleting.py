@@ -42,7 +42,8 @@ class Deleting:
     ) -> deletions.InUseRecorded:
         """Says that ledgers of a topic are in use: from the answer on no deletion of them begins.
 
-        The answer names those that were too late: they must not be used; record their deletion, and drop them.
+        The answer names those that were too late. They must not be used: record their deletion and drop them, or say it
+        again later, when the attempt is over, and look whether they are still there.
 
         `uuid`: of offloaded ledgers, one for all or one each; None = under whatever UUID. `replace`: these, and no
         others of their type, are in use, what an owner says when it starts; in one request, so at most as many as the

@@ -185,6 +185,9 @@ class Page(Generic[T]):
     next_page_token: str
     as_of_ms: int
 
+    def __len__(self) -> int:
+        return len(self.items)
+
 
 @dataclasses.dataclass(frozen=True)
 class TopicPage(Page[TopicSummary]):

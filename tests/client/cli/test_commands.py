@@ -23,7 +23,15 @@ def walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[t
 
 EVERY = dict(walk(commands.tarry))
 NOT_GROUPS = [path for path, command in EVERY.items() if not isinstance(command, click.Group)]
-TAKING_AWAY = {("clear",), ("trim",), ("delete",), ("subscription", "delete"), ("dead-letters", "purge")}
+TAKING_AWAY = {
+    ("clear",),
+    ("trim",),
+    ("delete",),
+    ("subscription", "delete"),
+    ("dead-letters", "purge"),
+    ("deletions", "record"),
+    ("deletions", "purge"),
+}
 
 
 def has_examples(path: tuple[str, ...], shown: str) -> bool:

@@ -13,6 +13,8 @@ import click
 from tarry.cli import (
     consumers,
     dead_letters,
+    deleting,
+    deletions,
     dispatching,
     inspecting,
     levels,
@@ -20,6 +22,7 @@ from tarry.cli import (
     pending,
     producing,
     subscribing,
+    sweep,
     upkeep,
     withdrawing,
 )
@@ -69,6 +72,11 @@ for command in (
     upkeep.seal,
     upkeep.merge,
     upkeep.gc,
+    deletions.deletions_group,
+    sweep.sweep,
     operating.delete,
 ):
     tarry.add_command(command)
+
+for command in (deleting.retry, deleting.purge, deleting.record):
+    deletions.deletions_group.add_command(command)

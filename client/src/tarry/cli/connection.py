@@ -6,9 +6,10 @@ Does not own: what a command does, and how results are shown (`tarry.cli.output`
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -17,6 +18,8 @@ from tarry import client, errors, inspection
 from tarry.cli import output
 
 DEFAULT_TIMEOUT_S = 10.0
+UNTIL_DONE_S = 365 * 86_400.0
+"""As long as nobody ends the command."""
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
@@ -78,6 +81,17 @@ def _ask(question: str) -> None:
     if not wanted:
         click.echo("tarry: nothing is done", err=True)
         raise click.exceptions.Exit(output.EXIT_REFUSED)
+
+
+@contextlib.contextmanager
+def meant_for_this_daemon() -> Iterator[None]:
+    """Around a call that, unlike others, goes to the daemon that it is meant for, and to no other."""
+    try:
+        yield
+    except errors.NotOwner as error:
+        owner = f": ask it with --address {error.owner_address}" if error.owner_address else ""
+        output.note(f"{error.message}{owner}")
+        raise click.exceptions.Exit(output.EXIT_REFUSED) from error
 
 
 def subscription_stats(connected: client.Client, topic: str, subscription: str) -> inspection.SubscriptionStats:

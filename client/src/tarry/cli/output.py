@@ -15,6 +15,7 @@ import datetime
 import enum
 import json
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
@@ -44,15 +45,22 @@ _SHORT_LIST = 3
 
 def as_json(value: object) -> None:
     """One line of JSON; dataclasses become objects, members of an enum their names."""
+    click.echo(json_text(value))
+
+
+def json_text(value: object) -> str:
+    """As `as_json` prints it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    click.echo(json.dumps(_with_names(value)))
+    return json.dumps(_with_names(value))
 
 
 def _with_names(value: object) -> object:
     match value:
         case enum.Enum():
             return value.name.lower()
+        case uuid.UUID():
+            return str(value)
         case dict():
             return {name: _with_names(each) for name, each in value.items()}
         case list() | tuple():

@@ -11,13 +11,11 @@ from concurrent import futures
 
 import click
 
-from tarry import client, errors, results
+from tarry import client, results
 from tarry.cli import connection, output
 
 # How often it is looked how far the work is.
 _LOOK_EVERY_S = 0.5
-# As long as nobody ends the command.
-_UNTIL_DONE_S = 365 * 86_400.0
 
 
 @click.command()
@@ -73,7 +71,7 @@ def _merge(connected: client.Client, topic: str, buckets_max: int | None) -> tup
     seen = False
     try:
         with output.waiting(f"merging {topic}") as say:
-            merged = asking.submit(connected.merge, topic, buckets_max, timeout_s=_UNTIL_DONE_S)
+            merged = asking.submit(connected.merge, topic, buckets_max, timeout_s=connection.UNTIL_DONE_S)
             while not futures.wait([merged], timeout=_LOOK_EVERY_S).done:
                 counts = connected.stats(topic)
                 seen = seen or counts.merges > 0
@@ -121,15 +119,10 @@ def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool
       tarry gc --force --retry-dead --json
     """
     steps = connected.collect_garbage(
-        dry_run=dry_run, force=force, retry_dead_objects=retry_dead, timeout_s=_UNTIL_DONE_S
+        dry_run=dry_run, force=force, retry_dead_objects=retry_dead, timeout_s=connection.UNTIL_DONE_S
     )
-    try:
+    with connection.meant_for_this_daemon():
         last = _follow(steps, as_json=as_json)
-    except errors.NotOwner as error:
-        # Unlike other calls this one goes to the daemon that it is meant for, and to no other.
-        owner = f": ask it with --address {error.owner_address}" if error.owner_address else ""
-        output.note(f"{error.message}{owner}")
-        raise click.exceptions.Exit(output.EXIT_REFUSED) from error
     if last is None or not last.done:
         output.note("the daemon ended without saying that it is done; begin again")
         raise click.exceptions.Exit(output.EXIT_UNREACHABLE)
