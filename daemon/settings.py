@@ -469,7 +469,12 @@ class DeletionOwner(Section, frozen=True):
         | None
     ) = None
     timeout_s: Annotated[
-        float, Meta(gt=0, le=300, description="Time to connect, and then time until the whole answer is there.")
+        float,
+        Meta(
+            gt=0,
+            le=300,
+            description="Time to connect; then time until the answer begins, and as long again until it is whole.",
+        ),
     ] = 10.0
 
 

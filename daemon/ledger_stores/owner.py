@@ -15,7 +15,7 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import urllib3
 from urllib3 import exceptions
@@ -40,6 +40,8 @@ OUTCOMES: Final[Mapping[str, DeletionOutcome]] = {
 # No connection came about, so that nothing was sent.
 _NOT_SENT: Final = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError, exceptions.LocationValueError)
 _READ_BYTES: Final = 16 << 10
+_CONNECTIONS_MAX: Final = 256
+"""No fewer than attempts at once: the library warns of those above it."""
 
 
 class Owner(LedgerStore):
@@ -48,7 +50,7 @@ class Owner(LedgerStore):
     def __init__(self, entry: settings.DeletionOwner, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.entry: Final = entry
         self._clock = clock
-        self._http: Final = urllib3.PoolManager(retries=False)
+        self._http: Final = urllib3.PoolManager(retries=False, maxsize=_CONNECTIONS_MAX)
 
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
         step("deletion.before_verify")
@@ -87,7 +89,12 @@ class Owner(LedgerStore):
 
     def _request(self, topic: str, delete: PendingDelete) -> _Request:
         """Raises `DeletionFailed`."""
-        headers = {"Content-Type": "application/json", "Accept": "application/json", "Connection": "close"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            "User-Agent": "tarryd",
+            "Connection": "close",
+        }
         authorization = self._authorization()
         if authorization is not None:
             headers["Authorization"] = authorization
@@ -132,8 +139,7 @@ class Owner(LedgerStore):
             finally:
                 answer.close()
         except exceptions.HTTPError as error:
-            sent = not isinstance(error, _NOT_SENT) and not isinstance(error.__cause__, ssl.SSLCertVerificationError)
-            raise self._failed(f"{type(error).__name__}: {error}", maybe_deleted=sent) from error
+            raise self._failed(f"{type(error).__name__}: {error}", maybe_deleted=_may_be_sent(error)) from error
         if answer.status != 200:
             raise self._failed(
                 f"status {answer.status}: {found[:TEXT_MAX].decode('utf-8', 'replace')}",
@@ -168,7 +174,16 @@ class Owner(LedgerStore):
         return result, text[:TEXT_MAX] if isinstance(text, str) else ""
 
 
-_Request = tuple[bytes, Mapping[str, str]]
+_Request: TypeAlias = tuple[bytes, Mapping[str, str]]
+"""Body and headers."""
+
+
+def _may_be_sent(error: exceptions.HTTPError) -> bool:
+    """Whether the owner may have seen the request. It has not where no connection came about, or where the owner was
+    not believed to be who it is."""
+    if isinstance(error, exceptions.SSLError):
+        return not any(isinstance(cause, ssl.SSLCertVerificationError) for cause in (*error.args, error.__cause__))
+    return not isinstance(error, _NOT_SENT)
 
 
 def body_of(topic: str, delete: PendingDelete) -> dict[str, object]:
