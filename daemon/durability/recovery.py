@@ -28,6 +28,7 @@ from pyroaring import BitMap64
 
 from daemon.core import entitlement
 from daemon.core.bucket import GoneSet
+from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
 from daemon.core.quarantine import QuarantinedBucket
@@ -68,6 +69,17 @@ def deletion_records(
     """What was decided on the shard's deletions above the checkpoint, in order."""
     covered = 0 if loaded is None else loaded.slot
     return [record for header, records in slots if header.slot > covered for record in records]
+
+
+def deletions_of(
+    loaded: checkpoint.Checkpoint | None,
+    slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.DeletionRecord]]],
+) -> LedgerDeletions:
+    """The deletions of the shard as of now. O(n): for a thread."""
+    restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)
+    for record in deletion_records(loaded, slots):
+        restored.apply(record)
+    return restored
 
 
 def tails_of(

@@ -16,11 +16,13 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
+from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.durability import (
     backoff,
     checkpoint_store,
     epoch_confirmation,
     journal_tail,
+    recovery,
     shard_manifest,
     slot_put,
 )
@@ -67,7 +69,7 @@ class ShardClaim:
     `tip`: the shard manifest, read again after the fence; that read was sent at `confirmed_at_s`, monotonic seconds.
     `fence_slot`: this claim's own fence; the next slot to write is the one behind it. `checkpoint`, `replay_from`: the
     state to begin with and the slot above which `slots` continue it, up to the fence and without it; fences of earlier
-    claims are among them.
+    claims are among them. `deletions`: what checkpoint and slots say of deletions of ledgers.
     """
 
     shard: int
@@ -78,6 +80,7 @@ class ShardClaim:
     checkpoint: checkpoint_format.Checkpoint | None
     replay_from: int
     slots: tuple[journal_tail.Slot, ...]
+    deletions: LedgerDeletions
 
     @property
     def settled(self) -> bool:
@@ -202,7 +205,7 @@ class _Takeover:
         loaded = checkpoint_store.read_newest(
             self._store, self._tip.manifest, damaged=self._claimant.checkpoint_damaged
         )
-        kept = self._kept_slots(loaded.replay_from + 1)
+        slots = [*self._kept_slots(loaded.replay_from + 1), *slots]
         log.info("shard %d: taken over with epoch %d, fence at slot %d", self._shard, self._epoch, fence_slot)
         return ShardClaim(
             shard=self._shard,
@@ -212,7 +215,8 @@ class _Takeover:
             fence_slot=fence_slot,
             checkpoint=loaded.checkpoint,
             replay_from=loaded.replay_from,
-            slots=(*kept, *slots),
+            slots=tuple(slots),
+            deletions=recovery.deletions_of(loaded.checkpoint, ((slot.header, slot.deletions) for slot in slots)),
         )
 
     def give_up(self) -> None:

@@ -219,11 +219,18 @@ class Checkpointing:
         slot = shard.applied_slot
         cuts = shard.cuts()
         carried = shard.loading.carried()
+        deletions = shard.deletions.cut()
         tip = self.newest
 
         def write() -> commit.Tip[manifest.ShardManifest]:
             parts = (*map(checkpoint.part_of, cuts), *carried)
-            body = checkpoint_format.Checkpoint(shard=shard.number, epoch=shard.epoch, slot=slot, topics=parts)
+            body = checkpoint_format.Checkpoint(
+                shard=shard.number,
+                epoch=shard.epoch,
+                slot=slot,
+                topics=parts,
+                deletions=None if deletions is None else deletions.state(),
+            )
             written = checkpoint_store.write_checkpoint(
                 environment.store, body, base=tip.number, unique=environment.new_id()
             )

@@ -20,6 +20,8 @@ from daemon.durability.takeover import ShardClaim
 from daemon.engine.calls import Health, TopicLocation
 from daemon.engine.clock_watch import ClockWatch
 from daemon.engine.collection import Collection
+from daemon.engine.deletion_requests import DeletionRequests
+from daemon.engine.deletion_workers import DeletionWorkers
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.ownership import Candidate, Claimed
@@ -76,6 +78,8 @@ class Engine:
         self._store_away = False
         self.collection = Collection(environment, lambda: self._shards, lambda: self._shards_total)
         self.requests = Requests(self, environment)
+        self.deletion_requests = DeletionRequests(self, environment, shards_total=lambda: self._shards_total)
+        self._deletion_workers = DeletionWorkers(environment, lambda: self._shards, failed=self._task_ended)
         # Ends with the error of a task that must not end: the process cannot go on.
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
@@ -107,7 +111,12 @@ class Engine:
             changed=self._clock_changed,
             resumed=self._resumed,
         )
-        serving = (self._serve_for_ever(), self._due_loop.run(), self.collection.run())
+        serving = (
+            self._serve_for_ever(),
+            self._due_loop.run(),
+            self.collection.run(),
+            self._deletion_workers.run(),
+        )
         for work in (*serving, self._look_after(), watch.run(), beat):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_ended)
@@ -138,6 +147,7 @@ class Engine:
         self._draining = True
         self._set_health(Health(serving=False, reason="stopping"))
         self.collection.halt()
+        self.deletion_requests.sweeping.halt()
         for shard in self._shards.values():
             shard.begin_drain()
 
@@ -167,10 +177,13 @@ class Engine:
 
     def left(self) -> list[str]:
         """What was not finished, for people."""
-        return [
+        left = [
             f"shard {shard.number} is not given up, {shard.commits.staged_rows} of its rows are staged"
             for shard in self._shards.values()
         ]
+        if self._deletion_workers.under_way:
+            left.append(f"{self._deletion_workers.under_way} attempts to delete a ledger wait for their stores")
+        return left
 
     async def close(self) -> None:
         """Ends everything at once; what is durable stays."""
@@ -178,6 +191,7 @@ class Engine:
         self._set_health(Health(serving=False, reason="stopping"))
         for task in self._tasks:
             task.cancel()
+        self._deletion_workers.close()
         shards, self._shards = self._shards, {}
         for shard in shards.values():
             self._close(shard, _stopped())
@@ -251,6 +265,7 @@ class Engine:
             self._pending,
             self._environment,
             lost=self._shard_lost,
+            deletions_changed=self._deletion_workers.look_at,
         )
         self._shards[shard.number] = shard
         self._epochs[shard.number] = shard.epoch
@@ -329,6 +344,7 @@ class Engine:
     def _clock_changed(self) -> None:
         """Timers were set for a time that has come, or that is later now."""
         self._due_loop.look_again()
+        self._deletion_workers.wake()
         for shard in list(self._shards.values()):
             collections.deque(shard.look_after(), maxlen=0)
 
@@ -358,6 +374,7 @@ class Engine:
             damaged=self.topics_damaged,
         )
         self._environment.metrics.set_shards_damaged(len(self._damaged))
+        self._deletion_workers.tell_state()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:

@@ -2,8 +2,9 @@
 
 Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
 Does not own: taking the shard over (`ownership`), loading topics (`topic_loading`), writing slots (`group_commit`),
-checkpoints (`checkpointing`), garbage (`collection`), a topic's requests (`served_topic`), its buckets (`bucket_life`)
-and its subscriptions' coming and going (`subscription_changes`), and changes of a topic as a whole (`topic_changes`).
+checkpoints (`checkpointing`), garbage (`collection`), deletions of ledgers (`ledger_deleting`), a topic's requests
+(`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going (`subscription_changes`), and
+changes of a topic as a whole (`topic_changes`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
+from daemon.engine.ledger_deleting import ShardDeletions
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
@@ -66,6 +68,7 @@ class ServedShard:
         environment: Environment,
         *,
         lost: Callable[[int, BaseException], None],
+        deletions_changed: Callable[[ShardDeletions], None],
     ) -> None:
         self.number = claim.shard
         self.epoch = claim.epoch
@@ -112,6 +115,7 @@ class ServedShard:
         self.subscriptions = SubscriptionChanges(self, environment)
         self.changes = TopicChanges(self, environment)
         self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
+        self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
         self.checkpoints = Checkpointing(self, claim, shard_log, environment)
 
     def _new_journal(self, claim: ShardClaim) -> JournalWriter:
@@ -180,17 +184,19 @@ class ServedShard:
         """Nothing is handed out or loaded any more."""
         self._releasing = True
         self.loading.close()
+        self.deletions.begin_drain()
         for life in self.lives.values():
             life.merging.close()
 
     async def release(self) -> None:
-        """Orderly end: what is staged becomes durable and is answered, streams end, the state goes into buckets and a
-        checkpoint, and the shard is given up. May be repeated after an error of the store.
+        """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, the state
+        goes into buckets and a checkpoint, and the shard is given up. May be repeated after an error of the store.
         """
         self.begin_drain()
         await self.commits.flush()
         for topic in self.topics.values():
             topic.end_streams(Unavailable("the daemon is stopping; try again"))
+        await self.deletions.attempts_ended()
         await self._keep()
         await manifests.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
         await self.checkpoints.truncate_last()
@@ -215,6 +221,7 @@ class ServedShard:
         self.journal.close()
         self.confirmation.close()
         self.checkpoints.close()
+        self.deletions.close()
         for life in self.lives.values():
             life.close()
         for topic in self.topics.values():
@@ -226,7 +233,12 @@ class ServedShard:
 
     @property
     def may_hand_out(self) -> bool:
-        return not self._releasing and self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
+        return not self._releasing and self.is_confirmed
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no successor acts yet. May be asked in any thread."""
+        return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
         """What was read of a topic's bucket is damaged."""
@@ -240,8 +252,13 @@ class ServedShard:
             await self.superseded(refused)
             return False
 
+    @property
+    def acknowledgements_open_in_s(self) -> float:
+        """When no former owner acts any more; not above 0 when that is so."""
+        return self._acknowledgements_from_s - self._environment.clock.elapsed_s()
+
     async def acknowledgements_open(self) -> None:
-        wait_s = self._acknowledgements_from_s - self._environment.clock.elapsed_s()
+        wait_s = self.acknowledgements_open_in_s
         if wait_s > 0:
             await self._environment.sleep(wait_s)
 
@@ -289,6 +306,7 @@ class ServedShard:
             topic = touched[record.topic_id] = self._by_id[record.topic_id]
             topic.core.apply(record, slot, elapsed_ms=elapsed_ms)
             topic.last_changed_slot = slot
+        self.deletions.apply(deletion_records)
         self.applied_slot = slot
         for topic in touched.values():
             self.lives[topic.core.name].after_slot(slot)
