@@ -15,7 +15,6 @@ import numpy as np
 from google.protobuf import descriptor
 
 from daemon import errors
-from daemon.core import limits
 from daemon.engine import deletion_calls
 from daemon.grpc_services import columns, parsing
 from storage_backends.formats import deletions as stored
@@ -83,12 +82,10 @@ def _offload_context(given: pb.OffloadContext) -> stored.OffloadContext:
     )
 
 
-def ledgers(given: Ledgers, *, least: int, most: int) -> stored.InUseLedgers:
-    """The ledgers of a request, of which it must have from `least` to `most`. Raises `InvalidArgument`."""
+def ledgers(given: Ledgers) -> stored.InUseLedgers:
+    """Raises `InvalidArgument`."""
     ledger_type = _required("ledger_type", given.ledger_type, _LEDGER_TYPE, stored.LedgerType)
     rows = len(given.ledger_id)
-    if not least <= rows <= most:
-        raise errors.InvalidArgument(f"ledger_id has {rows} rows; a request must have {least} to {most}")
     if bool(given.uuid_msb) != bool(given.uuid_lsb):
         msb_rows, lsb_rows = len(given.uuid_msb), len(given.uuid_lsb)
         raise errors.InvalidArgument(f"uuid_msb has {msb_rows} rows, uuid_lsb {lsb_rows}; give both or neither")
@@ -107,10 +104,8 @@ def _half(name: str, given: Sequence[int], rows: int) -> columns.U64:
     return columns.row_column(name, given, rows, np.uint64, rows_of="ledger_id")
 
 
-def filter_of(given: pb.DeletionFilter, *, topic_bytes_max: int) -> deletion_calls.DeletionFilter:
+def filter_of(given: pb.DeletionFilter) -> deletion_calls.DeletionFilter:
     """Raises `InvalidArgument`."""
-    if given.topic:
-        limits.check_name("topic", given.topic, topic_bytes_max)
     if len(given.deletion_id) > FILTER_IDS_MAX:
         raise errors.InvalidArgument(f"deletion_id has {len(given.deletion_id)} ids; it may have {FILTER_IDS_MAX}")
     named = frozenset(_place(row, deletion_id) for row, deletion_id in enumerate(given.deletion_id))

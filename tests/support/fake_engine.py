@@ -55,6 +55,9 @@ DEFAULT_POLICY = calls.TopicPolicy(
 class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
     """See the module. Use it from one event loop."""
 
+    deletion_requests = None
+    """It has no deletions of ledgers: what is said of those is tested with the real engine."""
+
     def __init__(self, settings: config.Config, *, now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000):
         self.settings = settings
         self.now_ms = now_ms

@@ -351,7 +351,7 @@ class ForgetInUseRequest(_message.Message):
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def uuid_msb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in `RecordInUseRequest`: what was said to be in use under a UUID is named with it."""
+        """As in `RecordInUseRequest`: without a UUID a ledger is meant under whatever UUID it was said of, with one under that."""
 
     @_builtins.property
     def uuid_lsb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
