@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from daemon import config, metrics
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
+from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.process import SystemClock
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
@@ -20,13 +21,18 @@ from storage_backends.object_store import ObjectStore
 
 @contextlib.asynccontextmanager
 async def serving(
-    settings: config.Config, *, store: ObjectStore | None = None, daemon_metrics: metrics.Metrics | None = None
+    settings: config.Config,
+    *,
+    store: ObjectStore | None = None,
+    daemon_metrics: metrics.Metrics | None = None,
+    ledger_stores: LedgerStores | None = None,
 ) -> AsyncIterator[Engine]:
-    """An engine that serves; stopped in order at the end."""
+    """An engine that serves; stopped in order at the end. `ledger_stores`: none by default."""
     numbers = itertools.count()
     with (
         concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="store") as threads,
         concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="parts") as parts,
+        concurrent.futures.ThreadPoolExecutor(settings.deletion.parallelism, thread_name_prefix="deleting") as deleting,
     ):
         engine = Engine(
             Environment(
@@ -41,6 +47,8 @@ async def serving(
                 blocking_sleep=time.sleep,
                 jitter=random.Random(1).random,
                 new_id=lambda: f"id-{next(numbers)}",
+                deleting=deleting,
+                ledger_stores=ledger_stores if ledger_stores is not None else LedgerStores(),
             )
         )
         changed = asyncio.Event()
