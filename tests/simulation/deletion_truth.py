@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from daemon.settings import Deletion as Settings
 from storage_backends.formats.deletions import (
@@ -51,7 +51,7 @@ OVER = (Standing.ENDED, Standing.PURGED)
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Recorded:
-    """A deletion. `attempts`: the slots of the begins of its attempts."""
+    """A deletion. `begun_at_ms`: when its attempts began. `failed`: what came of those that failed."""
 
     number: int
     topic: str
@@ -61,7 +61,8 @@ class Recorded:
     failures: int = 0
     maybe_deleted: bool = False
     next_attempt_at_ms: int = 0
-    attempts: list[int] = dataclasses.field(default_factory=list)
+    begun_at_ms: list[int] = dataclasses.field(default_factory=list)
+    failed: list[DeletionAnswer] = dataclasses.field(default_factory=list)
 
     def is_of(self, topic: str, ledger_type: LedgerType, ledger: Ledger) -> bool:
         """A ledger without a UUID is the one of whatever UUID."""
@@ -105,28 +106,36 @@ class ShardDeletions:
         """Of an offloaded ledger, whoever recorded it."""
         return (each for each in self.recorded.values() if ledger_of(each.delete) == ledger)
 
-    def landed(self, slot: int, record: DeletionRecord) -> None:
+    def landed(self, record: DeletionRecord) -> None:
         """A decision of a slot, in their order."""
         match record:
             case RecordDeletes():
                 self._record(record)
             case BeginDeletes():
-                for number in record.deletion_id:
-                    self._begin(slot, self.recorded[number], record.at_ms)
+                for one in self._named(record.deletion_id):
+                    self._begin(one, record.at_ms)
             case AnswerDeletes():
                 for answer in record.answers:
-                    self._answer(self.recorded[answer.deletion_id], answer)
+                    for one in self._named((answer.deletion_id,)):
+                        self._answer(one, answer)
             case RetryDeletes():
-                for number in record.deletion_id:
-                    if self.recorded[number].standing is Standing.DEAD:
-                        self._wait(self.recorded[number], record.at_ms)
-                        self.recorded[number].failures = 0
+                for one in self._named(record.deletion_id):
+                    if one.standing is Standing.DEAD:
+                        self._wait(one, record.at_ms)
+                        one.failures = 0
             case PurgeDeletes():
-                for number in record.deletion_id:
-                    if self.recorded[number].standing is Standing.DEAD:
-                        self.recorded[number].standing = Standing.PURGED
+                for one in self._named(record.deletion_id):
+                    if one.standing is Standing.DEAD:
+                        one.standing = Standing.PURGED
             case ChangeInUse():
                 self._change_in_use(record)
+
+    def _named(self, numbers: Iterable[int]) -> Iterator[Recorded]:
+        for number in numbers:
+            if number in self.recorded:
+                yield self.recorded[number]
+            else:
+                self._breach(f"a slot names deletion {number}, and there are {len(self.recorded)}")
 
     def _record(self, record: RecordDeletes) -> None:
         for delete in record.deletes:
@@ -135,12 +144,13 @@ class ShardDeletions:
             known = self.of(record.topic, delete)
             if known is None or known.standing in OVER:
                 number = len(self.recorded) + 1
-                self.recorded[number] = Recorded(number, record.topic, delete)
+                due_ms = record.recorded_at_ms
+                self.recorded[number] = Recorded(number, record.topic, delete, next_attempt_at_ms=due_ms)
 
-    def _begin(self, slot: int, one: Recorded, at_ms: int) -> None:
+    def _begin(self, one: Recorded, at_ms: int) -> None:
         if one.standing not in (Standing.WAITING, Standing.BEGUN):
             return
-        if one.standing is Standing.WAITING and self._is_in_use(one) and not one.maybe_deleted:
+        if one.standing is Standing.WAITING and self.is_in_use(one) and not one.maybe_deleted:
             one.standing, one.outcome = Standing.HELD, DeletionOutcome.IN_USE
             return
         if one.standing is Standing.WAITING and at_ms < one.next_attempt_at_ms:
@@ -148,9 +158,9 @@ class ShardDeletions:
         # What became of a former attempt, nobody knows.
         one.maybe_deleted |= one.standing is Standing.BEGUN
         one.standing = Standing.BEGUN
-        one.attempts.append(slot)
+        one.begun_at_ms.append(at_ms)
 
-    def _is_in_use(self, one: Recorded) -> bool:
+    def is_in_use(self, one: Recorded) -> bool:
         stated = self.in_use.get((one.topic, one.delete.ledger_type), set())
         return any(one.is_of(one.topic, one.delete.ledger_type, ledger) for ledger in stated)
 
@@ -161,11 +171,12 @@ class ShardDeletions:
         if answer.outcome in (DeletionOutcome.FAILED, DeletionOutcome.GIVEN_UP):
             self._failed(one, answer)
             return
-        held = answer.outcome is DeletionOutcome.IN_USE and self._is_in_use(one)
+        held = answer.outcome is DeletionOutcome.IN_USE and self.is_in_use(one)
         one.standing, one.outcome = Standing.HELD if held else Standing.ENDED, answer.outcome
 
     def _failed(self, one: Recorded, answer: DeletionAnswer) -> None:
         one.failures += 1
+        one.failed.append(answer)
         one.maybe_deleted |= answer.maybe_deleted
         last = one.failures > self._settings.max_retry_delete_count
         if last is not (answer.outcome is DeletionOutcome.GIVEN_UP):
@@ -195,7 +206,7 @@ class ShardDeletions:
             counted = {ledger for ledger in named if not self._is_too_late(*key, ledger)}
             self.in_use[key] = counted | (self.in_use[key] if record.change is InUseChange.RECORD else set())
         for one in self.recorded.values():
-            if one.standing is Standing.HELD and not self._is_in_use(one):
+            if one.standing is Standing.HELD and not self.is_in_use(one):
                 self._wait(one, 0)
 
     def _is_too_late(self, topic: str, ledger_type: LedgerType, ledger: Ledger) -> bool:

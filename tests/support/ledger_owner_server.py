@@ -18,7 +18,8 @@ class LedgerOwnerServer:
     """It listens when it is made, and serves from `start` to `stop`.
 
     `ledgers`: metadata by ledger id. `before_deletion`: told of a ledger that is about to be deleted. `answers_lost`:
-    so many of the next deletions are carried out and not answered.
+    so many of the next deletions are carried out and not answered. `status`: of every answer; other than 200 it does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class LedgerOwnerServer:
         self.in_use: set[int] = set()
         self.before_deletion: Callable[[int], None] = lambda ledger_id: None
         self.answers_lost = 0
+        self.status = 200
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler_class())
         self._thread = threading.Thread(target=self._server.serve_forever, name="ledger-owner", daemon=True)
         self.url: Final = f"http://127.0.0.1:{self._server.server_port}/ledgers/delete"
@@ -62,12 +64,12 @@ class LedgerOwnerServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                result = owner.answer(asked)
+                result = owner.answer(asked) if owner.status == 200 else "error"
                 if result is None:
                     self.close_connection = True
                     return
                 body = json.dumps({"result": result}).encode()
-                self.send_response(200)
+                self.send_response(owner.status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
