@@ -446,11 +446,13 @@ class WatchedStore(MemoryStore):
         """The store loses an object (None), or one of its bytes is another one from now on."""
         self._oracle.objects.damaged(key)
         with self._lock:
-            body, metadata = self._objects[key]
+            stored = self._objects[key]
+            body = stored.body
             if place is None:
                 del self._objects[key]
             else:
-                self._objects[key] = (body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :], metadata)
+                damaged = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+                self._objects[key] = dataclasses.replace(stored, body=damaged)
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)
