@@ -54,7 +54,11 @@ def retry(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
     if as_json:
         output.as_json({"retried": retried})
     else:
-        click.echo(f"{output.count_text(retried, 'deletion')} that were given up are pending again")
+        click.echo(f"{_given_up_text(retried)} {'is' if retried == 1 else 'are'} pending again")
+
+
+def _given_up_text(count: int) -> str:
+    return f"{output.count_text(count, 'deletion')} that {'was' if count == 1 else 'were'} given up"
 
 
 def _purge_question(*, connected: client.Client, topic: str | None, **chosen: Any) -> str | None:
@@ -62,7 +66,7 @@ def _purge_question(*, connected: client.Client, topic: str | None, **chosen: An
     given_up = connected.deletion_stats(topic or "").given_up
     if not given_up:
         return None
-    dead = f"{output.count_text(given_up, 'deletion')} that were given up" + (f" of {topic}" if topic else "")
+    dead = _given_up_text(given_up) + (f" of {topic}" if topic else "")
     whole = which is None or which == deletions.DeletionFilter(topic=topic)
     return f"Forget {dead}? What they name stays where it is." if whole else f"Forget those named, of {dead}?"
 
