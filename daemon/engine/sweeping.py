@@ -35,10 +35,10 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from daemon.core.deletions import orphans
+from daemon.core.deletions import checking, orphans
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
-from daemon.engine.deletion_calls import RecordedDeletes, SweepProgress, SweepWish
+from daemon.engine.deletion_calls import SweepProgress, SweepWish
 from daemon.engine.environment import Environment
 from daemon.errors import Conflict, InvalidArgument, InvariantViolated, NotOwner, Unavailable
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
@@ -47,7 +47,7 @@ from storage_backends.formats import names
 from storage_backends.formats.deletions import OffloadContext, PendingDelete
 
 if TYPE_CHECKING:
-    from daemon.core.deletions.ledger_deletions import LedgerDeletions
+    from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
     from daemon.engine.shard import ServedShard
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,12 @@ LISTED_AT_ONCE: Final = 1_000
 LOOKED_AT_ONCE: Final = 100
 # Ledgers are looked up in shards so many times before others have their turn.
 LOOKUPS_A_TURN: Final = 1_000
-RECORDED_AT_ONCE: Final = 1_000
-"""Records of one topic in one request."""
 BATCHES_AT_ONCE: Final = 32
 UNANSWERED_IN_A_ROW_MAX: Final = 100
 """After so many questions in a row without an answer the sweep ends."""
 
-Record = Callable[[str, Sequence[PendingDelete]], Awaitable[RecordedDeletes]]
-"""Records deletes of a topic that a sweep found; at most RECORDED_AT_ONCE."""
+Record = Callable[[str, Sequence[PendingDelete]], Awaitable["Recorded | None"]]
+"""Records what a sweep found of a topic, at most `checking.DELETES_MAX`; None where its policy forbids it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +158,7 @@ class _Sweep:
         self._environment = environment
         self._ledger_stores = environment.ledger_stores
         self._place = place
+        self._topic_bytes_max = environment.config.limits.topic_bytes_max
         self._states: dict[int, LedgerDeletions] = {number: each.deletions.state for number, each in shards.items()}
         self._record = record
         self._check = check
@@ -264,7 +263,7 @@ class _Sweep:
         """In a thread."""
         try:
             data, index = self._metadata(ledger.name.data), self._metadata(ledger.name.index)
-            claim = orphans.claim_of(ledger, data, index, self._place)
+            claim = orphans.claim_of(ledger, data, index, self._place, topic_bytes_max=self._topic_bytes_max)
             if isinstance(claim, Finding):
                 return _Look(claim)
             return _Look(claim, self._ledger_stores.ask_in_use(claim.topic, claim.pending_delete))
@@ -318,9 +317,9 @@ class _Sweep:
 
     async def _record_all(self) -> AsyncIterator[None]:
         batches = (
-            (topic, found[start : start + RECORDED_AT_ONCE])
+            (topic, found[start : start + checking.DELETES_MAX])
             for topic, found in self._wanted.items()
-            for start in range(0, len(found), RECORDED_AT_ONCE)
+            for start in range(0, len(found), checking.DELETES_MAX)
         )
         while some := list(itertools.islice(batches, BATCHES_AT_ONCE)):
             await _in_parallel((self._record_batch(topic, found) for topic, found in some), BATCHES_AT_ONCE)
@@ -331,9 +330,10 @@ class _Sweep:
         looked_up = self._looked_up(found, _name_of)
         deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
         self._check()
-        recorded = (await self._record(topic, deletes)).recorded if deletes else 0
-        self._tally.ledgers_recorded += recorded
-        self._tally.ledgers_left += len(found) - recorded
+        recorded = await self._record(topic, deletes) if deletes else None
+        new = 0 if recorded is None else len(recorded.new)
+        self._tally.ledgers_recorded += new
+        self._tally.ledgers_left += len(found) - new
 
     # ---- telling and running
 

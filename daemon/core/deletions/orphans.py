@@ -20,9 +20,10 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from daemon.core.deletions import metadata, object_names
+from daemon.core import limits
+from daemon.core.deletions import checking, metadata, object_names
 from daemon.core.deletions.object_names import OffloadedName
-from daemon.errors import LimitExceeded
+from daemon.errors import InvalidArgument, LimitExceeded
 from storage_backends.formats.deletions import LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
 
@@ -191,13 +192,18 @@ class Claim:
 
 
 def claim_of(
-    ledger: ListedLedger, data: Mapping[str, str] | None, index: Mapping[str, str] | None, place: OffloadContext
+    ledger: ListedLedger,
+    data: Mapping[str, str] | None,
+    index: Mapping[str, str] | None,
+    place: OffloadContext,
+    *,
+    topic_bytes_max: int,
 ) -> Claim | Finding:
     """What the metadata of its two objects says that it is; None: there is no such object now. `place`: of what is
     swept, without a UUID.
 
     YOUNG: an object is there that was not listed, so that it was written since. UNIDENTIFIED: they do not say whose
-    they are, or not the same.
+    they are, or not the same, or something that could not be recorded.
     """
     if (data is not None and not ledger.has_data) or (index is not None and not ledger.has_index):
         return Finding.YOUNG
@@ -215,7 +221,19 @@ def claim_of(
         cursor_name=identity.cursor_name,
         offload_context=dataclasses.replace(place, uuid_msb=name.uuid_msb, uuid_lsb=name.uuid_lsb),
     )
-    return Claim(identity.topics[0], delete)
+    claim = Claim(identity.topics[0], delete)
+    return claim if _may_be_recorded(claim, topic_bytes_max) else Finding.UNIDENTIFIED
+
+
+def _may_be_recorded(claim: Claim, topic_bytes_max: int) -> bool:
+    """Anybody may have written the metadata."""
+    try:
+        limits.check_name("topic", claim.topic, topic_bytes_max)
+        checking.check_topic(claim.topic)
+        checking.check_pending_delete(claim.pending_delete)
+    except InvalidArgument:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
