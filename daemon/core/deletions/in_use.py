@@ -17,8 +17,10 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from daemon.core.deletions.sorted_keys import Keys, Mask, SortedKeys, ascending, bytes_of, contained, joined, moved
 from storage_backends.formats.deletions import (
@@ -158,23 +160,18 @@ class _Rows:
 
 def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
     rows = len(ledgers)
-    columns = [
+    columns: list[npt.NDArray[np.unsignedinteger[Any]]] = [
         np.full(rows, ledgers.ledger_type, np.uint8),
         np.full(rows, topic, np.uint32),
         ledgers.ledger_id,
         ledgers.uuid_msb,
         ledgers.uuid_lsb,
     ]
-    named = has_uuid(ledgers)
+    named: Mask = (ledgers.uuid_msb | ledgers.uuid_lsb) != 0
     return _Rows(
         ascending(joined([column[~named] for column in columns[:3]])),
         ascending(joined([column[named] for column in columns])),
     )
-
-
-def has_uuid(ledgers: InUseLedgers) -> Mask:
-    mask: Mask = (ledgers.uuid_msb | ledgers.uuid_lsb) != 0
-    return mask
 
 
 def _without(keys: Keys, others: Keys) -> Keys:
@@ -197,7 +194,8 @@ def _by_topic(
     ledger_id, uuid_msb, uuid_lsb = (_column(matrix, start, start + 8, ">u8") for start in (5, 13, 21))
     order = np.lexsort((uuid_lsb, uuid_msb, ledger_id, topic))
     numbers, starts = np.unique(topic[order], return_index=True)
-    for number, start, end in zip(numbers.tolist(), starts, [*starts[1:], len(order)], strict=True):
+    ends = np.append(starts, len(order))[1:]
+    for number, start, end in zip(numbers.tolist(), starts, ends, strict=True):
         rows = order[start:end]
         yield number, InUseLedgers(ledger_type, ledger_id[rows], uuid_msb[rows], uuid_lsb[rows])
 

@@ -6,11 +6,13 @@ Does not own: what state they are in (`life`) and finding them by anything but t
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import struct
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
+from daemon.errors import InvariantViolated
 from storage_backends.formats.deletions import (
     Deletion,
     DeletionOutcome,
@@ -22,6 +24,7 @@ from storage_backends.formats.deletions import (
 
 # Kind, outcome, flags, failures, ledger, UUID, recorded, next attempt, ended; the text stands behind.
 _NUMBERS = struct.Struct("<IBBIQQQQQQ")
+_KIND, _LEDGER_ID = slice(0, 4), slice(10, 18)
 _BEGUN, _MAYBE_DELETED, _BY_SWEEPER = 1, 2, 4
 
 _COMPONENTS = {int(component): component for component in LedgerComponent}
@@ -29,15 +32,19 @@ _TYPES = {int(ledger_type): ledger_type for ledger_type in LedgerType}
 _OUTCOMES = {int(outcome): outcome for outcome in DeletionOutcome}
 
 
+# Its name and metadata.
+Driver: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
+
+
 class Kind(NamedTuple):
-    """What a deletion has in common with others. `driver`: name and metadata; None: it has no offload context."""
+    """What a deletion has in common with others. `driver`: None when it has no offload context."""
 
     topic: str
     component: int
     ledger_type: int
     cursor_name: str | None
     schema_id: str | None
-    driver: tuple[str, tuple[tuple[str, str], ...]] | None
+    driver: Driver | None
 
 
 def kind_of(topic: str, delete: PendingDelete) -> Kind:
@@ -51,7 +58,7 @@ class FrozenDeletions:
     """The deletions as they were at one moment."""
 
     rows: Mapping[int, bytes]
-    kinds: Mapping[int, Kind]
+    kinds: Sequence[Kind | None]
 
     def all(self) -> Iterator[Deletion]:
         """Ascending by id. O(n): for a thread."""
@@ -62,11 +69,7 @@ class FrozenDeletions:
 class KeptDeletions:
     def __init__(self) -> None:
         self._rows: dict[int, bytes] = {}
-        self._kinds: dict[int, Kind] = {}
-        self._numbers: dict[Kind, int] = {}
-        # How many deletions have the kind.
-        self._uses: dict[int, int] = {}
-        self._last_number = 0
+        self._kinds = _Kinds()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -76,24 +79,27 @@ class KeptDeletions:
 
     def __getitem__(self, deletion_id: int) -> Deletion:
         """Raises KeyError."""
-        return _deletion(deletion_id, self._rows[deletion_id], self._kinds)
+        return _deletion(deletion_id, self._rows[deletion_id], self._kinds.kinds)
 
     def kind_number(self, kind: Kind) -> int | None:
         """None: no deletion has it."""
-        return self._numbers.get(kind)
+        return self._kinds.numbers.get(kind)
+
+    def kind(self, number: int) -> Kind:
+        """That of a number which a deletion has."""
+        return _of(self._kinds.kinds, number)
 
     def kind_number_of(self, deletion_id: int) -> int:
         """Raises KeyError."""
-        return int.from_bytes(self._rows[deletion_id][:4], "little")
+        return int.from_bytes(self._rows[deletion_id][_KIND], "little")
+
+    def ledger_id_of(self, deletion_id: int) -> int:
+        """Raises KeyError."""
+        return int.from_bytes(self._rows[deletion_id][_LEDGER_ID], "little")
 
     def add(self, deletion: Deletion) -> int:
         """The number of its kind."""
-        kind = kind_of(deletion.topic, deletion.pending_delete)
-        number = self._numbers.get(kind)
-        if number is None:
-            number = self._last_number = self._last_number + 1
-            self._numbers[kind], self._kinds[number], self._uses[number] = number, kind, 0
-        self._uses[number] += 1
+        number = self._kinds.use(kind_of(deletion.topic, deletion.pending_delete))
         self._rows[deletion.deletion_id] = _row(number, deletion)
         return number
 
@@ -102,15 +108,61 @@ class KeptDeletions:
         self._rows[deletion.deletion_id] = _row(self.kind_number_of(deletion.deletion_id), deletion)
 
     def remove(self, deletion_id: int) -> None:
-        number = self.kind_number_of(deletion_id)
+        """Raises KeyError."""
+        self._kinds.release(self.kind_number_of(deletion_id))
         del self._rows[deletion_id]
-        self._uses[number] -= 1
-        if not self._uses[number]:
-            del self._uses[number], self._numbers[self._kinds.pop(number)]
 
     def freeze(self) -> FrozenDeletions:
         """As they are now: copies of pointers."""
-        return FrozenDeletions(self._rows.copy(), self._kinds.copy())
+        return FrozenDeletions(self._rows.copy(), self._kinds.kinds.copy())
+
+
+class _Kinds:
+    """Kinds by number, while a deletion has them."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Kind, int] = {}
+        self.kinds: list[Kind | None] = []
+        # How many deletions have each.
+        self._uses = array.array("Q")
+        self._free: list[int] = []
+        # Drivers are few, and long: equal ones are one object.
+        self._drivers: dict[Driver, tuple[Driver, int]] = {}
+
+    def use(self, kind: Kind) -> int:
+        """Its number; one more deletion has it."""
+        number = self.numbers.get(kind)
+        if number is None:
+            number = self._new(kind)
+        self._uses[number] += 1
+        return number
+
+    def release(self, number: int) -> None:
+        self._uses[number] -= 1
+        if self._uses[number]:
+            return
+        kind, self.kinds[number] = _of(self.kinds, number), None
+        del self.numbers[kind]
+        self._free.append(number)
+        if kind.driver is not None:
+            driver, uses = self._drivers.pop(kind.driver)
+            if uses > 1:
+                self._drivers[driver] = driver, uses - 1
+
+    def _new(self, kind: Kind) -> int:
+        if kind.driver is not None:
+            driver, uses = self._drivers.get(kind.driver, (kind.driver, 0))
+            self._drivers[driver] = driver, uses + 1
+            kind = kind._replace(driver=driver)
+        if self._free:
+            number = self._free.pop()
+            self.kinds[number] = kind
+        else:
+            number = len(self.kinds)
+            self.kinds.append(kind)
+            self._uses.append(0)
+        self.numbers[kind] = number
+        return number
 
 
 def _row(kind: int, deletion: Deletion) -> bytes:
@@ -136,9 +188,16 @@ def _row(kind: int, deletion: Deletion) -> bytes:
     return numbers + deletion.text.encode() if deletion.text else numbers
 
 
-def _deletion(deletion_id: int, row: bytes, kinds: Mapping[int, Kind]) -> Deletion:
-    number, outcome, flags, failures, ledger_id, msb, lsb, recorded, next_attempt, ended = _NUMBERS.unpack_from(row)
+def _of(kinds: Sequence[Kind | None], number: int) -> Kind:
     kind = kinds[number]
+    if kind is None:
+        raise InvariantViolated(f"no deletion has kind {number}")
+    return kind
+
+
+def _deletion(deletion_id: int, row: bytes, kinds: Sequence[Kind | None]) -> Deletion:
+    number, outcome, flags, failures, ledger_id, msb, lsb, recorded, next_attempt, ended = _NUMBERS.unpack_from(row)
+    kind = _of(kinds, number)
     return Deletion(
         deletion_id,
         kind.topic,

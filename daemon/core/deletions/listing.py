@@ -13,7 +13,7 @@ from itertools import islice
 
 from pyroaring import BitMap64
 
-from daemon.core.deletions.kept import KeptDeletions
+from daemon.core.deletions.kept import KeptDeletions, Kind
 from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
 
 # Deletions that are looked at for one page, whatever the filter leaves of them.
@@ -38,14 +38,12 @@ class DeletionFilter:
     ledger_id: int | None = None
     deletion_ids: frozenset[int] | None = None
 
-    def holds_for(self, deletion: Deletion) -> bool:
-        delete = deletion.pending_delete
+    def holds_for_kind(self, kind: Kind) -> bool:
+        """As far as the kind says."""
         return (
-            self.topic in ("", deletion.topic)
-            and self.component in (None, delete.component)
-            and self.ledger_type in (None, delete.ledger_type)
-            and self.ledger_id in (None, delete.ledger_id)
-            and (self.deletion_ids is None or deletion.deletion_id in self.deletion_ids)
+            self.topic in ("", kind.topic)
+            and self.component in (None, kind.component)
+            and self.ledger_type in (None, kind.ledger_type)
         )
 
 
@@ -60,12 +58,16 @@ def page(
     """
     found: list[Deletion] = []
     looked_at = after_id
+    kinds: dict[int, bool] = {}
     for deletion_id in islice(_above(ids, wanted, after_id), LOOKED_AT_MAX):
-        deletion = deletions[deletion_id]
-        if wanted.holds_for(deletion):
+        kind = deletions.kind_number_of(deletion_id)
+        is_wanted = kinds.get(kind)
+        if is_wanted is None:
+            is_wanted = kinds[kind] = wanted.holds_for_kind(deletions.kind(kind))
+        if is_wanted and wanted.ledger_id in (None, deletions.ledger_id_of(deletion_id)):
             if len(found) == limit:
                 return found, looked_at
-            found.append(deletion)
+            found.append(deletions[deletion_id])
         looked_at = deletion_id
     more = next(_above(ids, wanted, looked_at), None) is not None
     return found, looked_at if more else None

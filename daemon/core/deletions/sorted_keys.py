@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CHUNK_KEYS = 4096
+CHUNK_KEYS = 2048
 
 # Byte strings of one length, `S<width>`: two that differ in nothing but zeros at their ends have the same length here.
 Keys = npt.NDArray[np.bytes_]
@@ -48,8 +48,8 @@ def moved(keys: Keys, order: Sequence[slice]) -> Keys:
 
 def ascending(keys: Keys) -> Keys:
     """Each once."""
-    unique: Keys = np.unique(keys)
-    return unique
+    keys = np.sort(keys)
+    return keys[np.append(True, keys[1:] != keys[:-1])] if len(keys) else keys
 
 
 def contained(keys: Keys, wanted: Keys) -> Mask:
