@@ -14,7 +14,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from daemon import config
-from daemon.grpc_services import admin, cluster_service, delayed_delivery, dispatch, health, inspect_service
+from daemon.grpc_services import (
+    admin,
+    cluster_service,
+    delayed_delivery,
+    dispatch,
+    health,
+    inspect_service,
+    ledger_deletion,
+)
 
 if TYPE_CHECKING:
     from daemon.engine.engine import Engine
@@ -49,6 +57,7 @@ class Server:
             dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, self._settings).handlers(),
             inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, self._settings).handlers(),
             admin.DESCRIPTOR.full_name: admin.Admin(engine, self._settings).handlers(),
+            ledger_deletion.DESCRIPTOR.full_name: ledger_deletion.LedgerDeletion(engine, self._settings).handlers(),
             cluster_service.DESCRIPTOR.full_name: cluster_service.Cluster(engine, self._settings).handlers(),
         }
         self._server.add_generic_rpc_handlers(

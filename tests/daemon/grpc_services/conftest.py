@@ -14,7 +14,7 @@ from google.protobuf import message, message_factory
 from daemon import config
 from daemon.engine import calls
 from daemon.grpc_services import server
-from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
 from tests.support.fake_engine import FakeEngine
 
 
@@ -28,7 +28,7 @@ def _answers(*modules: ModuleType) -> dict[str, type[message.Message]]:
     }
 
 
-ANSWERS = _answers(delayed_delivery_pb2, dispatch_pb2, inspect_pb2, admin_pb2, cluster_pb2)
+ANSWERS = _answers(delayed_delivery_pb2, dispatch_pb2, inspect_pb2, admin_pb2, ledger_deletion_pb2, cluster_pb2)
 
 
 class Caller:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,16 +11,34 @@ import pytest
 
 from daemon import config
 from daemon.engine.engine import Engine
-from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+from daemon.grpc_services import deletions
+from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.memory import MemoryStore
+from tarry.v1 import (
+    admin_pb2,
+    cluster_pb2,
+    delayed_delivery_pb2,
+    dispatch_pb2,
+    inspect_pb2,
+    ledger_deletion_pb2,
+    policy_pb2,
+)
 from tests.daemon.grpc_services.conftest import ANSWERS, Edge
-from tests.support import real_engine
+from tests.support import owned_ledgers, real_engine
+from tests.support.owned_ledgers import OwnedLedger
 
 FAR_MS = 2_000_000_000_000
 
 
 @pytest.fixture
-async def engine(settings: config.Config) -> AsyncIterator[Engine]:
-    async with real_engine.serving(settings) as engine:
+def offloaded() -> MemoryStore:
+    """Where ledgers of others are."""
+    return MemoryStore()
+
+
+@pytest.fixture
+async def engine(settings: config.Config, offloaded: MemoryStore) -> AsyncIterator[Engine]:
+    async with real_engine.serving(settings, ledger_stores=owned_ledgers.offloaded_in(offloaded)) as engine:
         yield engine
 
 
@@ -35,7 +54,7 @@ class Calls:
         return await self.edge.caller.unary(method, request_type(topic="t", **fields))
 
 
-async def test_every_call_does_what_it_says(edge: Edge) -> None:
+async def test_every_call_does_what_it_says(edge: Edge, offloaded: MemoryStore) -> None:
     calls = Calls(edge)
     await of_positions(calls)
     await of_policies(calls)
@@ -47,6 +66,7 @@ async def test_every_call_does_what_it_says(edge: Edge) -> None:
     await of_consumers(calls)
     await of_topics(calls)
     await of_garbage(calls)
+    await of_deletions(calls, offloaded)
     assert calls.made == set(ANSWERS)
 
 
@@ -231,3 +251,53 @@ async def of_garbage(calls: Calls) -> None:
     answers = await calls.edge.caller.answers("Admin/CollectGarbage", admin_pb2.CollectGarbageRequest())
     assert [answer.done for answer in answers] == [False] * (len(answers) - 1) + [True]
     assert answers[-1].summary.waiting.objects == 1, "the bucket of the topic that was deleted"
+
+
+async def of_deletions(calls: Calls, offloaded: MemoryStore) -> None:
+    pb = ledger_deletion_pb2
+    going, used, orphan = (OwnedLedger("t", LedgerComponent.MANAGED_LEDGER, (ledger, 1, 2)) for ledger in (1, 2, 3))
+    for each in (going, used, orphan):
+        each.write(offloaded)
+    stated: dict[str, Any] = {"ledger_type": pb.LEDGER_TYPE_OFFLOADED_LEDGER, "uuid_msb": [1], "uuid_lsb": [2]}
+    in_use = await calls.call("LedgerDeletion/RecordInUse", pb.RecordInUseRequest, ledger_id=[1, 2], **stated)
+    assert (in_use.recorded, list(in_use.being_deleted)) == (2, [])
+    deletes = [deletion_of(going), deletion_of(OwnedLedger("t", LedgerComponent.MANAGED_LEDGER, (4, 0, 0)))]
+    recorded = await calls.call("LedgerDeletion/RecordPendingDeletes", pb.RecordPendingDeletesRequest, deletes=deletes)
+    assert (recorded.recorded, len(recorded.refused)) == (2, 0)
+    forgotten = await calls.call("LedgerDeletion/ForgetInUse", pb.ForgetInUseRequest, ledger_id=[1], **stated)
+    assert forgotten.forgotten == 1
+    await until_ended(calls, 1)
+    (waiting,) = (await call(calls, "LedgerDeletion/ListPendingDeletes", pb.ListPendingDeletesRequest())).deletions
+    assert (waiting.pending_delete.ledger_id, waiting.failures) == (4, 1)
+    assert "unknown owner" in waiting.text
+    counted = await calls.call("LedgerDeletion/GetDeletionStats", pb.GetDeletionStatsRequest)
+    assert (counted.in_flight, counted.given_up, counted.in_use) == (1, 0, 1)
+    dead = await call(calls, "LedgerDeletion/ListDeadDeletes", pb.ListDeadDeletesRequest())
+    assert len(dead.deletions) == 0
+    assert (await call(calls, "LedgerDeletion/RetryDeadDeletes", pb.RetryDeadDeletesRequest(all=True))).retried == 0
+    assert (await call(calls, "LedgerDeletion/PurgeDeadDeletes", pb.PurgeDeadDeletesRequest(all=True))).purged == 0
+    calls.made.add("LedgerDeletion/SweepOrphans")
+    sweep = pb.SweepOrphansRequest(store="offloaded", grace_ms=0, delete=True)
+    answers = await calls.edge.caller.answers("LedgerDeletion/SweepOrphans", sweep)
+    assert answers[-1].counts.ledgers_recorded == 1
+    await until_ended(calls, 2)
+    assert {listed.key for listed in offloaded.list("")} == set(used.keys)
+
+
+def deletion_of(ledger: OwnedLedger) -> ledger_deletion_pb2.PendingDelete:
+    return deletions.pending_delete_message(ledger.pending_delete())
+
+
+async def call(calls: Calls, method: str, request: Any) -> Any:
+    """One that is not about a topic."""
+    calls.made.add(method)
+    return await calls.edge.caller.unary(method, request)
+
+
+async def until_ended(calls: Calls, count: int) -> None:
+    pb = ledger_deletion_pb2
+    async with asyncio.timeout(10):
+        while True:
+            ended = await call(calls, "LedgerDeletion/ListEndedDeletes", pb.ListEndedDeletesRequest())
+            if [each.outcome for each in ended.deletions] == [pb.Deletion.OUTCOME_DELETED] * count:
+                return

@@ -12,7 +12,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from daemon import config
 from daemon.engine import calls
-from daemon.grpc_services import admin, cluster_service, delayed_delivery, dispatch, inspect_service, server
+from daemon.grpc_services import (
+    admin,
+    cluster_service,
+    delayed_delivery,
+    dispatch,
+    inspect_service,
+    ledger_deletion,
+    server,
+)
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support.fake_engine import FakeEngine
@@ -23,6 +31,7 @@ SERVICES = [
     "tarry.v1.Dispatch",
     "tarry.v1.Inspect",
     "tarry.v1.Admin",
+    "tarry.v1.LedgerDeletion",
     "tarry.v1.Cluster",
 ]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -36,6 +45,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
         (dispatch, dispatch.Dispatch),
         (inspect_service, inspect_service.Inspect),
         (admin, admin.Admin),
+        (ledger_deletion, ledger_deletion.LedgerDeletion),
         (cluster_service, cluster_service.Cluster),
     ],
 )
