@@ -84,7 +84,7 @@ def ledgers(ids: Iterable[int], good: message.Message = bad.LEDGER) -> list[Any]
 async def record(edge: Edge, deletes: Iterable[message.Message], topic: str = TOPIC) -> pb.RecordPendingDeletesResponse:
     request = pb.RecordPendingDeletesRequest(topic=topic)
     for each in deletes:
-        request.deletes.add().CopyFrom(each)
+        request.deletes.add().MergeFrom(each)  # type: ignore[arg-type]
     answer: pb.RecordPendingDeletesResponse = await edge.caller.unary(bad.RECORD, request)
     return answer
 
