@@ -10,6 +10,7 @@ else. A status 4xx says that nothing was deleted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 import time
@@ -40,8 +41,6 @@ OUTCOMES: Final[Mapping[str, DeletionOutcome]] = {
 # No connection came about, so that nothing was sent.
 _NOT_SENT: Final = (exceptions.NewConnectionError, exceptions.ConnectTimeoutError, exceptions.LocationValueError)
 _READ_BYTES: Final = 16 << 10
-_CONNECTIONS_MAX: Final = 256
-"""No fewer than attempts at once: the library warns of those above it."""
 
 
 class Owner(LedgerStore):
@@ -50,7 +49,7 @@ class Owner(LedgerStore):
     def __init__(self, entry: settings.DeletionOwner, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.entry: Final = entry
         self._clock = clock
-        self._http: Final = urllib3.PoolManager(retries=False, maxsize=_CONNECTIONS_MAX)
+        self._tls: Final = ssl.create_default_context()
 
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step) -> Answer:
         step("deletion.before_verify")
@@ -82,7 +81,7 @@ class Owner(LedgerStore):
             raise self._failed(f"result {result!r} is none of {known}", maybe_deleted=False) from error
 
     def close(self) -> None:
-        self._http.clear()
+        """Nothing is kept open."""
 
     def _failed(self, reason: str, *, maybe_deleted: bool) -> DeletionFailed:
         return DeletionFailed(f"owner {self.entry.name}: {reason}", maybe_deleted=maybe_deleted)
@@ -124,20 +123,19 @@ class Owner(LedgerStore):
         body, headers = request
         timeout_s = self.entry.timeout_s
         try:
-            answer = self._http.request(
-                "POST",
-                url,
-                body=body,
-                headers=headers,
-                timeout=urllib3.Timeout(connect=timeout_s, read=timeout_s),
-                redirect=False,
-                preload_content=False,
-                decode_content=False,
-            )
-            try:
-                found = self._read(answer, self._clock() + timeout_s)
-            finally:
-                answer.close()
+            with urllib3.PoolManager(retries=False, ssl_context=self._tls) as connections:
+                answer = connections.request(
+                    "POST",
+                    url,
+                    body=body,
+                    headers=headers,
+                    timeout=urllib3.Timeout(connect=timeout_s, read=timeout_s),
+                    redirect=False,
+                    preload_content=False,
+                    decode_content=False,
+                )
+                with contextlib.closing(answer):
+                    found = self._read(answer, self._clock() + timeout_s)
         except exceptions.HTTPError as error:
             raise self._failed(f"{type(error).__name__}: {error}", maybe_deleted=_may_be_sent(error)) from error
         if answer.status != 200:

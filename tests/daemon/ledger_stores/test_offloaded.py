@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +64,7 @@ def test_both_objects_are_verified_and_then_deleted_the_index_first(place: Place
     ],
 )
 def test_a_record_deletes_what_its_component_says_and_nothing_else(
-    place: Place, component: LedgerComponent, name: dict[str, str], metadata: dict[str, str]
+    place: Place, component: LedgerComponent, name: dict[str, Any], metadata: dict[str, str]
 ) -> None:
     for other in (LEDGER_METADATA, CURSOR_METADATA, SCHEMA_METADATA):
         place.put(data=other, index=other)
@@ -200,7 +202,7 @@ def test_the_guard_is_not_asked_where_nothing_would_be_deleted(place: Place) -> 
 def test_a_failure_of_verifying_has_deleted_nothing(place: Place, fault: Fault, key_part: str) -> None:
     place.put()
     place.script.plan("head", fault, key_part=key_part)
-    with pytest.raises(DeletionFailed, match="object store cold: .*fault") as failed:
+    with pytest.raises(DeletionFailed, match=r"object store cold: .*fault") as failed:
         place.stores.delete(TOPIC, place.record(), allowed)
     assert not failed.value.maybe_deleted
     assert place.keys() == BOTH
@@ -216,7 +218,7 @@ def test_a_failure_of_deleting_may_have_deleted_and_the_next_attempt_ends_it(
     # The name of the data is part of the name of the index.
     for number in range(which + 1):
         place.script.plan("delete", fault if number == which else Fault.NONE)
-    with pytest.raises(DeletionFailed, match="object store cold: .*fault") as failed:
+    with pytest.raises(DeletionFailed, match=r"object store cold: .*fault") as failed:
         place.stores.delete(TOPIC, place.record(), allowed)
     assert failed.value.maybe_deleted
     again = place.stores.delete(TOPIC, place.record(), allowed)
@@ -237,13 +239,13 @@ def test_nothing_is_gone_because_a_listing_fails(place: Place) -> None:
 def test_what_nobody_foresaw_is_a_failure_of_the_attempt(place: Place) -> None:
     place.put()
 
-    def break_at(step: str) -> None:
+    def break_at(broken: str, step: str) -> None:
         if step == broken:
             raise RuntimeError("boom")
 
     for broken, maybe_deleted in (("deletion.after_verify", False), ("deletion.after_index_delete", True)):
         with pytest.raises(DeletionFailed, match="RuntimeError: boom") as failed:
-            place.stores.delete(TOPIC, place.record(), allowed, break_at)
+            place.stores.delete(TOPIC, place.record(), allowed, functools.partial(break_at, broken))
         assert failed.value.maybe_deleted is maybe_deleted
 
 
