@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from daemon.core.deletions.listing import DeletionFilter as ShardFilter
 from daemon.core.deletions.listing import ListedState
 from daemon.engine import deletion_calls
 from daemon.engine.deletion_requests import DeletionRequests
@@ -208,3 +209,12 @@ def in_flight(daemon: Daemon) -> int:
 def ids(of: Iterable[Deletion]) -> list[int]:
     """Their ledgers."""
     return [each.pending_delete.ledger_id for each in of]
+
+
+def pending(daemon: Daemon) -> list[Deletion]:
+    """What is pending, as it is at once."""
+    return [
+        each
+        for shard in daemon.shards.values()
+        for each in shard.deletions.state.page(PENDING, ShardFilter(), 0, 1_000)[0]
+    ]
