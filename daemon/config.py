@@ -190,14 +190,14 @@ def _set(data: dict[str, Any], source: str, keys: tuple[str, ...], text: str) ->
         fields = _fields(section)
         if name not in fields:
             raise _unknown(keys[: depth + 1], fields, source)
-        last = depth == len(keys) - 1
-        if _is_section(fields[name]) == last:
-            kind = "a section, not a setting" if last else "a setting, not a section"
-            raise errors.InvalidArgument(f"configuration: {'.'.join(keys[: depth + 1])}{source} is {kind}")
         if table_of(fields[name]) is not None:
             raise errors.InvalidArgument(
                 f"configuration: {'.'.join(keys[: depth + 1])}{source} is an array of tables, which only the file sets"
             )
+        last = depth == len(keys) - 1
+        if _is_section(fields[name]) == last:
+            kind = "a section, not a setting" if last else "a setting, not a section"
+            raise errors.InvalidArgument(f"configuration: {'.'.join(keys[: depth + 1])}{source} is {kind}")
         if last:
             try:
                 data[name] = msgspec.convert(text, fields[name], strict=False)

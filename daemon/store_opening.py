@@ -10,10 +10,15 @@ from daemon import settings
 from storage_backends import local_directory, object_store
 
 
-def open_store(place: settings.Store | settings.DeletionObjectStore) -> object_store.ObjectStore:
-    """The store of this place. Raises `StoreError`, and OSError where a local directory cannot be made."""
+def open_store(
+    place: settings.Store | settings.DeletionObjectStore, *, deletions_survive: bool = False
+) -> object_store.ObjectStore:
+    """The store of this place.
+
+    `deletions_survive`: a power failure, too, which costs a local directory a synchronisation each. Raises `StoreError`.
+    """
     if place.kind == "local":
-        return local_directory.LocalDirectory(place.path)
+        return local_directory.LocalDirectory(place.path, deletions_survive=deletions_survive)
     # The AWS SDK takes a third of the time in which a daemon starts: only where it is needed.
     from storage_backends import s3
 

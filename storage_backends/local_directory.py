@@ -73,10 +73,14 @@ _NOT_LINKED: Final = _REFUSALS | {errno.ENOENT, errno.ENOSPC, errno.EDQUOT}
 
 
 class LocalDirectory(ObjectStore):
-    """Objects as files beneath `root`, which is made if it does not exist. Several processes may use one root."""
+    """Objects as files beneath `root`, which is made if it does not exist. Several processes may use one root.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    `deletions_survive`: what `delete` removed, and what `head` did not find, does not come back after a power failure.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, deletions_survive: bool = False) -> None:
         self.root: Final = Path(root).absolute()
+        self._deletions_survive: Final = deletions_survive
         self._temporary_folder: Final = self.root / TEMPORARY_FOLDER
         self._known_folders: set[Path] = set()
         self._broken: str | None = None
@@ -141,9 +145,14 @@ class LocalDirectory(ObjectStore):
 
     def head(self, key: str) -> ObjectInfo:
         path = self.path_of(key)
-        with self._opened(key, path) as file:
-            self._conclude_existing(file, path)
-            envelope = _read_envelope(file, key, path)
+        try:
+            with self._opened(key, path) as file:
+                self._conclude_existing(file, path)
+                envelope = _read_envelope(file, key, path)
+        except NotFound:
+            with self._usable(key):
+                self._conclude_missing(path)
+            raise
         return ObjectInfo(key, envelope.body_bytes, envelope.metadata)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ListedObject]:
@@ -162,7 +171,8 @@ class LocalDirectory(ObjectStore):
             try:
                 os.unlink(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                return
+                return self._conclude_missing(path)
+            self._conclude_missing(path)
             if _NUMBERED_FOLDER.fullmatch(path.parent.name):
                 with suppress(OSError):  # not empty, nearly always
                     os.rmdir(path.parent)
@@ -231,6 +241,12 @@ class LocalDirectory(ObjectStore):
         self._synchronise(file, path)
         with suppress(FileNotFoundError):  # deleted since, and its empty folder with it
             self._synchronise_folder(path.parent)
+
+    def _conclude_missing(self, path: Path) -> None:
+        """Make survive that there is no such file, if that is wanted: who removed it may have died before it did so."""
+        if self._deletions_survive:
+            with suppress(FileNotFoundError, NotADirectoryError):  # there is no such folder either
+                self._synchronise_folder(path.parent)
 
     def _synchronise_file(self, path: Path) -> None:
         with suppress(FileNotFoundError):  # deleted since

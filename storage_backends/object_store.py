@@ -15,7 +15,8 @@ Promised, by every implementation:
 
 Not promised:
 - The order in which `list` shows keys; that a listed object still exists, or survives a crash, before `head` found it.
-- That a deletion survives a power failure: a deleted object may come back, with the bytes it had.
+- That a deletion survives a power failure: a deleted object may come back, with the bytes it had. (A local directory
+  promises it when it is told to, S3 does so anyway.)
 - Anything about the order of two overlapping `put` calls to one key.
 - That a key and a key beneath it (`a` and `a/b`) can both exist. A directory cannot hold both and refuses the second.
 - That `get_range` finds damage inside the range: its caller has checksums of the parts it reads.

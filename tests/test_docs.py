@@ -83,7 +83,7 @@ def absent_settings(text: str, document: Path) -> list[str]:
     configuration = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text(encoding="utf-8")
     settings, sections = set(), []
     for line in configuration.splitlines():
-        if heading := re.fullmatch(r"## `([\w.]+)`", line):
+        if heading := re.fullmatch(r"## `(?:\[\[)?([\w.]+)(?:\]\])?`", line):
             sections.append(heading[1])
         elif sections and (row := re.match(r"\| `(\w+)` \|", line)):
             settings.add(f"{sections[-1]}.{row[1]}")

@@ -98,11 +98,14 @@ class OffloadedLedgers(LedgerStore):
 
 
 def open_existing(entry: settings.DeletionObjectStore) -> ObjectStore:
-    """Opens the store. Raises `StoreUnavailable` for a directory that is none yet: a disk that is not mounted would
-    look like a store in which every ledger is gone."""
+    """Opens the store so that what was deleted stays so, for no record will be left of it.
+
+    Raises `StoreUnavailable` for a directory that is none yet: a disk that is not mounted would look like a store in
+    which every ledger is gone.
+    """
     if entry.kind == "local" and not (Path(entry.path) / TEMPORARY_FOLDER).is_dir():
         raise StoreUnavailable(entry.path, "there is no store in this directory")
-    return store_opening.open_store(entry)
+    return store_opening.open_store(entry, deletions_survive=True)
 
 
 def _name_of(delete: PendingDelete) -> object_names.OffloadedName | Answer:
@@ -118,9 +121,10 @@ def _name_of(delete: PendingDelete) -> object_names.OffloadedName | Answer:
 def _found(store: ObjectStore, name: object_names.OffloadedName) -> Sequence[ObjectInfo]:
     """What there is of the two objects. Raises `StoreError`."""
     found = [info for info in (_head(store, key) for key in (name.index, name.data)) if info is not None]
-    # A HEAD in a bucket that does not exist finds nothing, as one of an object that is gone. A listing fails there.
-    if not found and any(object_names.parse(listed.key) == name for listed in store.list(name.data)):
-        raise StoreUnavailable(name.data, "listed, and not found")
+    if not found:
+        # Where there is no bucket, or no disk, HEAD finds nothing either; a listing fails. Of what is beneath the name:
+        # a directory is not read for that.
+        next(store.list(f"{name.data}/"), None)
     return found
 
 

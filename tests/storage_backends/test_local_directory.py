@@ -81,6 +81,41 @@ def test_an_object_is_a_file_of_its_name(store: LocalDirectory, tmp_path: Path) 
     assert (tmp_path / "FORMAT").read_bytes().endswith(b"body")
 
 
+def test_where_deletions_survive_their_folder_is_synchronised_before_anybody_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalDirectory(tmp_path, deletions_survive=True)
+    store.put("a/b", b"")
+    calls = SystemCalls(tmp_path, monkeypatch)
+    monkeypatch.setattr(os, "unlink", calls._watched("unlink", os.unlink, lambda path: path))
+    store.delete("a/b")
+    assert calls.seen == ["unlink a/b", "fsync a"]
+    # Another process may have removed it, and died before it synchronised the folder.
+    calls.seen.clear()
+    store.delete("a/b")
+    with pytest.raises(NotFound):
+        store.head("a/b")
+    assert calls.seen == ["unlink a/b", "fsync a", "fsync a"]
+    for nowhere in ("a/b/c", "c/d"):
+        store.delete(nowhere)
+        with pytest.raises(NotFound):
+            store.head(nowhere)
+    calls.failing["fsync a"] = errno.EIO
+    with pytest.raises(StoreUnavailable):
+        store.delete("a/b")
+    with pytest.raises(StoreUnavailable, match="restart"):
+        store.head("a/b")
+
+
+def test_otherwise_a_deletion_costs_no_synchronisation(store: LocalDirectory, calls: SystemCalls) -> None:
+    store.put("a/b", b"")
+    calls.seen.clear()
+    store.delete("a/b")
+    with pytest.raises(NotFound):
+        store.head("a/b")
+    assert calls.seen == []
+
+
 def test_a_root_that_went_away_is_not_an_empty_one(store: LocalDirectory, tmp_path: Path) -> None:
     store.put("a", b"")
     tmp_path.rename(tmp_path.with_name("elsewhere"))

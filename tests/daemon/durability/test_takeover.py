@@ -423,7 +423,7 @@ class World:
         header = journal.decode_header(body)
         if header.kind is FENCE:
             manifests = [key for key in self.store._objects if key.startswith(names.shard_manifest_prefix(SHARD))]
-            tip = manifest.decode_shard_manifest(self.store._objects[max(manifests)][0])
+            tip = manifest.decode_shard_manifest(self.store._objects[max(manifests)].body)
             self.tip_at_fence[header.epoch] = tip.epoch
 
     def act(self, name: str) -> None:
