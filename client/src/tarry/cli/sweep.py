@@ -113,12 +113,11 @@ class _Following:
 
     def __iter__(self) -> Iterator[deletions.SweepStep]:
         orphans = 0
-        # How many objects there are nobody knows before the last one was listed.
         with output.progress(f"sweeping {self._store}", total=None, quiet=self._quiet) as shown:
             for step in self._steps:
                 self.last = step
                 orphans += len(step.orphans)
-                label = f"sweeping {self._store}: {output.count_text(orphans, 'orphan')}; objects, of ? in all"
+                label = f"sweeping {self._store}: {output.count_text(orphans, 'orphan')}; objects listed, total unknown"
                 shown.set(label, done=step.counts.listed.objects, total=None)
                 yield step
 

@@ -1,0 +1,56 @@
+"""The command as a user runs it: a process of its own, and pipes.
+
+Owns: running it, and reading what it prints. Does not own: the daemon that it talks to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TARRY = Path(sys.executable).with_name("tarry")
+PATIENCE_S = 30.0
+
+
+class Shell:
+    """Runs command lines of `tarry` against one daemon."""
+
+    def __init__(self, address: str) -> None:
+        self._environment = os.environ | {"TARRY_ADDRESS": address}
+
+    def result(self, line: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [TARRY, *line.split(" ")],
+            env=self._environment,
+            input=stdin,
+            stdin=subprocess.DEVNULL if stdin is None else None,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+
+    def out(self, line: str, *, stdin: str | None = None) -> str:
+        """What it prints; it must succeed."""
+        result = self.result(line, stdin=stdin)
+        assert result.returncode == 0, f"tarry {line}: {result.stderr}"
+        return result.stdout
+
+    @contextlib.contextmanager
+    def lines(self, line: str) -> Iterator[Iterator[Any]]:
+        """What it prints as it runs, one object of JSON a line; it is ended with the block."""
+        with subprocess.Popen([TARRY, *line.split(" ")], env=self._environment, stdout=subprocess.PIPE) as running:
+            assert running.stdout is not None
+            try:
+                yield map(json.loads, running.stdout)
+            finally:
+                running.kill()
+
+    def parsed(self, line: str, *, stdin: str | None = None) -> Any:
+        """Its one line of JSON."""
+        return json.loads(self.out(f"{line} --json", stdin=stdin))
