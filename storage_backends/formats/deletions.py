@@ -54,6 +54,8 @@ class InUseChange(enum.IntEnum):
     FORGET = 2
     # These, and no others of their type, are in use.
     REPLACE = 3
+    # What is in use of the type is all that is: the end of a REPLACE that was too long for one decision. No ledgers.
+    COMPLETE = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,10 +184,13 @@ class Deletion:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicInUse:
-    """What an owner says is in use of `topic`; of each type at most once."""
+    """What an owner says is in use of `topic`; of each type at most once. `complete`: types, ascending, of which it has
+    said all that is in use.
+    """
 
     topic: str
     ledgers: tuple[InUseLedgers, ...] = ()
+    complete: tuple[LedgerType, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -211,6 +216,7 @@ _CHANGES: Final = {
     InUseChange.RECORD: deletion_pb2.ChangeInUse.RECORD,
     InUseChange.FORGET: deletion_pb2.ChangeInUse.FORGET,
     InUseChange.REPLACE: deletion_pb2.ChangeInUse.REPLACE,
+    InUseChange.COMPLETE: deletion_pb2.ChangeInUse.COMPLETE,
 }
 _LEDGER_TYPES: Final = {
     LedgerType.LEDGER: deletion_pb2.PendingDelete.LEDGER,
@@ -285,7 +291,8 @@ def fill_state(message: deletion_pb2.DeletionState, state: DeletionState) -> Non
     message.last_id = state.last_id
     mirror.extend(message.deletions, state.deletions)
     for topic in state.in_use:
-        added = message.in_use.add(topic=topic.topic)
+        complete = [_LEDGER_TYPES[ledger_type] for ledger_type in topic.complete]
+        added = message.in_use.add(topic=topic.topic, complete=complete)
         for ledgers in topic.ledgers:
             _fill_in_use(added.ledgers.add(), ledgers)
 
@@ -295,7 +302,11 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
     try:
         deletions = tuple(mirror.made_from(Deletion, deletion) for deletion in message.deletions)
         in_use = tuple(
-            TopicInUse(topic.topic, tuple(_in_use_of(ledgers, what, offset) for ledgers in topic.ledgers))
+            TopicInUse(
+                topic.topic,
+                tuple(_in_use_of(ledgers, what, offset) for ledgers in topic.ledgers),
+                tuple(LedgerType(ledger_type) for ledger_type in topic.complete),
+            )
             for topic in message.in_use
         )
     except ValueError as error:

@@ -396,6 +396,8 @@ class ChangeInUse(_message.Message):
         FORGET: ChangeInUse._Change.ValueType  # 2
         REPLACE: ChangeInUse._Change.ValueType  # 3
         """These, and no others of their type, are in use."""
+        COMPLETE: ChangeInUse._Change.ValueType  # 4
+        """What is in use of the type is all that is: the end of a REPLACE that was too long for one decision. No ledgers."""
 
     class Change(_Change, metaclass=_ChangeEnumTypeWrapper): ...
     CHANGE_UNSPECIFIED: ChangeInUse.Change.ValueType  # 0
@@ -403,6 +405,8 @@ class ChangeInUse(_message.Message):
     FORGET: ChangeInUse.Change.ValueType  # 2
     REPLACE: ChangeInUse.Change.ValueType  # 3
     """These, and no others of their type, are in use."""
+    COMPLETE: ChangeInUse.Change.ValueType  # 4
+    """What is in use of the type is all that is: the end of a REPLACE that was too long for one decision. No ledgers."""
 
     TOPIC_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
@@ -557,20 +561,26 @@ class TopicInUse(_message.Message):
 
     TOPIC_FIELD_NUMBER: _builtins.int
     LEDGERS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     @_builtins.property
     def ledgers(self) -> _containers.RepeatedCompositeFieldContainer[Global___InUseLedgers]:
         """By type, at most one of each."""
+
+    @_builtins.property
+    def complete(self) -> _containers.RepeatedScalarFieldContainer[Global___PendingDelete.LedgerType.ValueType]:
+        """Types of which its owner has said, by a REPLACE, all that is in use."""
 
     def __init__(
         self,
         *,
         topic: _builtins.str | None = ...,
         ledgers: _abc.Iterable[Global___InUseLedgers] | None = ...,
+        complete: _abc.Iterable[Global___PendingDelete.LedgerType.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledgers", b"ledgers", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "ledgers", b"ledgers", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
