@@ -103,13 +103,13 @@ class InUse:
     @classmethod
     def restored(cls, state: Sequence[TopicInUse]) -> InUse:
         made = cls()
+        for topic in state:
+            made._number(topic.topic)
         parts = [_rows(made._number(topic.topic), ledgers) for topic in state for ledgers in topic.ledgers]
         if parts:
             plain = np.concatenate([part.plain for part in parts])
             named = np.concatenate([part.named for part in parts])
             made._add(_Rows(ascending(plain), ascending(named)))
-        for topic in state:
-            made._number(topic.topic)
         return made
 
     def _number(self, topic: str) -> int:

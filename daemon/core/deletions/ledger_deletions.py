@@ -230,9 +230,8 @@ class LedgerDeletions:
         attempts: list[Deletion] = []
         ended: list[Deletion] = []
         for deletion in self._in_state(record.deletion_id, State.WAITING, State.BEGUN):
-            # Of one that is begun, or may be deleted in part, nobody can have said in time that it is in use.
-            is_free = life.too_late_to_use(deletion)
-            if not is_free and self.in_use.is_in_use(deletion.topic, deletion.pending_delete):
+            # Never so of one that has begun, or may be deleted in part: for its ledger it was too late.
+            if self.in_use.is_in_use(deletion.topic, deletion.pending_delete):
                 ended.append(self._become(deletion, life.found_in_use(deletion, record.at_ms)))
             else:
                 attempts.append(self._become(deletion, life.begun(deletion)))
