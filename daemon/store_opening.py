@@ -15,7 +15,9 @@ def open_store(
 ) -> object_store.ObjectStore:
     """The store of this place.
 
-    `deletions_survive`: a power failure, too, which costs a local directory a synchronisation each. Raises `StoreError`.
+    `deletions_survive`: a power failure, too, which costs a local directory a synchronisation each.
+
+    Raises `StoreError`.
     """
     if place.kind == "local":
         return local_directory.LocalDirectory(place.path, deletions_survive=deletions_survive)

@@ -201,7 +201,5 @@ def body_of(topic: str, delete: PendingDelete) -> dict[str, object]:
             "driver_name": context.driver_name,
             "driver_metadata": dict(context.driver_metadata),
         },
-        "metadata": {
-            key: accepted[0] if accepted else None for key, accepted in metadata.expected(topic, delete).items()
-        },
+        "metadata": metadata.table(topic, delete),
     }

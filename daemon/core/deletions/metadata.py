@@ -9,9 +9,13 @@ Does not own: where metadata is read (`daemon.ledger_stores`).
     SCHEMA_STORAGE   pulsar       schema          absent                 absent         the schema's
 
 All five keys are compared, also those that must be absent: nothing else tells a cursor's ledger from a topic's. Other
-keys are nobody's business here. Stores do not keep names of keys as they are (S3 knows neither `/` nor upper case), so
-names are compared by what `normalised` makes of them. Nor do they keep every character of a value: a name that is not
-printable ASCII may stand percent-encoded.
+keys are nobody's business here. The topic's ledger has Pulsar's name, `t/n/persistent/<x, URL-encoded>` of
+`persistent://t/n/x`; else, and in an object store also then, the topic's own.
+
+Object stores do not keep everything. Names of keys are compared by what `normalised` makes of them, for S3 knows
+neither `/` nor upper case; values stand percent-encoded (`as_stored`) where they are not printable ASCII. Each topic
+has its ledger's names for itself, given that no topic is called as Pulsar calls a ledger (`checking`): metadata says of
+one topic whose a ledger is, or of none.
 """
 
 from __future__ import annotations
@@ -42,31 +46,35 @@ COMPONENTS: Final[Mapping[LedgerComponent, str]] = MappingProxyType(
 
 _SHOWN_MAX: Final = 200
 _OTHER: Final = re.compile(r"[^a-z0-9]+")
-_PRINTABLE: Final = re.compile(r"[!-~](?:[ -~]*[!-~])?")
-_ENCODED: Final = re.compile(rb"%([0-9A-Fa-f]{2})")
+_ENCODED: Final = re.compile(rb"%([0-9A-F]{2})")
+_UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789*-._")
 # Pulsar: what a topic is called, and what its ledger is called. Parts between slashes are not empty.
 _PERSISTENT_TOPIC: Final = re.compile(r"persistent://([^/]+)/([^/]+)/(.+)", re.DOTALL)
 _PERSISTENT_LEDGER: Final = re.compile(r"([^/]+)/([^/]+)/persistent/([^/]+)")
 
 
-def expected(topic: str, delete: PendingDelete) -> dict[str, tuple[str, ...]]:
-    """For each of `KEYS` the values that it may have; none: it must be absent."""
-    accepted: dict[str, tuple[str, ...]] = dict.fromkeys(KEYS, ())
-    accepted[APPLICATION_KEY] = (APPLICATION,)
-    accepted[COMPONENT_KEY] = (COMPONENTS[delete.component],)
+def table(topic: str, delete: PendingDelete) -> dict[str, str | None]:
+    """The metadata of a ledger where nothing needs to be encoded: for each of `KEYS` its value; None: it is absent."""
+    values: dict[str, str | None] = dict.fromkeys(KEYS)
+    values[APPLICATION_KEY] = APPLICATION
+    values[COMPONENT_KEY] = COMPONENTS[delete.component]
     if delete.component is LedgerComponent.SCHEMA_STORAGE:
-        accepted[SCHEMA_ID_KEY] = _as_stored(delete.schema_id or "")
-        return accepted
-    accepted[MANAGED_LEDGER_KEY] = ledger_names(topic)
+        values[SCHEMA_ID_KEY] = delete.schema_id or ""
+        return values
+    values[MANAGED_LEDGER_KEY] = ledger_name(topic)
     if delete.component is LedgerComponent.MANAGED_CURSOR:
-        accepted[CURSOR_KEY] = _as_stored(delete.cursor_name or "")
-    return accepted
+        values[CURSOR_KEY] = delete.cursor_name or ""
+    return values
 
 
 def mismatch(topic: str, delete: PendingDelete, metadata: Mapping[str, str]) -> str | None:
-    """The first difference, for people; None where the metadata is what the record says."""
+    """The first difference between an object's metadata and its record, for people; None: there is none."""
     found = _normalised_metadata(metadata)
-    for key, accepted in expected(topic, delete).items():
+    for key, value in table(topic, delete).items():
+        if key == MANAGED_LEDGER_KEY and value is not None:
+            accepted = stored_ledger_names(topic)
+        else:
+            accepted = () if value is None else (as_stored(value),)
         values = found.get(normalised(key), ())
         if len(values) > 1:
             return f"metadata {key} is there more than once"
@@ -81,15 +89,15 @@ def mismatch(topic: str, delete: PendingDelete, metadata: Mapping[str, str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose a ledger is. `topics`: names that the topic may have, at least one; a record of each of them matches."""
+    """Whose an object is. A record that says so matches it."""
 
-    topics: tuple[str, ...]
+    topic: str
     component: LedgerComponent
     cursor_name: str | None = None
 
 
 def identify(metadata: Mapping[str, str]) -> Identity | None:
-    """Whose the ledger is; None where that cannot be told: the metadata is not as above, or a schema's, which names no
+    """Whose the object is; None where that cannot be told: the metadata is not as above, or a schema's, which names no
     topic."""
     found = _normalised_metadata(metadata)
     read = {key: found.get(normalised(key), ()) for key in KEYS}
@@ -97,29 +105,48 @@ def identify(metadata: Mapping[str, str]) -> Identity | None:
     if read[APPLICATION_KEY] != (APPLICATION,) or read[SCHEMA_ID_KEY] or len(ledger) != 1 or len(cursor) > 1:
         return None
     component = LedgerComponent.MANAGED_CURSOR if cursor else LedgerComponent.MANAGED_LEDGER
-    if read[COMPONENT_KEY] != (COMPONENTS[component],) or not ledger[0] or "" in cursor:
+    topic, cursor_name = topic_of(ledger[0]), _as_named(cursor[0]) if cursor else None
+    if read[COMPONENT_KEY] != (COMPONENTS[component],) or not topic or (cursor and not cursor_name):
         return None
-    return Identity(topics_of(ledger[0]), component, _as_named(cursor[0]) if cursor else None)
+    return Identity(topic, component, cursor_name)
 
 
-def ledger_names(topic: str) -> tuple[str, ...]:
-    """What a topic's ledger may be called: Pulsar's name of it where the topic is one of Pulsar's, the topic's own."""
+def ledger_name(topic: str) -> str:
+    """What a topic's ledger is called: Pulsar's name of it where the topic is one of Pulsar's, the topic's own."""
     pulsar = _PERSISTENT_TOPIC.fullmatch(topic)
     if pulsar is None:
-        return _as_stored(topic)
+        return topic
     tenant, namespace, local = pulsar.groups()
-    return (*_as_stored(f"{tenant}/{namespace}/persistent/{_url_encoded(local)}"), *_as_stored(topic))
+    return f"{tenant}/{namespace}/persistent/{_url_encoded(local)}"
 
 
-def topics_of(ledger_name: str) -> tuple[str, ...]:
-    """Topics whose ledger may be called so, the likeliest first."""
-    plain = _as_named(ledger_name)
-    topics = [plain]
-    pulsar = _PERSISTENT_LEDGER.fullmatch(plain)
+def stored_ledger_names(topic: str) -> tuple[str, ...]:
+    """What a topic's ledger may be called in an object store, the likeliest first. No other topic's has such a name."""
+    pulsar = _PERSISTENT_TOPIC.fullmatch(topic)
+    if pulsar is None:
+        return (as_stored(topic),)
+    tenant, namespace, local = pulsar.groups()
+    return f"{as_stored(tenant)}/{as_stored(namespace)}/persistent/{_url_encoded(local)}", as_stored(topic)
+
+
+def topic_of(stored_ledger_name: str) -> str | None:
+    """Whose ledger is called so in an object store; None: nobody's."""
+    topic = _as_named(stored_ledger_name)
+    pulsar = _PERSISTENT_LEDGER.fullmatch(stored_ledger_name)
     if pulsar is not None:
-        tenant, namespace, local = pulsar.groups()
-        topics.insert(0, f"persistent://{tenant}/{namespace}/{_percent_decoded(local.replace('+', ' '))}")
-    return tuple(topic for topic in dict.fromkeys((*topics, ledger_name)) if ledger_name in ledger_names(topic))
+        tenant, namespace = _percent_decoded(pulsar[1]), _percent_decoded(pulsar[2])
+        local = _percent_decoded(pulsar[3].replace("+", " "))
+        topic = f"persistent://{tenant}/{namespace}/{local}"
+    return topic if topic is not None and stored_ledger_name in stored_ledger_names(topic) else None
+
+
+def as_stored(name: str) -> str:
+    """Printable ASCII that stands for this name and no other: percent-encoded are `%`, blanks at either end, and what
+    is not printable ASCII."""
+    inner = name.strip(" ")
+    left = len(name) - len(name.lstrip(" "))
+    encoded = "".join(chr(byte) if 0x20 <= byte <= 0x7E and byte != 0x25 else f"%{byte:02X}" for byte in inner.encode())
+    return f"{'%20' * left}{encoded}{'%20' * (len(name) - left - len(inner))}"
 
 
 def normalised(key: str) -> str:
@@ -135,44 +162,24 @@ def _normalised_metadata(metadata: Mapping[str, str]) -> dict[str, tuple[str, ..
     return found
 
 
-def _as_stored(name: str) -> tuple[str, ...]:
-    """What may stand for the name in metadata: itself, and where a store could not keep that, percent-encoded."""
-    encoded = _storable(name)
-    return (name,) if encoded == name else (name, encoded)
-
-
-def _as_named(value: str) -> str:
-    """The name for which `value` stands."""
-    name = _percent_decoded(value)
-    return name if name != value and _storable(name) == value else value
-
-
-def _storable(name: str) -> str:
-    """The name, or where it is not printable ASCII, with `%` and what is not in that percent-encoded."""
-    if _PRINTABLE.fullmatch(name) is not None:
-        return name
-    return "".join(chr(byte) if 0x21 <= byte <= 0x7E and byte != 0x25 else f"%{byte:02X}" for byte in name.encode())
+def _as_named(stored: str) -> str | None:
+    """The name for which it stands; None: for none."""
+    name = _percent_decoded(stored)
+    return name if as_stored(name) == stored else None
 
 
 def _url_encoded(name: str) -> str:
     """As forms are encoded, and as Java does it: a blank is `+`."""
     return "".join(
-        chr(byte)
-        if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "*-._")
-        else "+"
-        if byte == 0x20
-        else f"%{byte:02X}"
-        for byte in name.encode()
+        chr(byte) if byte in _UNRESERVED else "+" if byte == 0x20 else f"%{byte:02X}" for byte in name.encode()
     )
 
 
 def _percent_decoded(text: str) -> str:
-    """The text itself where its bytes are not UTF-8."""
-    decoded = _ENCODED.sub(lambda found: bytes([int(found[1], 16)]), text.encode("utf-8", "surrogateescape"))
-    try:
-        return decoded.decode()
-    except UnicodeDecodeError:
-        return text
+    """What is no UTF-8 becomes something that would be encoded otherwise."""
+    return _ENCODED.sub(lambda found: bytes([int(found[1], 16)]), text.encode(errors="replace")).decode(
+        errors="replace"
+    )
 
 
 def _shown(value: str) -> str:

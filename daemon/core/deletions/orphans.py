@@ -221,7 +221,7 @@ def claim_of(
         cursor_name=identity.cursor_name,
         offload_context=dataclasses.replace(place, uuid_msb=name.uuid_msb, uuid_lsb=name.uuid_lsb),
     )
-    claim = Claim(identity.topics[0], delete)
+    claim = Claim(identity.topic, delete)
     return claim if _may_be_recorded(claim, topic_bytes_max) else Finding.UNIDENTIFIED
 
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core.deletions import metadata
-from daemon.core.deletions.metadata import Identity, identify, mismatch, topics_of
+from daemon.core.deletions.metadata import KEYS, Identity, identify, mismatch, topic_of
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, PendingDelete
+from storage_backends.object_store import check_metadata
 
 TOPIC = "persistent://tenant/namespace/orders"
 LEDGER = PendingDelete(LedgerComponent.MANAGED_LEDGER, LedgerType.LEDGER, 1)
@@ -85,20 +86,26 @@ def test_values_are_compared_to_the_letter() -> None:
     [
         (TOPIC, "tenant/namespace/persistent/orders"),
         (TOPIC, TOPIC),
-        ("tenant/namespace/persistent/orders", "tenant/namespace/persistent/orders"),
         ("persistent://t/n/a b+c", "t/n/persistent/a+b%2Bc"),
+        ("persistent://t/n/a b+c", "persistent://t/n/a b+c"),
         ("persistent://t/n/a/b", "t/n/persistent/a%2Fb"),
-        ("persistent://t/n/ü~", "t/n/persistent/%C3%BC%7E"),
-        ("ü", "ü"),
+        ("persistent://t/n/ü~*", "t/n/persistent/%C3%BC%7E*"),
+        ("persistent://100%/ü/x", "100%25/%C3%BC/persistent/x"),
         ("ü", "%C3%BC"),
-        (" edge", "%20edge"),
-        ("a b", "a b"),
-        ("a\nb%", "a%0Ab%25"),
+        ("100%", "100%25"),
+        ("100%25", "100%2525"),
+        (" a b  ", "%20a b%20%20"),
+        ("   ", "%20%20%20"),
+        ("a\nb", "a%0Ab"),
+        ("non-persistent://t/n/x", "non-persistent://t/n/x"),
+        ("persistent://t/n", "persistent://t/n"),
     ],
 )
-def test_a_topics_ledger_may_be_called_so(topic: str, ledger: str) -> None:
-    assert mismatch(topic, LEDGER, {**TABLES[LEDGER], "pulsar/managed-ledger": ledger}) is None
-    assert topic in topics_of(ledger)
+def test_a_topics_ledger_may_be_called_so_in_an_object_store(topic: str, ledger: str) -> None:
+    found = {**TABLES[LEDGER], "pulsar/managed-ledger": ledger}
+    assert mismatch(topic, LEDGER, found) is None
+    assert topic_of(ledger) == topic
+    check_metadata({"name": ledger})
 
 
 @pytest.mark.parametrize(
@@ -111,40 +118,78 @@ def test_a_topics_ledger_may_be_called_so(topic: str, ledger: str) -> None:
         (TOPIC, ""),
         ("non-persistent://tenant/namespace/orders", "tenant/namespace/persistent/orders"),
         ("persistent://tenant/namespace/", "tenant/namespace/persistent/"),
+        ("persistent://t/n/ü", "t/n/persistent/%c3%bc"),
+        ("persistent://t/n/a b", "t/n/persistent/a%20b"),
         ("a b", "a%20b"),
         ("a%20b", "a b"),
+        ("100%", "100%"),
         ("ü", "u"),
+        ("ü", "ü"),
     ],
 )
 def test_and_not_so(topic: str, ledger: str) -> None:
     assert mismatch(topic, LEDGER, {**TABLES[LEDGER], "pulsar/managed-ledger": ledger}) is not None
-    assert topic not in topics_of(ledger)
+    assert topic_of(ledger) != topic
+
+
+@pytest.mark.parametrize("ledger", ["100%", "%41", "%C3", "%c3%bc", " a", "ü", "\ud800", "t/n/persistent/%41", ""])
+def test_a_name_that_nothing_is_stored_as_is_nobodys(ledger: str) -> None:
+    assert identify({**TABLES[LEDGER], "pulsar/managed-ledger": ledger}) is None
+    assert not ledger or identify({**TABLES[CURSOR], "pulsar/cursor": ledger}) is None
 
 
 @given(st.text(min_size=1, max_size=40))
 def test_a_local_name_is_encoded_as_forms_are(local: str) -> None:
     # Java's encoder keeps the asterisk and encodes the tilde.
     encoded = urllib.parse.quote_plus(local, safe="*").replace("~", "%7E")
-    assert metadata.ledger_names(f"persistent://t/n/{local}")[0] == f"t/n/persistent/{encoded}"
+    assert metadata.ledger_name(f"persistent://t/n/{local}") == f"t/n/persistent/{encoded}"
 
 
-@given(TOPICS)
-def test_whatever_a_topics_ledger_is_called_the_topic_is_found_and_its_record_matches(topic: str) -> None:
-    for ledger in metadata.ledger_names(topic):
-        identity = identify({**TABLES[CURSOR], "pulsar/managed-ledger": ledger})
+@given(TOPICS, TOPICS)
+def test_no_two_topics_have_a_stored_ledger_name_in_common(one: str, other: str) -> None:
+    """Given that none is called as Pulsar calls a ledger; such topics are not recorded."""
+    for topic in (one, other):
+        for ledger in metadata.stored_ledger_names(topic):
+            if "/persistent/" not in topic:
+                assert topic_of(ledger) == topic
+            check_metadata({"name": ledger})
+    if one != other and "/persistent/" not in one + other:
+        assert not set(metadata.stored_ledger_names(one)) & set(metadata.stored_ledger_names(other))
+
+
+@given(TOPICS, st.text(min_size=1, max_size=30))
+def test_whoever_is_identified_has_a_record_that_matches(topic: str, cursor: str) -> None:
+    delete = PendingDelete(LedgerComponent.MANAGED_CURSOR, LedgerType.LEDGER, 1, cursor_name=cursor)
+    for ledger in metadata.stored_ledger_names(topic):
+        found = {**TABLES[CURSOR], "pulsar/managed-ledger": ledger, "pulsar/cursor": metadata.as_stored(cursor)}
+        assert mismatch(topic, delete, found) is None
+        identity = identify(found)
         assert identity is not None
-        assert topic in identity.topics
-        assert (identity.component, identity.cursor_name) == (LedgerComponent.MANAGED_CURSOR, "billing")
-        for candidate in identity.topics:
-            assert mismatch(candidate, CURSOR, {**TABLES[CURSOR], "pulsar/managed-ledger": ledger}) is None
+        assert (identity.component, identity.cursor_name) == (LedgerComponent.MANAGED_CURSOR, cursor)
+        assert mismatch(identity.topic, delete, found) is None
 
 
-def test_a_ledger_is_identified_with_the_likeliest_topic_first() -> None:
-    assert identify(TABLES[LEDGER]) == Identity(
-        (TOPIC, "tenant/namespace/persistent/orders"), LedgerComponent.MANAGED_LEDGER
+def test_a_ledger_is_identified_by_topic_component_and_cursor() -> None:
+    assert identify(TABLES[LEDGER]) == Identity(TOPIC, LedgerComponent.MANAGED_LEDGER)
+    assert identify({**TABLES[LEDGER], "pulsar/managed-ledger": TOPIC}) == Identity(
+        TOPIC, LedgerComponent.MANAGED_LEDGER
     )
     cursor = {**TABLES[CURSOR], "pulsar/managed-ledger": "%C3%BC", "pulsar/cursor": "%C3%A4"}
-    assert identify(cursor) == Identity(("ü", "%C3%BC"), LedgerComponent.MANAGED_CURSOR, "ä")
+    assert identify(cursor) == Identity("ü", LedgerComponent.MANAGED_CURSOR, "ä")
+
+
+def test_where_nothing_is_encoded_names_are_as_they_are() -> None:
+    cursor = PendingDelete(LedgerComponent.MANAGED_CURSOR, LedgerType.LEDGER, 1, cursor_name="100% ü")
+    assert metadata.table("100% ü", cursor) == {
+        "application": "pulsar",
+        "component": "managed-ledger",
+        "pulsar/managed-ledger": "100% ü",
+        "pulsar/cursor": "100% ü",
+        "pulsar/schemaId": None,
+    }
+    assert [dict.fromkeys(KEYS) | found for found in TABLES.values()] == [
+        metadata.table(TOPIC, each) for each in TABLES
+    ]
 
 
 @pytest.mark.parametrize(
