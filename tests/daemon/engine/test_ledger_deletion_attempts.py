@@ -30,7 +30,6 @@ from tests.daemon.engine.deleting import (
 from tests.support.engine_fixture import EngineFixture
 
 DELETED = DeletionOutcome.DELETED
-HOUR_S = 3600.0
 
 
 def gaps(times_s: list[float]) -> list[float]:
@@ -43,19 +42,19 @@ def gaps(times_s: list[float]) -> list[float]:
 async def test_failed_attempts_follow_the_schedule_and_then_there_is_a_dead_letter(machines: EngineFixture) -> None:
     stores = ScriptedLedgers(machines)
     stores.plan_always(1, failed("throttled"))
-    one = await machines.served_by()
+    one = await machines.served_by("one", "deletion.reconsume_later_seconds=60")
     began_s = machines.elapsed_s()
     await record(one, 1)
-    await asyncio.sleep(2 * HOUR_S)
+    await asyncio.sleep(700)
     assert in_flight(one) == 0
     times_s = stores.times_of(1)
     assert len(times_s) == 11
     assert times_s[0] - began_s < 1
-    assert all(600 * 0.9 <= gap < 600 * 1.1 + 2 for gap in gaps(times_s))
+    assert all(60 * 0.9 <= gap < 60 * 1.1 + 1 for gap in gaps(times_s))
     assert len({round(gap) for gap in gaps(times_s)}) > 3
     (dead,) = await listed(one, DEAD)
     assert (dead.outcome, dead.failures, dead.text) == (DeletionOutcome.GIVEN_UP, 11, "throttled")
-    await asyncio.sleep(700)
+    await asyncio.sleep(200)
     assert len(stores.times_of(1)) == 11
 
 
