@@ -421,8 +421,8 @@ class DeletionObjectStore(Section, frozen=True):
     path: Annotated[
         str,
         Meta(
-            description="The local directory, in the form of `docs/STORAGE_FORMAT.md`; required when `kind` is "
-            "`local`. It must be a store already: where there is none, nothing is deleted and nothing counts as gone."
+            description="The local directory, as `docs/LEDGER_OWNERS.md` has it; required when `kind` is `local`. It "
+            "must be a store already: where there is none, nothing is deleted and nothing counts as gone."
         ),
     ] = ""
     s3: S3 = S3()

@@ -16,8 +16,11 @@ from daemon.ledger_stores.offloaded import OffloadedLedgers
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, OffloadContext
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import StoreUnavailable
+from storage_backends.s3 import S3Store
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.support.fault_store import Fault
+from tests.support.lost_answer_proxy import Loss, lost_answer_proxy
+from tests.support.moto_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, MotoServer
 
 CURSOR_METADATA = {**LEDGER_METADATA, "pulsar-cursor": "billing"}
 SCHEMA_METADATA = {"application": "pulsar", "component": "schema", "pulsar-schemaid": "t/n/orders"}
@@ -308,3 +311,40 @@ def test_a_file_that_is_no_object_is_a_failure(tmp_path: Path) -> None:
         stores.delete(TOPIC, record(), allowed)
     assert not failed.value.maybe_deleted
     stores.close()
+
+
+# On the wire
+
+
+@pytest.mark.parametrize("loss", list(Loss))
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_deletion_whose_answer_is_lost_may_have_deleted_and_the_next_attempt_ends_it(
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch, loss: Loss, lost: int
+) -> None:
+    """The request of the index, or that of the data: it takes effect, and nobody is told."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_ACCESS_KEY)
+    bucket = f"lost-{loss.name.lower()}-{lost}"
+    writer = S3Store(moto.settings(bucket))
+    for key in BOTH:
+        writer.put(key, b"entries", metadata=LEDGER_METADATA)
+    with lost_answer_proxy(moto.endpoint_url) as proxy:
+        s3 = settings.S3(bucket=bucket, endpoint_url=proxy.endpoint_url, attempts=1, read_timeout_s=1)
+        stores = LedgerStores(
+            object_stores=[OffloadedLedgers(settings.DeletionObjectStore(name="cold", drivers=(DRIVER,), s3=s3))]
+        )
+
+        def lose(step: str) -> None:
+            if step == ("deletion.after_verify" if lost == 1 else "deletion.after_index_delete"):
+                proxy.drop_next_answer("DELETE", loss=loss)
+
+        with pytest.raises(DeletionFailed, match="object store cold") as failed:
+            stores.delete(TOPIC, record(bucket=bucket), allowed, lose)
+        assert failed.value.maybe_deleted
+        left = {found.key for found in writer.list("")}
+        assert left == ({NAME.data} if lost == 1 else set())
+        again = stores.delete(TOPIC, record(bucket=bucket), allowed).outcome
+        assert again is (DeletionOutcome.DELETED if lost == 1 else DeletionOutcome.ALREADY_GONE)
+        assert list(writer.list("")) == []
+        stores.close()
+    writer.close()
