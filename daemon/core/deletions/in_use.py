@@ -1,6 +1,6 @@
 """What the owners of ledgers say is in use, of all topics of a shard.
 
-Owns: which ledger of which topic is in use, and of which topics anything was ever said.
+Owns: which ledger of which topic is in use, of which topics anything was ever said, and of which all of it.
 Does not own: for which ledgers that comes too late (`being_deleted`), and who asks.
 
 A ledger of a topic has a type, an id, and a UUID or none. One that is in use without a UUID is so under whatever UUID,
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,9 @@ _LEDGER = struct.Struct(">Q")
 _TOPIC = slice(1, 5)
 _FROM_LEDGER = slice(5, None)
 
+_OfTopic: TypeAlias = tuple[LedgerType, int]
+"""A type, and the number of a topic."""
+
 
 class InUse:
     def __init__(self) -> None:
@@ -50,6 +53,8 @@ class InUse:
         # Offloaded ones, by ledger: (ledger, topic), (ledger, UUID, topic).
         self._plain_objects = SortedKeys(12)
         self._named_objects = SortedKeys(28)
+        # Types and topics of which all that is in use was said.
+        self._complete: set[_OfTopic] = set()
 
     @property
     def ledgers(self) -> int:
@@ -62,8 +67,11 @@ class InUse:
         return len(self._topics)
 
     def knows(self, topic: str) -> bool:
-        """Whether anything was ever said of the topic, be it that nothing is in use."""
-        return topic in self._topics
+        """Whether it was ever said which offloaded ledgers of the topic are in use, and that no others are. Changes are
+        said from then on, so that one of which nothing was said is not in use.
+        """
+        number = self._topics.get(topic)
+        return number is not None and (LedgerType.OFFLOADED_LEDGER, number) in self._complete
 
     def is_in_use(self, topic: str, delete: PendingDelete) -> bool:
         """Whether the ledger that is to be deleted is in use, whatever component the deletion names."""
@@ -80,31 +88,56 @@ class InUse:
         ledger = _LEDGER.pack(ledger_id)
         return self._plain_objects.has(ledger) or self._named_objects.has(ledger + _UUID.pack(uuid_msb, uuid_lsb))
 
+    def holds_exactly(self, uuid_msb: int, uuid_lsb: int, ledger_id: int) -> bool:
+        """Whether the offloaded ledger is in use by any topic of the shard that has said its UUID."""
+        return self._named_objects.has(_LEDGER.pack(ledger_id) + _UUID.pack(uuid_msb, uuid_lsb))
+
+    def ledgers_of(self, topic: str, ledger_type: LedgerType | None = None) -> int:
+        """How many of the topic are in use, of one type or of all."""
+        number = self._topics.get(topic)
+        if number is None:
+            return 0
+        types = LedgerType if ledger_type is None else (ledger_type,)
+        prefixes = [_OF_TOPIC.pack(each, number) for each in types]
+        return sum(self._plain.count(prefix) + self._named.count(prefix) for prefix in prefixes)
+
+    def of(self, topic: str, ledger_type: LedgerType) -> LedgersInUse:
+        """What is in use of the topic now."""
+        number = self._topics.get(topic)
+        if number is None:
+            return LedgersInUse(ledger_type, 0, _rows(0, _no_ledgers(ledger_type)))
+        return LedgersInUse(ledger_type, number, self._of(ledger_type, number))
+
     def change(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> int:
         """What an owner says of ledgers of the topic, each of them in time. How many that changes: they were not in use
         and are, or they were and are no longer.
 
-        FORGET of a ledger without a UUID forgets it under whatever UUID; with one, under that one.
+        FORGET is of what was said so: of a ledger without a UUID it forgets that it was in use without one.
         """
-        rows = _rows(self._number(topic), ledgers)
-        if change is InUseChange.RECORD:
-            return self._add(rows)
-        if change is InUseChange.FORGET:
-            return self._remove(_Rows(rows.plain, self._under_whatever_uuid(rows)))
-        prefix = np.array([_OF_TOPIC.pack(ledgers.ledger_type, self._number(topic))], f"S{_OF_TOPIC.size}")
-        were = _Rows(self._plain.beginning_with(prefix), self._named.beginning_with(prefix))
-        gone = _Rows(_without(were.plain, rows.plain), _without(were.named, rows.named))
-        return self._remove(gone) + self._add(rows)
+        number = self._number(topic)
+        rows = _rows(number, ledgers)
+        match change:
+            case InUseChange.RECORD:
+                return self._add(rows)
+            case InUseChange.FORGET:
+                return self._remove(rows)
+            case InUseChange.REPLACE:
+                self._complete.add((ledgers.ledger_type, number))
+                return self._remove(self._of(ledgers.ledger_type, number).without(rows)) + self._add(rows)
+            case InUseChange.COMPLETE:
+                self._complete.add((ledgers.ledger_type, number))
+                return 0
 
     def freeze(self) -> FrozenInUse:
         """As it is now: copies of pointers."""
-        return FrozenInUse(tuple(self._topics), self._plain.chunks(), self._named.chunks())
+        return FrozenInUse(tuple(self._topics), self._plain.chunks(), self._named.chunks(), frozenset(self._complete))
 
     @classmethod
     def restored(cls, state: Sequence[TopicInUse]) -> InUse:
         made = cls()
         for topic in state:
-            made._number(topic.topic)
+            number = made._number(topic.topic)
+            made._complete.update((ledger_type, number) for ledger_type in topic.complete)
         parts = [_rows(made._number(topic.topic), ledgers) for topic in state for ledgers in topic.ledgers]
         if parts:
             plain = np.concatenate([part.plain for part in parts])
@@ -115,10 +148,9 @@ class InUse:
     def _number(self, topic: str) -> int:
         return self._topics.setdefault(topic, len(self._topics))
 
-    def _under_whatever_uuid(self, rows: _Rows) -> Keys:
-        if not len(self._named):
-            return rows.named
-        return ascending(np.concatenate([rows.named, self._named.beginning_with(rows.plain)]))
+    def _of(self, ledger_type: LedgerType, number: int) -> _Rows:
+        prefix = np.array([_OF_TOPIC.pack(ledger_type, number)], f"S{_OF_TOPIC.size}")
+        return _Rows(self._plain.beginning_with(prefix), self._named.beginning_with(prefix))
 
     def _add(self, rows: _Rows) -> int:
         new = _Rows(self._plain.add(rows.plain), self._named.add(rows.named))
@@ -140,6 +172,7 @@ class FrozenInUse:
     topics: tuple[str, ...]
     plain: tuple[Keys, ...]
     named: tuple[Keys, ...]
+    complete: frozenset[_OfTopic]
 
     def state(self) -> tuple[TopicInUse, ...]:
         """O(n): for a thread."""
@@ -147,7 +180,31 @@ class FrozenInUse:
         for ledger_type in LedgerType:
             for number, ledgers in _by_topic(ledger_type, self.plain, self.named):
                 of_topics.setdefault(number, []).append(ledgers)
-        return tuple(TopicInUse(topic, tuple(of_topics.get(number, ()))) for number, topic in enumerate(self.topics))
+        return tuple(
+            TopicInUse(topic, tuple(of_topics.get(number, ())), self._complete_of(number))
+            for number, topic in enumerate(self.topics)
+        )
+
+    def _complete_of(self, number: int) -> tuple[LedgerType, ...]:
+        return tuple(ledger_type for ledger_type in LedgerType if (ledger_type, number) in self.complete)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LedgersInUse:
+    """What was in use of one type and topic at one moment."""
+
+    _type: LedgerType
+    _topic: int
+    _rows: _Rows
+
+    def __len__(self) -> int:
+        return len(self._rows.plain) + len(self._rows.named)
+
+    def beside(self, ledgers: InUseLedgers) -> InUseLedgers:
+        """Those that are not among `ledgers`, which are of the same type. O(n): for a thread."""
+        others = self._rows.without(_rows(self._topic, ledgers))
+        matrix = np.concatenate([_widened([others.plain]), _widened([others.named])])
+        return InUseLedgers(self._type, *_ledgers(matrix))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -156,6 +213,15 @@ class _Rows:
 
     plain: Keys
     named: Keys
+
+    def without(self, others: _Rows) -> _Rows:
+        plain, named = contained(self.plain, others.plain), contained(self.named, others.named)
+        return _Rows(self.plain[~plain], self.named[~named])
+
+
+def _no_ledgers(ledger_type: LedgerType) -> InUseLedgers:
+    none = np.empty(0, np.uint64)
+    return InUseLedgers(ledger_type, none, none, none)
 
 
 def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
@@ -174,10 +240,6 @@ def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
     )
 
 
-def _without(keys: Keys, others: Keys) -> Keys:
-    return keys[~contained(keys, others)]
-
-
 def _objects(rows: Keys) -> Keys:
     """Of the keys by topic, those of offloaded ledgers, by ledger."""
     offloaded = rows[bytes_of(rows)[:, 0] == LedgerType.OFFLOADED_LEDGER]
@@ -191,7 +253,7 @@ def _by_topic(
     matrix = np.concatenate([_widened(plain), _widened(named)])
     matrix = matrix[matrix[:, 0] == ledger_type]
     topic = _column(matrix, 1, 5, ">u4")
-    ledger_id, uuid_msb, uuid_lsb = (_column(matrix, start, start + 8, ">u8") for start in (5, 13, 21))
+    ledger_id, uuid_msb, uuid_lsb = _ledgers(matrix)
     order = np.lexsort((uuid_lsb, uuid_msb, ledger_id, topic))
     numbers, starts = np.unique(topic[order], return_index=True)
     ends = np.append(starts, len(order))[1:]
@@ -204,6 +266,11 @@ def _widened(chunks: Iterable[Keys]) -> np.ndarray[tuple[int, int], np.dtype[np.
     """u8[n, 29]: zeros where there is no UUID."""
     matrices = [bytes_of(chunk.astype("S29")) for chunk in chunks]
     return np.concatenate([np.empty((0, 29), np.uint8), *matrices])
+
+
+def _ledgers(matrix: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> tuple[U64, U64, U64]:
+    """Ids, and the halves of the UUIDs."""
+    return _column(matrix, 5, 13, ">u8"), _column(matrix, 13, 21, ">u8"), _column(matrix, 21, 29, ">u8")
 
 
 def _column(matrix: np.ndarray[tuple[int, int], np.dtype[np.uint8]], start: int, end: int, kind: str) -> U64:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,19 @@ class SortedKeys:
             if place < len(chunk):
                 return _bytes_at(chunk, place).startswith(prefix)
         return False
+
+    def count(self, prefix: bytes) -> int:
+        """How many begin with it."""
+        whole = self._kind.itemsize
+        return self._below(prefix.ljust(whole, b"\xff"), "right") - self._below(prefix.ljust(whole, b"\0"), "left")
+
+    def _below(self, key: bytes, side: Literal["left", "right"]) -> int:
+        """How many are below the key, or with `right` not above it."""
+        number = bisect.bisect_right(self._firsts, key) - 1
+        if number < 0:
+            return 0
+        place = np.searchsorted(self._chunks[number], np.array(key, self._kind), side)
+        return sum(map(len, self._chunks[:number])) + int(place)
 
     def _beginning_with(self, prefixes: Keys) -> Iterator[Keys]:
         if not len(prefixes) or not self._chunks:

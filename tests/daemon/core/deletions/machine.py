@@ -175,7 +175,8 @@ class DeletionsMachine(RuleBasedStateMachine):
     def say(
         self, topic: str, change: InUseChange, ledger_type: LedgerType, rows: list[tuple[int, tuple[int, int]]]
     ) -> None:
-        self.apply(ChangeInUse(topic, change, in_use_ledgers(ledger_type, rows)))
+        named = [] if change is InUseChange.COMPLETE else rows
+        self.apply(ChangeInUse(topic, change, in_use_ledgers(ledger_type, named)))
 
     def apply(self, record: DeletionRecord) -> None:
         record = through_its_bytes(record)
@@ -262,6 +263,10 @@ class DeletionsMachine(RuleBasedStateMachine):
             for named in (uuid, (0, 0))
         ]
         assert self.deletions.in_use.holds(*uuid, ledger_id) == any(held)
+        exactly = (LedgerType.OFFLOADED_LEDGER, ledger_id, uuid)
+        assert self.deletions.in_use.holds_exactly(*uuid, ledger_id) == any(
+            exactly in said for said in self.oracle.in_use.values()
+        )
         context = OffloadContext(*uuid, "any")
         for topic in TOPICS:
             for delete in (
@@ -275,7 +280,14 @@ class DeletionsMachine(RuleBasedStateMachine):
     @invariant()
     def topics_are_known(self) -> None:
         for topic in TOPICS:
-            assert self.deletions.in_use.knows(topic) == (topic in self.oracle.in_use)
+            complete = (topic, LedgerType.OFFLOADED_LEDGER) in self.oracle.complete
+            assert self.deletions.in_use.knows(topic) == complete
+            said = self.oracle.in_use.get(topic, set())
+            assert self.deletions.in_use.ledgers_of(topic) == len(said)
+            for ledger_type in LedgerType:
+                of_type = sum(row[0] is ledger_type for row in said)
+                assert self.deletions.in_use.ledgers_of(topic, ledger_type) == of_type
+                assert len(self.deletions.in_use.of(topic, ledger_type)) == of_type
         assert self.deletions.in_use.ledgers == sum(map(len, self.oracle.in_use.values()))
 
     @rule(
@@ -376,6 +388,7 @@ def check_state(cut: DeletionCut | None, oracle: Oracle) -> None:
             )
         ]
         assert rows == sorted(oracle.in_use[topic.topic])
+        assert list(topic.complete) == sorted(kind for name, kind in oracle.complete if name == topic.topic)
         assert len({ledgers.ledger_type for ledgers in topic.ledgers}) == len(topic.ledgers)
 
 

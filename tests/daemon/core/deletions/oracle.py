@@ -73,6 +73,7 @@ class Oracle:
         self.told: list[Told] = []
         # Topics of which anything was said, in the order in which they came.
         self.in_use: dict[str, set[tuple[LedgerType, int, Uuid]]] = {}
+        self.complete: set[tuple[str, LedgerType]] = set()
 
     def apply(self, record: DeletionRecord) -> object:
         """What the product's result says, as plain values."""
@@ -165,12 +166,10 @@ class Oracle:
             (int(ledger_id), (int(msb), int(lsb)))
             for ledger_id, msb, lsb in zip(ledgers.ledger_id, ledgers.uuid_msb, ledgers.uuid_lsb, strict=True)
         ]
-        if change is InUseChange.FORGET:
-            after = {
-                (other, ledger_id, uuid)
-                for other, ledger_id, uuid in before
-                if other is not kind or ((ledger_id, uuid) not in named and (ledger_id, NO_UUID) not in named)
-            }
+        if change in (InUseChange.REPLACE, InUseChange.COMPLETE):
+            self.complete.add((topic, kind))
+        if change in (InUseChange.FORGET, InUseChange.COMPLETE):
+            after = before - {(kind, *ledger) for ledger in named}
             self.in_use[topic] = after
             return len(before) - len(after), []
         late = [place for place, (ledger_id, uuid) in enumerate(named) if self.is_late(topic, kind, ledger_id, uuid)]
