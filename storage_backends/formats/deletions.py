@@ -165,7 +165,8 @@ RECORDS: Final = (RecordDeletes, BeginDeletes, AnswerDeletes, RetryDeletes, Purg
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deletion:
     """A recorded delete. `begun`: an attempt has begun and was not answered. `maybe_deleted`: an attempt may have
-    deleted something. `ended_at_ms`: when it ended or was given up. `text`: what was said last.
+    deleted something. `ended_at_ms`: when it ended or was given up. `text`: what was said last. `held`: it ended since
+    its owner has said that the ledger is in use, and is pending again when that is taken back.
     """
 
     deletion_id: int
@@ -180,6 +181,7 @@ class Deletion:
     next_attempt_at_ms: int = 0
     ended_at_ms: int = 0
     text: str = ""
+    held: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -512,6 +512,7 @@ class Deletion(_message.Message):
     NEXT_ATTEMPT_AT_MS_FIELD_NUMBER: _builtins.int
     ENDED_AT_MS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     deletion_id: _builtins.int
     topic: _builtins.str
     recorded_at_ms: _builtins.int
@@ -527,6 +528,8 @@ class Deletion(_message.Message):
     """When it ended or was given up."""
     text: _builtins.str
     """What the store said last."""
+    held: _builtins.bool
+    """It ended since its owner has said that the ledger is in use, and is pending again when that is taken back."""
     @_builtins.property
     def pending_delete(self) -> Global___PendingDelete: ...
     def __init__(
@@ -544,10 +547,11 @@ class Deletion(_message.Message):
         next_attempt_at_ms: _builtins.int | None = ...,
         ended_at_ms: _builtins.int | None = ...,
         text: _builtins.str | None = ...,
+        held: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "by_sweeper", b"by_sweeper", "deletion_id", b"deletion_id", "ended_at_ms", b"ended_at_ms", "failures", b"failures", "maybe_deleted", b"maybe_deleted", "next_attempt_at_ms", b"next_attempt_at_ms", "outcome", b"outcome", "pending_delete", b"pending_delete", "recorded_at_ms", b"recorded_at_ms", "text", b"text", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "by_sweeper", b"by_sweeper", "deletion_id", b"deletion_id", "ended_at_ms", b"ended_at_ms", "failures", b"failures", "held", b"held", "maybe_deleted", b"maybe_deleted", "next_attempt_at_ms", b"next_attempt_at_ms", "outcome", b"outcome", "pending_delete", b"pending_delete", "recorded_at_ms", b"recorded_at_ms", "text", b"text", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "by_sweeper", b"by_sweeper", "deletion_id", b"deletion_id", "ended_at_ms", b"ended_at_ms", "failures", b"failures", "maybe_deleted", b"maybe_deleted", "next_attempt_at_ms", b"next_attempt_at_ms", "outcome", b"outcome", "pending_delete", b"pending_delete", "recorded_at_ms", b"recorded_at_ms", "text", b"text", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "by_sweeper", b"by_sweeper", "deletion_id", b"deletion_id", "ended_at_ms", b"ended_at_ms", "failures", b"failures", "held", b"held", "maybe_deleted", b"maybe_deleted", "next_attempt_at_ms", b"next_attempt_at_ms", "outcome", b"outcome", "pending_delete", b"pending_delete", "recorded_at_ms", b"recorded_at_ms", "text", b"text", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
