@@ -282,7 +282,7 @@ class RecordInUseRequest(_message.Message):
     ledger_type: Global___LedgerType.ValueType
     replace: _builtins.bool
     """These, and no others of their type, are in use from now on: what an owner says when it starts. No ledger: none is.
-    Without it there is at least one.
+    Without it there is at least one. A sweep takes the offloaded ledgers of a topic for known once this was said of them.
     """
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -351,7 +351,7 @@ class ForgetInUseRequest(_message.Message):
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def uuid_msb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As in `RecordInUseRequest`: without a UUID a ledger is meant under whatever UUID it was said of, with one under that."""
+        """As in `RecordInUseRequest`, and as it was said there: without a UUID what was said without one is taken back."""
 
     @_builtins.property
     def uuid_lsb(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -913,7 +913,7 @@ class SweepOrphansRequest(_message.Message):
     delete: _builtins.bool
     """Record the orphans, so that they are deleted. Nothing is recorded before the whole prefix was seen."""
     unknown_topics: _builtins.bool
-    """Also those of topics of which nobody ever said what is in use."""
+    """Also those of topics whose owner never said, with `replace`, which offloaded ledgers are in use, nor is asked."""
     force: _builtins.bool
     """Also when the orphans are more than a fifth of the bytes."""
     def __init__(
@@ -1000,7 +1000,7 @@ class SweepCounts(_message.Message):
     def foreign(self) -> Global___SweptObjects: ...
     @_builtins.property
     def in_use(self) -> Global___SweptObjects:
-        """Those of ledgers: in use, with a record, too young, orphaned, orphaned of a topic that nobody knows, and such whose
+        """Those of ledgers: in use, with a record, too young, orphaned, orphaned of an unknown topic, and such whose
         metadata does not say whose they are, which are never deleted.
         """
 
@@ -1078,7 +1078,7 @@ class OrphanedLedger(_message.Message):
     modified_ms: _builtins.int
     """When the youngest of them was written."""
     unknown_topic: _builtins.bool
-    """Nobody ever said what of its topic is in use."""
+    """Its owner never said all that is in use of the topic, nor is asked."""
     @_builtins.property
     def pending_delete(self) -> Global___PendingDelete:
         """As it would be recorded."""
