@@ -66,7 +66,7 @@ class Deleting:
         uuid: deletions.UuidColumn | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Says that ledgers are in use no longer; returns how many were. The arguments as of `record_in_use`.
+        """Takes back that ledgers are in use, named as in `record_in_use`; returns how many were.
 
         To be said when they have left the owner's metadata, not before: their deletions are pending again at once.
         After a lost answer it is sent again, and counts only what was left.
@@ -214,7 +214,7 @@ class Deleting:
 
         `store`: its name in the daemon's configuration. `prefix`: what the objects' names begin with. `grace_ms`:
         younger ones are left alone; None: the daemon's. `delete`: records what was found, when everything was seen, so
-        that it is deleted. `unknown_topics`: also those of topics of which nobody ever said what is in use. `force`:
+        that it is deleted. `unknown_topics`: also those of topics of which nobody has stated what they use. `force`:
         also when they are more than a fifth of the bytes. The last value has `done`. Nothing is tried again: a failure
         is raised, and starting again is safe. Raises NotFound: no such store; NotOwner: the daemon does not own every
         shard.

@@ -368,7 +368,7 @@ class OrphanedLedger:
     modified_ms: int
     """When the youngest of them was written."""
     unknown_topic: bool
-    """Nobody ever said what of its topic is in use."""
+    """Nobody has stated what its topic uses."""
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.OrphanedLedger) -> OrphanedLedger:

@@ -73,7 +73,7 @@ def test_a_sweep_lists_orphans_and_counts_everything_else(daemon: FakeDaemon, ru
     by_name = {line[0]: line[1:] for line in counts}
     assert by_name["listed"] == ["2000", "20000", "every object"]
     assert by_name["orphaned"] == ["2", "20", "would be deleted with --delete"]
-    assert by_name["of unknown topics"][2].startswith("kept: nobody ever said")
+    assert by_name["of unknown topics"][2].startswith("kept: nobody has stated")
     assert "nothing is changed: `tarry sweep archive --delete`" in result.stderr
     assert "--unknown-topics" in result.stderr
     assert daemon.requests("SweepOrphans") == [ledger_deletion_pb2.SweepOrphansRequest(store="archive")]

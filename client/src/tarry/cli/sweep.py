@@ -34,12 +34,12 @@ _NOT_IN_TERMINAL = {"type"}
 
 @click.command()
 @click.argument("store")
-@click.option("--prefix", default="", help="Only objects whose names begin with this.")
+@click.option("--prefix", default="", help="Only objects whose names, and so UUIDs, begin with this.")
 @click.option(
     "--delete/--dry-run", "delete", default=False, help="Have the orphans deleted, or only look.  [default: --dry-run]"
 )
 @click.option("--grace", "grace_ms", type=rows.Duration(), help="Leave alone what is younger. Default: the daemon's.")
-@click.option("--unknown-topics", is_flag=True, help="Also orphans of topics of which nobody said what is in use.")
+@click.option("--unknown-topics", is_flag=True, help="Also orphans of topics of which nobody has stated what they use.")
 @click.option("--force", is_flag=True, help="Also when the orphans are more than a fifth of the bytes.")
 @pending.limit_option
 @connection.connected
@@ -67,7 +67,7 @@ def sweep(
     \b
     Examples:
       tarry sweep archive
-      tarry sweep archive --prefix tenant-a/ --grace 7d
+      tarry sweep archive --prefix 4f --grace 7d
       tarry sweep archive --delete
       tarry sweep archive --delete --unknown-topics --force --json
     """
@@ -165,7 +165,7 @@ def _show_counts(
         fate = "kept: they are too many"
     why = _CLASSES | {
         "orphaned": fate,
-        "of_unknown_topics": fate if unknown_topics else "kept: nobody ever said what of their topics is in use",
+        "of_unknown_topics": fate if unknown_topics else "kept: nobody has stated what their topics use",
     }
     output.table(
         f"What is in {store}",
@@ -197,8 +197,8 @@ def _notes(last: deletions.SweepStep, store: str, *, delete: bool, unknown_topic
         output.note(f"nothing is changed: `tarry sweep {store} --delete` has the orphans deleted")
     if counts.of_unknown_topics.objects and not unknown_topics:
         output.note(
-            "nobody ever said what is in use of some topics: their orphans stay. Their owner is to say it "
-            "(`record_in_use`), or --unknown-topics takes them, too"
+            "nobody has stated what some topics use: their orphans stay. Their owner is to state it (RecordInUse with "
+            "`replace`); where there is no owner any more, --unknown-topics takes them, too"
         )
     if counts.unanswered.objects:
         output.note("an owner or the store did not answer for some objects: sweep again when they do")
