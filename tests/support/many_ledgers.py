@@ -13,13 +13,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
+import shutil
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from moto.s3.models import s3_backends
 
@@ -77,6 +79,15 @@ class LedgersInDirectory:
         LocalDirectory(path).close()
         for key, ledger in many.entries():
             (path / key).write_bytes(Envelope.encode(BODY, ledger.object_metadata) + BODY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """So many files are not for whoever clears away what tests left."""
+        shutil.rmtree(self._path)
 
     @property
     def configuration(self) -> str:

@@ -36,11 +36,10 @@ def test_a_sweep_of_a_directory_finds_exactly_the_orphans_in_little_memory(
     objects: int, daemons: Daemons, tmp_path: Path
 ) -> None:
     many = ManyLedgers(objects)
-    place = LedgersInDirectory(many, tmp_path / "offloaded")
+    with LedgersInDirectory(many, tmp_path / "offloaded") as place:
+        sweep_and_delete(many, daemon_of(daemons, tmp_path, place.configuration))
 
-    sweep_and_delete(many, daemon_of(daemons, tmp_path, place.configuration))
-
-    assert place.keys() == {key for key, ledger in many.entries() if ledger.ledger[0] not in many.orphans}
+        assert place.keys() == {key for key, ledger in many.entries() if ledger.ledger[0] not in many.orphans}
 
 
 @pytest.mark.parametrize("objects", SIZES)
@@ -94,6 +93,7 @@ def say_in_use(client: tarry.Client, many: ManyLedgers) -> None:
             [each.ledger[0] for each in ledgers],
             ledger_type=tarry.LedgerType.OFFLOADED_LEDGER,
             uuid=[uuid.UUID(int=(each.ledger[1] << 64) + each.ledger[2]) for each in ledgers],
+            replace=True,
         )
 
 

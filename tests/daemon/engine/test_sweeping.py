@@ -20,7 +20,7 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
 from daemon.ledger_stores.owner import Owner
 from storage_backends.formats import names
-from storage_backends.formats.deletions import Deletion, DeletionOutcome, LedgerComponent, PendingDelete
+from storage_backends.formats.deletions import Deletion, DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 from storage_backends.memory import MemoryStore
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault, FaultStore, Pause, Script
@@ -134,7 +134,8 @@ def objects(count: int) -> SweptObjects:
     return SweptObjects(count, count * BODY_BYTES)
 
 
-async def say_in_use(daemon: Daemon, topic: str, ledgers: Sequence[OwnedLedger], *, replace: bool = False) -> None:
+async def say_in_use(daemon: Daemon, topic: str, ledgers: Sequence[OwnedLedger], *, replace: bool = True) -> None:
+    """These, and no others."""
     await daemon.call(daemon.engine.deletion_requests.record_in_use(topic, in_use(ledgers), replace=replace))
 
 
@@ -256,13 +257,29 @@ async def test_the_grace_is_the_configured_one_unless_the_sweep_has_its_own(mach
     assert len((await sweep(one, SweepWish(STORE))).orphans) == 1
 
 
+async def test_a_topic_of_which_some_ledgers_are_said_to_be_in_use_is_not_known(machines: EngineFixture) -> None:
+    """Nothing is said of the others."""
+    swept = Swept(machines)
+    one = await swept.daemon()
+    new, *older = swept.write(4)
+    await say_in_use(one, "t", [new], replace=False)
+    plain = dataclasses.replace(new, ledger=(new.ledger[0], 0, 0))
+    await one.call(one.engine.deletion_requests.record_in_use("t", in_use([plain], LedgerType.LEDGER), replace=True))
+
+    done = await sweep(one, DELETE)
+
+    assert (done.counts.of_unknown_topics, done.counts.in_use) == (objects(6), objects(2))
+    assert found(done) == ids(older)
+    assert done.counts.ledgers_recorded == 0
+
+
 async def test_a_topic_is_known_once_its_owner_has_said_that_it_uses_nothing(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
     orphaned = swept.write(2)
     assert (await sweep(one)).counts.of_unknown_topics == objects(4)
 
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     done = await sweep(one)
 
     assert done.counts.orphaned == objects(4)
@@ -272,7 +289,7 @@ async def test_a_topic_is_known_once_its_owner_has_said_that_it_uses_nothing(mac
 async def test_a_ledger_in_use_stays_whatever_topic_its_metadata_claims(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "forger", [], replace=True)
+    await say_in_use(one, "forger", [])
     (ledger,) = swept.write(1, "victim")
     await say_in_use(one, "victim", [ledger])
     for key in ledger.keys:
@@ -308,7 +325,7 @@ async def test_what_is_a_dead_letter_is_recorded_and_no_orphan(machines: EngineF
 async def test_objects_that_somebody_else_put_there_stay_whatever_the_sweep_may(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     mixed, bare = swept.write(2)
     swept.store.put(mixed.keys[0], b"entries", metadata=dataclasses.replace(mixed, topic="other").object_metadata)
     for key in bare.keys:
@@ -341,7 +358,7 @@ async def test_a_ledger_whose_owner_does_not_use_it_is_an_orphan_of_a_known_topi
 async def test_an_owner_is_asked_also_of_topics_that_stated_what_is_in_use(machines: EngineFixture) -> None:
     swept = Swept(machines, owner=lambda topic, delete: InUseAnswer.IN_USE)
     one = await swept.daemon()
-    await say_in_use(one, "asked/t", [], replace=True)
+    await say_in_use(one, "asked/t", [])
     swept.write(2, "asked/t")
 
     done = await sweep(one, DELETE)
@@ -447,7 +464,7 @@ async def test_without_delete_nothing_is_recorded(machines: EngineFixture) -> No
 async def test_a_sweep_that_finds_no_orphan_ends_well(machines: EngineFixture, written: int) -> None:
     swept = Swept(machines)
     one = await swept.daemon("deletion.guard_bytes=0", "deletion.guard_share=0")
-    await say_in_use(one, "t", swept.write(written), replace=True)
+    await say_in_use(one, "t", swept.write(written))
 
     done = await sweep(one, DELETE)
 
@@ -481,7 +498,7 @@ async def test_more_orphans_than_a_fifth_are_refused_and_all_stays(
 async def test_few_bytes_are_never_suspicious(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon(f"deletion.guard_bytes={8 * BODY_BYTES}")
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     swept.write(4)
 
     assert (await sweep(one, DELETE)).counts.ledgers_recorded == 4
@@ -504,7 +521,7 @@ async def test_orphans_beyond_the_limit_are_told_and_left_to_the_next_sweep(
     monkeypatch.setattr(orphans, "ORPHANS_MAX", 3)
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     swept.write(5)
 
     first = await sweep(one, DELETE)
@@ -520,7 +537,7 @@ async def test_orphans_beyond_the_limit_are_told_and_left_to_the_next_sweep(
 async def test_ledgers_of_a_topic_that_has_it_switched_off_are_left(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon("deletion.two_phase_deletion_enabled=false")
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     swept.write(3)
 
     done = await sweep(one, DELETE)
@@ -536,7 +553,7 @@ async def test_more_orphans_than_may_be_pending_end_the_sweep_and_what_was_recor
     swept = Swept(machines)
     one = await swept.daemon("deletion.pending_max=4")
     for topic in ("a", "b", "c"):
-        await say_in_use(one, topic, [], replace=True)
+        await say_in_use(one, topic, [])
         swept.write(2, topic)
     swept.script.plan("delete", Fault.FAIL_BEFORE, times=10)
 
@@ -549,7 +566,7 @@ async def test_more_orphans_than_may_be_pending_end_the_sweep_and_what_was_recor
 async def test_a_second_sweep_finds_the_records_of_the_first(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     swept.write(3)
     swept.script.plan("delete", Fault.FAIL_BEFORE, times=3)
     await sweep(one, DELETE)
@@ -570,7 +587,7 @@ async def test_an_object_that_is_written_after_the_listing_makes_its_ledger_youn
 ) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     (ledger,) = swept.write(1)
     swept.store.delete(ledger.keys[part])
     held = swept.hold(one, "head")
@@ -604,7 +621,7 @@ async def test_what_vanishes_during_the_sweep_is_no_orphan(machines: EngineFixtu
 async def test_a_ledger_that_is_used_before_it_is_recorded_is_not_recorded(machines: EngineFixture) -> None:
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     used, _ = swept.write(2)
     held = swept.hold(one, "head")
     sweeping_ = one.call(_whole(one, DELETE))
@@ -623,7 +640,7 @@ async def test_a_ledger_that_is_used_in_a_slot_before_its_record_is_not_deleted(
     """The sweep looks it up before that slot is applied."""
     swept = Swept(machines)
     one = await swept.daemon()
-    await say_in_use(one, "t", [], replace=True)
+    await say_in_use(one, "t", [])
     (ledger,) = swept.write(1)
     number = names.shard_of("t", 4)
     head = swept.hold(one, "head")
