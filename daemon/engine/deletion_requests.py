@@ -58,9 +58,10 @@ if TYPE_CHECKING:
 
 PAGE_DELETIONS_DEFAULT = 100
 PAGE_DELETIONS_MAX = 1_000
-# Dead letters of one decision, deletions and ledgers of one step.
-PORTION = 500
-PORTION_LEDGERS = 20_000
+# Deletions that are looked for, and dead letters that are decided on, before others have their turn.
+PORTION = 200
+# Records that are checked.
+CHECKED_A_TURN = 500
 # A page that looks for so long ends early.
 LOOK_S = 30.0
 # Workers make room all the time, unless what is kept is dead letters.
@@ -96,7 +97,7 @@ class DeletionRequests:
         Raises InvalidArgument, QuotaExceeded.
         """
         self._check_topic(topic)
-        good, refused = _checked(deletes, problems)
+        good, refused = await _checked(deletes, problems)
         shard = self._engine.shard_of(topic)
         recorded = await self._record(shard, topic, tuple(good.values())) if good else NOTHING_RECORDED
         if recorded is None:
@@ -151,14 +152,14 @@ class DeletionRequests:
         replaced = in_use.ledgers_of(topic, ledgers.ledger_type) if replace else 0
         self._check_in_use(len(ledgers) - replaced)
         change = InUseChange.REPLACE if replace else InUseChange.RECORD
-        changed = await shard.deletions.change_in_use(ChangeInUse(topic, change, ledgers))
+        changed = await shard.deletions.in_use.change(ChangeInUse(topic, change, ledgers))
         return InUseRecorded(len(ledgers) - len(changed.being_deleted), changed.being_deleted)
 
     async def forget_in_use(self, topic: str, ledgers: InUseLedgers) -> int:
         """Ledgers are in use no longer; how many were. Raises InvalidArgument."""
         self._check_ledgers(topic, ledgers, least=1)
         shard = self._engine.shard_of(topic)
-        changed = await shard.deletions.change_in_use(ChangeInUse(topic, InUseChange.FORGET, ledgers))
+        changed = await shard.deletions.in_use.change(ChangeInUse(topic, InUseChange.FORGET, ledgers))
         return changed.changed
 
     def _check_ledgers(self, topic: str, ledgers: InUseLedgers, *, least: int) -> None:
@@ -169,7 +170,7 @@ class DeletionRequests:
 
     def _check_in_use(self, ledgers: int) -> None:
         shards, in_use_max = self._engine.shards.values(), self._settings.in_use_max
-        in_use = sum(shard.deletions.ledgers_in_use for shard in shards)
+        in_use = sum(shard.deletions.in_use.ledgers for shard in shards)
         if ledgers > 0 and in_use + ledgers > in_use_max:
             raise QuotaExceeded(
                 f"deletion.in_use_max is {in_use_max}; {in_use} ledgers are in use, and the request has {ledgers} more",
@@ -274,7 +275,7 @@ class DeletionRequests:
         checking.check_topic(topic)
 
 
-def _checked(
+async def _checked(
     deletes: Sequence[PendingDelete], problems: Mapping[int, str]
 ) -> tuple[dict[int, PendingDelete], dict[int, RefusedDelete]]:
     """What may be recorded and what not, by places in the request. Raises InvalidArgument when they are too many."""
@@ -285,6 +286,8 @@ def _checked(
     refused = {place: RefusedDelete(place, Refusal.MALFORMED, text) for place, text in problems.items()}
     places = (place for place in range(count) if place not in problems)
     for place, delete in zip(places, deletes, strict=True):
+        if place % CHECKED_A_TURN == CHECKED_A_TURN - 1:
+            await asyncio.sleep(0)
         try:
             checking.check_pending_delete(delete)
         except InvalidArgument as error:

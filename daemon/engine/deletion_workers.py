@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of one decision.
-BEGIN_MAX = 64
+# Of one decision: each costs the loop some 30 us, and its answer as much again.
+BEGIN_MAX = 32
 # Without being woken the workers look again as often: a clock may step, a store may be there again.
 LOOK_S = 1.0
 # What an attempt and a begin are taken to last before any has ended, and how much the newest one counts.

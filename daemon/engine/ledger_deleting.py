@@ -3,9 +3,9 @@
 Owns: staging decisions and giving each what it came to, so that memory never holds what is not durable; that no slot
 holds more of them than the loop can apply in a moment; writing begins and answers in batches; what an attempt's end
 means; the attempts that are under way, and their end.
-Does not own: what a decision comes to (`daemon.core.deletions`), when an attempt begins and its thread
-(`deletion_workers`), what it does (`daemon.ledger_stores`), the slots (`group_commit`) and the checkpoint
-(`checkpointing`).
+Does not own: what a decision comes to (`daemon.core.deletions`), the portions of what is said to be in use
+(`in_use_changing`), when an attempt begins and its thread (`deletion_workers`), what it does (`daemon.ledger_stores`),
+the slots (`group_commit`) and the checkpoint (`checkpointing`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,7 +21,6 @@ from daemon.core.deletions.ledger_deletions import (
     Answered,
     Begun,
     DeletionCut,
-    InUseChanged,
     LedgerDeletions,
     Purged,
     Recorded,
@@ -31,12 +29,12 @@ from daemon.core.deletions.ledger_deletions import (
 )
 from daemon.durability.crash_points import crash_point
 from daemon.engine.environment import Environment
+from daemon.engine.in_use_changing import InUseChanging
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats.deletions import (
     AnswerDeletes,
     BeginDeletes,
-    ChangeInUse,
     Deletion,
     DeletionAnswer,
     DeletionOutcome,
@@ -51,10 +49,10 @@ if TYPE_CHECKING:
 
 R = TypeVar("R", bound=Result)
 
-# What decisions of requests that wait for their slots may cost to apply, in deletes.
-STAGED_COST_MAX = 1_000
-# As many ledgers in use cost as much as one delete.
-LEDGERS_A_DELETE = 100
+# A delete costs the loop some 10 us when it is recorded.
+DELETES_A_DECISION = 200
+# What decisions of requests that wait for their slots may cost, in deletes.
+STAGED_COST_MAX = DELETES_A_DECISION
 # Whoever waits for others' decisions looks at the state of the shard as often.
 ROOM_S = 0.5
 # At an orderly end attempts that are under way have so long, and at most this part of the whole time.
@@ -108,8 +106,11 @@ class ShardDeletions:
         self._shard = shard
         self._environment = environment
         self._changed = changed
+        self.in_use = InUseChanging(self, environment)
         self._staged: collections.deque[_Decision] = collections.deque()
         self._staged_cost = 0
+        # What requests that are under way have not recorded yet.
+        self._deletes_to_come = 0
         self._room: asyncio.Future[None] | None = None
         # Attempts of a former owner that have no answer.
         self._begun_before = collections.deque(state.begun_before())
@@ -124,22 +125,34 @@ class ShardDeletions:
     # ---- decisions
 
     async def record(self, record: RecordDeletes) -> Recorded:
-        """Returns when the intents are durable. Raises as a request's `stage`."""
-        await self._room_for(len(record.deletes))
-        return await self._decided(record, Recorded, cost=len(record.deletes))
-
-    async def change_in_use(self, record: ChangeInUse) -> InUseChanged:
-        cost = math.ceil(len(record.ledgers) / LEDGERS_A_DELETE)
-        await self._room_for(cost)
-        return await self._decided(record, InUseChanged, cost=cost)
+        """Returns when the intents are durable, portion by portion. Raises Unavailable, QuotaExceeded, OutcomeUnknown,
+        and what ended the shard.
+        """
+        new: tuple[int, ...] = ()
+        already: tuple[int, ...] = ()
+        left = len(record.deletes)
+        self._deletes_to_come += left
+        try:
+            for first in range(0, len(record.deletes), DELETES_A_DECISION):
+                portion = record.deletes[first : first + DELETES_A_DECISION]
+                decided = await self.decided_in_room(
+                    dataclasses.replace(record, deletes=portion), Recorded, cost=len(portion)
+                )
+                new += decided.new
+                already += tuple(first + place for place in decided.already)
+                self._deletes_to_come -= len(portion)
+                left -= len(portion)
+        finally:
+            self._deletes_to_come -= left
+        return Recorded(new, already)
 
     async def retry(self, record: RetryDeletes) -> Retried:
-        await self._room_for(len(record.deletion_id))
-        return await self._decided(record, Retried, cost=len(record.deletion_id))
+        """As `record`, in one decision."""
+        return await self.decided_in_room(record, Retried, cost=len(record.deletion_id))
 
     async def purge(self, record: PurgeDeletes) -> Purged:
-        await self._room_for(len(record.deletion_id))
-        return await self._decided(record, Purged, cost=len(record.deletion_id))
+        """The same."""
+        return await self.decided_in_room(record, Purged, cost=len(record.deletion_id))
 
     def apply(self, records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, and whoever waits for one finds what it came to."""
@@ -156,9 +169,9 @@ class ShardDeletions:
                 room.set_result(None)
             self._changed(self)
 
-    async def _room_for(self, cost: int) -> None:
-        """Waits until the decision may ride in a slot that is applied in a moment. Raises what a request is to be
-        answered with when nothing can be staged.
+    async def decided_in_room(self, record: DeletionRecord, kind: type[R], *, cost: int) -> R:
+        """What a request's decision came to; it rides in a slot that is applied in a moment. Raises what the request is
+        to be answered with when nothing can be staged.
         """
         self._shard.commits.check_accepting()
         while self._staged_cost and self._staged_cost + cost > STAGED_COST_MAX:
@@ -166,6 +179,7 @@ class ShardDeletions:
                 self._room = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._room], timeout=ROOM_S)
             self._shard.commits.check_accepting()
+        return await self._decided(record, kind, cost=cost)
 
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
         """What the record came to, once it is durable and applied."""
@@ -202,14 +216,8 @@ class ShardDeletions:
     @property
     def held(self) -> int:
         """Deletions that are pending or dead letters, those included that are being recorded."""
-        staged = sum(len(each.record.deletes) for each in self._staged if isinstance(each.record, RecordDeletes))
-        return self.state.counts.in_flight + self.state.counts.dead + staged
-
-    @property
-    def ledgers_in_use(self) -> int:
-        """Ledgers in use, those included that are being recorded."""
-        staged = sum(len(each.record.ledgers) for each in self._staged if isinstance(each.record, ChangeInUse))
-        return self.state.in_use.ledgers + staged
+        counts = self.state.counts
+        return counts.in_flight + counts.dead + self._deletes_to_come
 
     def cut(self) -> DeletionCut | None:
         """The state as of the last slot, for a checkpoint."""
@@ -343,12 +351,12 @@ class ShardDeletions:
         has begun and was not answered is for the next owner.
         """
         left_s = min(ATTEMPTS_END_S, ATTEMPTS_END_PART * self._environment.config.daemon.drain_s)
-        while self._under_way and left_s > 0:
+        while self._under_way and left_s > 0 and not self._forbidden:
             await self._environment.sleep(END_LOOK_S)
             left_s -= END_LOOK_S
         self._forbidden = True
         for attempt in list(self._under_way):
-            if attempt.may_delete:
+            if attempt.may_delete and not attempt.over:
                 ended = "the daemon ended before the store had answered"
                 self.failed(attempt, DeletionFailed(ended, maybe_deleted=True))
             attempt.over = True

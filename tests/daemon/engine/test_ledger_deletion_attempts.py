@@ -15,6 +15,7 @@ from tests.daemon.engine.deleting import (
     DEAD,
     ENDED,
     TOPIC,
+    UUID,
     ScriptedLedgers,
     calls_of,
     failed,
@@ -357,7 +358,7 @@ async def test_a_checkpoint_keeps_all_of_it_and_so_does_the_one_before(machines:
     one = await machines.served_by("one", *SETTINGS)
     stores.plan(2, failed("gave up"))
     await use(one, ledgers(3, 4))
-    await use(one, ledgers(), topic="known", replace=True)
+    await use(one, ledgers(uuid=UUID), topic="known", replace=True)
     await record(one, 1, 2, 3)
     await over(one)
     held = [stores.hold_before_guard(one, number) for number in (10, 11)]

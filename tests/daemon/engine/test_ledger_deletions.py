@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from daemon.core.deletions import checking
-from daemon.engine import calls
+from daemon.engine import calls, in_use_changing
 from daemon.engine.deletion_calls import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.ledger_stores.ledger_store import Answer
@@ -226,6 +226,72 @@ async def test_replace_says_what_alone_is_in_use_but_for_what_is_being_deleted(m
     assert await outcomes(one) == {1: DELETED, 2: IN_USE, 3: DELETED}
     assert (await use(one, ledgers(), replace=True)).recorded == 0
     assert (await stats(one)).in_use == 0
+
+
+async def test_a_long_replace_is_written_in_portions_and_says_what_alone_is_in_use(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    stores = ScriptedLedgers(machines)
+    one = await machines.served_by()
+    held = stores.hold_after_guard(one, 65)
+    await use(one, ledgers(*range(50)))
+    await record(one, 65)
+    await held.reached()
+    slots = one.shards[0].applied_slot
+    used = await use(one, ledgers(*range(30, 70)), replace=True)
+    assert one.shards[0].applied_slot - slots >= 7
+    assert (used.recorded, used.being_deleted) == (39, (35,))
+    held.release()
+    await record(one, *range(65), *range(66, 80))
+    await over(one)
+    assert sorted(stores.deleted) == [*range(30), 65, *range(70, 80)]
+
+
+async def test_what_is_said_during_a_long_replace_counts_after_it(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    one = await machines.served_by()
+    await use(one, ledgers(*range(50)))
+    held = one.pause("put_if_absent", "/journal/")
+    replacing = use(one, ledgers(*range(100, 150)), replace=True)
+    await held.reached()
+    said = use(one, ledgers(7))
+    forgotten = forget(one, ledgers(120))
+    elsewhere = use(one, ledgers(1), topic="other")
+    await asyncio.sleep(0.1)
+    held.release()
+    await elsewhere
+    assert not replacing.done()
+    assert ((await said).recorded, await forgotten) == (1, 1)
+    assert replacing.done()
+    assert (await stats(one, TOPIC)).in_use == 50
+
+
+async def test_a_long_replace_that_a_daemon_could_not_finish_has_forgotten_nothing_that_it_named(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_use_changing, "LEDGERS_A_DECISION", 10)
+    stores = ScriptedLedgers(machines)
+    one = await machines.served_by()
+    await use(one, ledgers(*range(50)))
+    slots = 0
+
+    def die_at_the_seventh(name: str) -> None:
+        nonlocal slots
+        slots += name == "journal.after_put"
+        if slots == 7:
+            one.kill()
+
+    one.at_crash_point = die_at_the_seventh
+    replacing = use(one, ledgers(*range(20, 70)), replace=True)
+    await asyncio.wait([replacing])
+    assert replacing.cancelled()
+    two = await machines.served_by("two")
+    await record(two, *range(70))
+    await over(two)
+    assert set(stores.deleted) <= set(range(20))
 
 
 async def test_a_failed_attempt_that_sent_nothing_may_be_overtaken_and_one_that_may_have_deleted_may_not(
