@@ -259,7 +259,8 @@ async def of_deletions(calls: Calls, offloaded: MemoryStore) -> None:
     for each in (going, used, orphan):
         each.write(offloaded)
     stated: dict[str, Any] = {"ledger_type": pb.LEDGER_TYPE_OFFLOADED_LEDGER, "uuid_msb": [1], "uuid_lsb": [2]}
-    in_use = await calls.call("LedgerDeletion/RecordInUse", pb.RecordInUseRequest, ledger_id=[1, 2], **stated)
+    everything = {"ledger_id": [1, 2], "replace": True}
+    in_use = await calls.call("LedgerDeletion/RecordInUse", pb.RecordInUseRequest, **everything, **stated)
     assert (in_use.recorded, list(in_use.being_deleted)) == (2, [])
     deletes = [deletion_of(going), deletion_of(OwnedLedger("t", LedgerComponent.MANAGED_LEDGER, (4, 0, 0)))]
     recorded = await calls.call("LedgerDeletion/RecordPendingDeletes", pb.RecordPendingDeletesRequest, deletes=deletes)
