@@ -11,6 +11,8 @@ import itertools
 from daemon.errors import InvalidArgument
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 
+# Deletes of one request.
+DELETES_MAX = 1_000
 CURSOR_NAME_BYTES_MAX = 255
 SCHEMA_ID_BYTES_MAX = 1_024
 DRIVER_NAME_BYTES_MAX = 255
@@ -18,6 +20,16 @@ DRIVER_PROPERTIES_MAX = 64
 DRIVER_PROPERTY_NAME_BYTES_MAX = 128
 DRIVER_PROPERTY_VALUE_BYTES_MAX = 1_024
 _U64_MAX = (1 << 64) - 1
+
+
+def check_topic(topic: str) -> None:
+    """Raises InvalidArgument for a topic that is named as its ledgers are: it has another name, and under two names it
+    could be in use under one and be deleted under the other.
+    """
+    parts = topic.split("/", 3)
+    if "://" not in topic and len(parts) == 4 and parts[2] == "persistent":
+        name = f"persistent://{parts[0]}/{parts[1]}/{parts[3]}"
+        raise InvalidArgument(f"topic is {topic!r}, as its ledgers are named; it must be {name!r}")
 
 
 def check_pending_delete(delete: PendingDelete) -> None:

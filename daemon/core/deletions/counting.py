@@ -19,7 +19,7 @@ from storage_backends.formats.deletions import Deletion, LedgerComponent, Ledger
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindCount:
     """`oldest_ms`: when the first of those in flight was recorded, or retried; 0 when there is none. `dead`: those that
-    were given up.
+    were given up. `held`: those that ended as their owner says that the ledger is in use.
     """
 
     component: LedgerComponent
@@ -28,11 +28,12 @@ class KindCount:
     begun: int
     oldest_ms: int
     dead: int
+    held: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionCounts:
-    """`kinds`: those that have any in flight or dead. In flight are those that wait or have begun."""
+    """`kinds`: those that have any in flight, dead or held. In flight are those that wait or have begun."""
 
     kinds: tuple[KindCount, ...] = ()
 
@@ -49,6 +50,10 @@ class DeletionCounts:
         return sum(kind.dead for kind in self.kinds)
 
     @property
+    def held(self) -> int:
+        return sum(kind.held for kind in self.kinds)
+
+    @property
     def oldest_ms(self) -> int:
         return min((kind.oldest_ms for kind in self.kinds if kind.in_flight), default=0)
 
@@ -59,6 +64,7 @@ class _Count:
         self.recorded_ms: SortedList[int] = SortedList()
         self.begun = 0
         self.dead = 0
+        self.held = 0
 
 
 class Counting:
@@ -71,6 +77,7 @@ class Counting:
             count.recorded_ms.add(deletion.recorded_at_ms)
         count.begun += state is State.BEGUN
         count.dead += state is State.DEAD
+        count.held += state is State.HELD
 
     def remove(self, deletion: Deletion) -> None:
         count, state = self._count(deletion), life.state_of(deletion)
@@ -78,6 +85,7 @@ class Counting:
             count.recorded_ms.remove(deletion.recorded_at_ms)
         count.begun -= state is State.BEGUN
         count.dead -= state is State.DEAD
+        count.held -= state is State.HELD
 
     def counts(self) -> DeletionCounts:
         return DeletionCounts(
@@ -89,9 +97,10 @@ class Counting:
                     count.begun,
                     count.recorded_ms[0] if count.recorded_ms else 0,
                     count.dead,
+                    count.held,
                 )
                 for (component, kind), count in self._kinds.items()
-                if count.recorded_ms or count.dead
+                if count.recorded_ms or count.dead or count.held
             )
         )
 

@@ -25,7 +25,7 @@ from storage_backends.formats.deletions import (
 # Kind, outcome, flags, failures, ledger, UUID, recorded, next attempt, ended; the text stands behind.
 _NUMBERS = struct.Struct("<IBBIQQQQQQ")
 _KIND, _LEDGER_ID = slice(0, 4), slice(10, 18)
-_BEGUN, _MAYBE_DELETED, _BY_SWEEPER = 1, 2, 4
+_BEGUN, _MAYBE_DELETED, _BY_SWEEPER, _HELD = 1, 2, 4, 8
 
 _COMPONENTS = {int(component): component for component in LedgerComponent}
 _TYPES = {int(ledger_type): ledger_type for ledger_type in LedgerType}
@@ -172,6 +172,7 @@ def _row(kind: int, deletion: Deletion) -> bytes:
         (_BEGUN if deletion.begun else 0)
         | (_MAYBE_DELETED if deletion.maybe_deleted else 0)
         | (_BY_SWEEPER if deletion.by_sweeper else 0)
+        | (_HELD if deletion.held else 0)
     )
     numbers = _NUMBERS.pack(
         kind,
@@ -218,4 +219,5 @@ def _deletion(deletion_id: int, row: bytes, kinds: Sequence[Kind | None]) -> Del
         next_attempt,
         ended,
         row[_NUMBERS.size :].decode(),
+        bool(flags & _HELD),
     )

@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 from sortedcontainers import SortedList
 
 from daemon.core.deletions import counting, life, listing
-from daemon.core.deletions.being_deleted import BeingDeleted
+from daemon.core.deletions.by_ledger import DeletionsByLedger
 from daemon.core.deletions.counting import Counting, DeletionCounts
 from daemon.core.deletions.in_use import FrozenInUse, InUse
 from daemon.core.deletions.kept import FrozenDeletions, KeptDeletions, kind_of
@@ -38,8 +38,9 @@ from storage_backends.formats.deletions import (
     RecordDeletes,
     RetryDeletes,
 )
+from storage_backends.formats.rows import U64
 
-# How many of those that ended are kept, for operators.
+# How many of those that ended are kept, for operators; held ones are not among them.
 ENDED_KEPT_MAX = 1_000
 
 _ID_BITS = 64
@@ -84,11 +85,12 @@ class Purged:
 @dataclasses.dataclass(frozen=True, slots=True)
 class InUseChanged:
     """`changed`: ledgers that are in use now and were not, and such as were and are no longer. `being_deleted`: which
-    of the record are too late, and are not in use.
+    of the record are too late, and are not in use. `revived`: deletions that are pending again.
     """
 
     changed: int
     being_deleted: tuple[int, ...]
+    revived: int
 
 
 Result: TypeAlias = Recorded | Begun | Answered | Retried | Purged | InUseChanged
@@ -117,7 +119,8 @@ class LedgerDeletions:
         self._last_id = 0
         self._deletions = KeptDeletions()
         self._recorded = RecordedLedgers(self._deletions.kind_number_of)
-        self._being_deleted = BeingDeleted(self._deletions.__getitem__)
+        self._being_deleted = DeletionsByLedger(self._deletions.__getitem__)
+        self._held = DeletionsByLedger(self._deletions.__getitem__)
         self._waiting = Waiting()
         self._counting = Counting()
         self._ids = {listed: BitMap64() for listed in ListedState}
@@ -271,7 +274,7 @@ class LedgerDeletions:
 
     def _change_in_use(self, record: ChangeInUse) -> InUseChanged:
         ledgers, too_late = record.ledgers, np.zeros(len(record.ledgers), np.bool_)
-        if record.change is not InUseChange.FORGET:
+        if record.change in (InUseChange.RECORD, InUseChange.REPLACE):
             too_late = self._being_deleted.mask(record.topic, ledgers)
             ledgers = InUseLedgers(
                 ledgers.ledger_type,
@@ -279,8 +282,26 @@ class LedgerDeletions:
                 ledgers.uuid_msb[~too_late],
                 ledgers.uuid_lsb[~too_late],
             )
+        taken_back = self._taken_back(record.topic, record.change, ledgers)
         changed = self.in_use.change(record.topic, record.change, ledgers)
-        return InUseChanged(changed, tuple(np.flatnonzero(too_late).tolist()))
+        revived = self._revive(self._held.of(record.topic, ledgers.ledger_type, taken_back))
+        return InUseChanged(changed, tuple(np.flatnonzero(too_late).tolist()), revived)
+
+    def _taken_back(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> U64:
+        """Ids of ledgers of which the change may leave some in use no longer, as far as any deletion is held."""
+        if self._held and change is InUseChange.FORGET:
+            return ledgers.ledger_id
+        if self._held and change is InUseChange.REPLACE:
+            return self.in_use.of(topic, ledgers.ledger_type).beside(ledgers).ledger_id
+        return np.empty(0, np.uint64)
+
+    def _revive(self, held: Iterable[Deletion]) -> int:
+        revived = 0
+        for deletion in held:
+            if not self.in_use.is_in_use(deletion.topic, deletion.pending_delete):
+                self._become(deletion, life.revived(deletion))
+                revived += 1
+        return revived
 
     # ---- states
 
@@ -322,6 +343,8 @@ class LedgerDeletions:
                 self._waiting.add(deletion.next_attempt_at_ms, deletion.deletion_id)
             case State.BEGUN:
                 self._begun.add(deletion.deletion_id)
+            case State.HELD:
+                self._held.add(deletion)
             case State.ENDED:
                 self._ended.add((deletion.ended_at_ms << _ID_BITS) | deletion.deletion_id)
                 if len(self._ended) > ENDED_KEPT_MAX:
@@ -338,6 +361,8 @@ class LedgerDeletions:
                 self._waiting.remove(deletion.next_attempt_at_ms, deletion.deletion_id)
             case State.BEGUN:
                 self._begun.remove(deletion.deletion_id)
+            case State.HELD:
+                self._held.remove(deletion)
             case State.ENDED:
                 self._ended.remove((deletion.ended_at_ms << _ID_BITS) | deletion.deletion_id)
 
@@ -346,5 +371,6 @@ _LISTED = {
     State.WAITING: ListedState.PENDING,
     State.BEGUN: ListedState.PENDING,
     State.DEAD: ListedState.DEAD,
+    State.HELD: ListedState.ENDED,
     State.ENDED: ListedState.ENDED,
 }

@@ -19,13 +19,17 @@ class State(enum.Enum):
     BEGUN = enum.auto()
     # Given up: a dead letter.
     DEAD = enum.auto()
+    # In use, as its owner has said and may take back.
+    HELD = enum.auto()
     ENDED = enum.auto()
 
 
 def state_of(deletion: Deletion) -> State:
     if deletion.outcome is DeletionOutcome.PENDING:
         return State.BEGUN if deletion.begun else State.WAITING
-    return State.DEAD if deletion.outcome is DeletionOutcome.GIVEN_UP else State.ENDED
+    if deletion.outcome is DeletionOutcome.GIVEN_UP:
+        return State.DEAD
+    return State.HELD if deletion.held else State.ENDED
 
 
 def recorded(deletion_id: int, topic: str, delete: PendingDelete, at_ms: int, *, by_sweeper: bool) -> Deletion:
@@ -34,13 +38,21 @@ def recorded(deletion_id: int, topic: str, delete: PendingDelete, at_ms: int, *,
 
 
 def begun(deletion: Deletion) -> Deletion:
-    """Its next attempt has begun; also of one whose attempt before was never answered."""
-    return dataclasses.replace(deletion, begun=True, next_attempt_at_ms=0)
+    """Its next attempt has begun. An attempt before that was never answered may still delete at any moment: whoever
+    made it may only have been stopped for a while.
+    """
+    maybe_deleted = deletion.maybe_deleted or deletion.begun
+    return dataclasses.replace(deletion, begun=True, maybe_deleted=maybe_deleted, next_attempt_at_ms=0)
 
 
 def found_in_use(deletion: Deletion, at_ms: int) -> Deletion:
-    """It ends before its attempt begins."""
-    return _ended(deletion, DeletionOutcome.IN_USE, at_ms, IN_USE_TEXT)
+    """It ends before its attempt begins, as long as its owner says so."""
+    return dataclasses.replace(_ended(deletion, DeletionOutcome.IN_USE, at_ms, IN_USE_TEXT), held=True)
+
+
+def revived(deletion: Deletion) -> Deletion:
+    """A held one whose ledger is in use no longer: pending again, due at once."""
+    return dataclasses.replace(deletion, outcome=DeletionOutcome.PENDING, ended_at_ms=0, held=False)
 
 
 def answered(deletion: Deletion, answer: DeletionAnswer) -> Deletion:

@@ -17,7 +17,7 @@ from daemon.core.deletions.kept import KeptDeletions, Kind
 from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
 
 # Deletions that are looked at for one page, whatever the filter leaves of them.
-LOOKED_AT_MAX = 10_000
+LOOKED_AT_MAX = 1_000
 
 
 class ListedState(enum.Enum):

@@ -1,4 +1,4 @@
-"""Which ledgers have a record: pending, or a dead letter.
+"""Which ledgers have a record: pending, a dead letter, or held.
 
 Owns: finding the record of a ledger, so that the same one is not recorded twice, and a sweep leaves it alone.
 Does not own: the records (`kept`).

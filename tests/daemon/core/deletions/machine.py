@@ -48,7 +48,7 @@ from storage_backends.formats.deletions import (
     RetryDeletes,
 )
 from storage_backends.formats.generated import deletion_pb2
-from tests.daemon.core.deletions.oracle import BEGUN, DEAD, ENDED, WAITING, Oracle, Told
+from tests.daemon.core.deletions.oracle import BEGUN, DEAD, ENDED, HELD, WAITING, Oracle, Told
 
 ENDED_KEPT = 3
 NEVER_MS = (1 << 64) - 1
@@ -178,6 +178,17 @@ class DeletionsMachine(RuleBasedStateMachine):
         named = [] if change is InUseChange.COMPLETE else rows
         self.apply(ChangeInUse(topic, change, in_use_ledgers(ledger_type, named)))
 
+    @rule(topic=topics, ledger_type=st.sampled_from(LedgerType), rows=named)
+    def ask_what_else_is_in_use(
+        self, topic: str, ledger_type: LedgerType, rows: list[tuple[int, tuple[int, int]]]
+    ) -> None:
+        in_use = self.deletions.in_use.of(topic, ledger_type)
+        beside = in_use.beside(in_use_ledgers(ledger_type, rows))
+        said = {row[1:] for row in self.oracle.in_use.get(topic, ()) if row[0] is ledger_type}
+        found = zip(beside.ledger_id.tolist(), beside.uuid_msb.tolist(), beside.uuid_lsb.tolist(), strict=True)
+        assert sorted((ledger_id, (msb, lsb)) for ledger_id, msb, lsb in found) == sorted(said - set(rows))
+        assert len(in_use) == self.deletions.in_use.ledgers_of(topic, ledger_type) == len(said)
+
     def apply(self, record: DeletionRecord) -> None:
         record = through_its_bytes(record)
         result = self.deletions.apply(record)
@@ -263,6 +274,8 @@ class DeletionsMachine(RuleBasedStateMachine):
             for named in (uuid, (0, 0))
         ]
         assert self.deletions.in_use.holds(*uuid, ledger_id) == any(held)
+        exactly = [(LedgerType.OFFLOADED_LEDGER, ledger_id, uuid) in said for said in self.oracle.in_use.values()]
+        assert self.deletions.in_use.holds_exactly(*uuid, ledger_id) == any(exactly)
         exactly = (LedgerType.OFFLOADED_LEDGER, ledger_id, uuid)
         assert self.deletions.in_use.holds_exactly(*uuid, ledger_id) == any(
             exactly in said for said in self.oracle.in_use.values()
@@ -311,7 +324,7 @@ class DeletionsMachine(RuleBasedStateMachine):
             assert next_after is None or next_after > after_id
             pages += page
             after_id = next_after
-        states = {ListedState.PENDING: (WAITING, BEGUN), ListedState.DEAD: (DEAD,), ListedState.ENDED: (ENDED,)}
+        states = {ListedState.PENDING: (WAITING, BEGUN), ListedState.DEAD: (DEAD,), ListedState.ENDED: (HELD, ENDED)}
         expected = [told for told in self.oracle.told if told.state in states[state] and is_wanted(told, wanted)]
         assert [each.deletion_id for each in pages] == [told.number for told in expected]
         assert pages == [as_stored(told) for told in expected]
@@ -367,7 +380,7 @@ def check_result(record: DeletionRecord, result: Result, told: object) -> None:
         case Purged():
             assert result.purged == told
         case InUseChanged():
-            assert (result.changed, list(result.being_deleted)) == told
+            assert (result.changed, list(result.being_deleted), result.revived) == told
 
 
 def check_state(cut: DeletionCut | None, oracle: Oracle) -> None:
@@ -406,6 +419,7 @@ def as_stored(told: Told) -> Deletion:
         told.due_ms if told.state == WAITING else 0,
         told.ended_at_ms,
         told.text,
+        told.state == HELD,
     )
 
 
@@ -414,6 +428,7 @@ def check_counts(counts: counting.DeletionCounts, told: list[Told]) -> None:
     assert counts.in_flight == len(in_flight)
     assert counts.begun == sum(each.state == BEGUN for each in told)
     assert counts.dead == sum(each.state == DEAD for each in told)
+    assert counts.held == sum(each.state == HELD for each in told)
     assert counts.oldest_ms == min((each.recorded_at_ms for each in in_flight), default=0)
     of_kind = {
         (each.delete.component, each.delete.ledger_type): [
@@ -431,6 +446,7 @@ def check_counts(counts: counting.DeletionCounts, told: list[Told]) -> None:
         assert (kind.in_flight, kind.oldest_ms) == (len(flying), min(flying, default=0))
         assert kind.begun == sum(each.state == BEGUN for each in same)
         assert kind.dead == sum(each.state == DEAD for each in same)
+        assert kind.held == sum(each.state == HELD for each in same)
 
 
 def is_wanted(told: Told, wanted: DeletionFilter) -> bool:

@@ -24,7 +24,7 @@ from storage_backends.formats.deletions import (
 
 Uuid = tuple[int, int]
 NO_UUID: Uuid = (0, 0)
-WAITING, BEGUN, DEAD, ENDED = "WAITING", "BEGUN", "DEAD", "ENDED"
+WAITING, BEGUN, DEAD, HELD, ENDED = "WAITING", "BEGUN", "DEAD", "HELD", "ENDED"
 ENDS = {
     DeletionOutcome.DELETED,
     DeletionOutcome.ALREADY_GONE,
@@ -73,6 +73,7 @@ class Oracle:
         self.told: list[Told] = []
         # Topics of which anything was said, in the order in which they came.
         self.in_use: dict[str, set[tuple[LedgerType, int, Uuid]]] = {}
+        # Topics and types of which all was said.
         self.complete: set[tuple[str, LedgerType]] = set()
 
     def apply(self, record: DeletionRecord) -> object:
@@ -113,8 +114,9 @@ class Oracle:
             return None
         if told.state == WAITING and not told.maybe_deleted and self.is_in_use(told.topic, told.delete):
             told.end(DeletionOutcome.IN_USE, at_ms, "recorded as in use")
-            self.forget_the_first_ended()
+            told.state = HELD
             return "in use"
+        told.maybe_deleted = told.maybe_deleted or told.state == BEGUN
         told.state = BEGUN
         return "attempt"
 
@@ -159,24 +161,33 @@ class Oracle:
 
     # ---- in use
 
-    def say(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> tuple[int, list[int]]:
+    def say(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> tuple[int, list[int], int]:
+        """How many ledgers that changes, places of those that are too late, and how many deletions come back."""
         before = self.in_use.setdefault(topic, set())
         kind = ledgers.ledger_type
         named = [
             (int(ledger_id), (int(msb), int(lsb)))
             for ledger_id, msb, lsb in zip(ledgers.ledger_id, ledgers.uuid_msb, ledgers.uuid_lsb, strict=True)
         ]
+        late: list[int] = []
+        after = set(before)
+        if change is InUseChange.FORGET:
+            after -= {(kind, *row) for row in named}
+        elif change is not InUseChange.COMPLETE:
+            late = [place for place, row in enumerate(named) if self.is_late(topic, kind, *row)]
+            if change is InUseChange.REPLACE:
+                after = {row for row in before if row[0] is not kind}
+            after |= {(kind, *row) for place, row in enumerate(named) if place not in late}
         if change in (InUseChange.REPLACE, InUseChange.COMPLETE):
             self.complete.add((topic, kind))
-        if change in (InUseChange.FORGET, InUseChange.COMPLETE):
-            after = before - {(kind, *ledger) for ledger in named}
-            self.in_use[topic] = after
-            return len(before) - len(after), []
-        late = [place for place, (ledger_id, uuid) in enumerate(named) if self.is_late(topic, kind, ledger_id, uuid)]
-        after = {(kind, *named[place]) for place in range(len(named)) if place not in late}
-        after |= {row for row in before if change is InUseChange.RECORD or row[0] is not kind}
         self.in_use[topic] = after
-        return len(after ^ before), late
+        return len(after ^ before), late, self.let_come_back()
+
+    def let_come_back(self) -> int:
+        free = [told for told in self.told if told.state == HELD and not self.is_in_use(told.topic, told.delete)]
+        for told in free:
+            told.state, told.outcome, told.due_ms, told.ended_at_ms = WAITING, DeletionOutcome.PENDING, 0, 0
+        return len(free)
 
     def is_late(self, topic: str, kind: LedgerType, ledger_id: int, uuid: Uuid) -> bool:
         return any(

@@ -1,0 +1,76 @@
+"""Some deletions, found by the ledgers that an owner names.
+
+Owns: the index by ledger id, and which deletion is one of a ledger that is named with or without a UUID.
+Does not own: which deletions are here (`ledger_deletions`), and what is in use (`in_use`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from daemon.core.deletions.sorted_keys import Mask
+from storage_backends.formats.deletions import Deletion, InUseLedgers, LedgerType
+from storage_backends.formats.rows import U64
+
+
+class DeletionsByLedger:
+    """`deletion_of`: the deletion of an id."""
+
+    def __init__(self, deletion_of: Callable[[int], Deletion]) -> None:
+        self._deletion_of = deletion_of
+        # By ledger id; a ledger id has one deletion, or few.
+        self._ids: dict[int, int | frozenset[int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._ids)
+
+    def add(self, deletion: Deletion) -> None:
+        ledger_id = deletion.pending_delete.ledger_id
+        there = self._ids.get(ledger_id)
+        if there is None:
+            self._ids[ledger_id] = deletion.deletion_id
+        else:
+            self._ids[ledger_id] = _set(there) | {deletion.deletion_id}
+
+    def remove(self, deletion: Deletion) -> None:
+        ledger_id = deletion.pending_delete.ledger_id
+        left = _set(self._ids[ledger_id]) - {deletion.deletion_id}
+        if left:
+            self._ids[ledger_id] = left
+        else:
+            del self._ids[ledger_id]
+
+    def mask(self, topic: str, ledgers: InUseLedgers) -> Mask:
+        """Which of the topic's ledgers have one, whatever component it names. A ledger that is named without a UUID has
+        one under whatever UUID.
+        """
+        mask = np.zeros(len(ledgers), np.bool_)
+        if not self._ids:
+            return mask
+        for row, ledger_id in enumerate(ledgers.ledger_id.tolist()):
+            if ledger_id in self._ids:
+                uuid = (int(ledgers.uuid_msb[row]), int(ledgers.uuid_lsb[row]))
+                mask[row] = any(_has_uuid(each, uuid) for each in self._of(topic, ledgers.ledger_type, ledger_id))
+        return mask
+
+    def of(self, topic: str, ledger_type: LedgerType, ledger_id: U64) -> list[Deletion]:
+        """All of the topic's ledgers of these ids, under whatever UUID."""
+        named = dict.fromkeys(ledger_id.tolist())
+        return [deletion for each in named if each in self._ids for deletion in self._of(topic, ledger_type, each)]
+
+    def _of(self, topic: str, ledger_type: LedgerType, ledger_id: int) -> Iterator[Deletion]:
+        for deletion_id in sorted(_set(self._ids[ledger_id])):
+            deletion = self._deletion_of(deletion_id)
+            if deletion.topic == topic and deletion.pending_delete.ledger_type is ledger_type:
+                yield deletion
+
+
+def _has_uuid(deletion: Deletion, uuid: tuple[int, int]) -> bool:
+    context = deletion.pending_delete.offload_context
+    return uuid == (0, 0) or context is None or uuid == (context.uuid_msb, context.uuid_lsb)
+
+
+def _set(ids: int | frozenset[int]) -> frozenset[int]:
+    return frozenset((ids,)) if isinstance(ids, int) else ids
