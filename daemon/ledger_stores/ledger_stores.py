@@ -11,14 +11,16 @@ nothing fails with that reason, and is a dead letter in the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from daemon import config, errors, settings
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
 from daemon.ledger_stores.offloaded import BUCKET, OffloadedLedgers
-from daemon.ledger_stores.owner import Owner
 from storage_backends.formats.deletions import DeletionOutcome, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ObjectStore
+
+if TYPE_CHECKING:
+    from daemon.ledger_stores.owner import Owner
 
 
 def no_step(name: str) -> None:
@@ -36,10 +38,13 @@ class LedgerStores:
     def from_settings(cls, configuration: config.Config) -> Self:
         """Opens nothing: a store is opened when a record needs it first."""
         deletion = configuration.deletion
-        return cls(
-            object_stores=[OffloadedLedgers(entry) for entry in deletion.object_stores],
-            owners=[Owner(entry) for entry in deletion.owners],
-        )
+        object_stores = [OffloadedLedgers(entry) for entry in deletion.object_stores]
+        if not deletion.owners:
+            return cls(object_stores=object_stores)
+        # A daemon that starts is waited for: the HTTP client only where it is needed.
+        from daemon.ledger_stores.owner import Owner
+
+        return cls(object_stores=object_stores, owners=[Owner(entry) for entry in deletion.owners])
 
     def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step = no_step) -> Answer:
         """One attempt. Raises `DeletionFailed`, and what is no `Exception`."""
