@@ -57,8 +57,8 @@ T = TypeVar("T")
 LISTED_AT_ONCE: Final = 1_000
 # Ledgers whose metadata is read before the caller hears of it.
 LOOKED_AT_ONCE: Final = 100
-# Ledgers are looked up in shards so many times before others have their turn.
-LOOKUPS_A_TURN: Final = 1_000
+# Ledgers are looked up in shards so many times before others have their turn: one takes some microseconds.
+LOOKUPS_A_TURN: Final = 300
 BATCHES_AT_ONCE: Final = 32
 UNANSWERED_IN_A_ROW_MAX: Final = 100
 """After so many questions in a row without an answer the sweep ends."""
