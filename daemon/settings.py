@@ -409,7 +409,7 @@ class DeletionObjectStore(Section, frozen=True):
     """A place where offloaded ledgers are, which the daemon deletes itself; a table for each.
 
     A record belongs to the store that has its driver, and its bucket if it names one. A record reaches nothing that has
-    no table here.
+    no table here. A local directory must be a store already: one that is not mounted is not taken for an empty one.
     """
 
     name: Annotated[str, Meta(pattern=_NAME, description="Names the store, for `tarry sweep`; required.")]
@@ -418,13 +418,7 @@ class DeletionObjectStore(Section, frozen=True):
         Meta(min_length=1, description="Names of drivers whose ledgers are here, such as `aws-s3`; required."),
     ]
     kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "s3"
-    path: Annotated[
-        str,
-        Meta(
-            description="The local directory, as `docs/LEDGER_OWNERS.md` has it; required when `kind` is `local`. It "
-            "must be a store already: where there is none, nothing is deleted and nothing counts as gone."
-        ),
-    ] = ""
+    path: Annotated[str, Meta(description="The local directory; required when `kind` is `local`.")] = ""
     s3: S3 = S3()
 
 
@@ -435,8 +429,7 @@ class DeletionOwner(Section, frozen=True):
     topic_prefixes: Annotated[
         tuple[str, ...],
         Meta(
-            description="What the names of its topics begin with; of several owners the one with the longest prefix "
-            "has a topic. An empty text is every topic."
+            description="What names of its topics begin with; the longest that fits has a topic, an empty one fits all."
         ),
     ] = ()
     drivers: Annotated[
@@ -447,34 +440,13 @@ class DeletionOwner(Section, frozen=True):
         Annotated[str, Meta(pattern=URL, description="Where it is told to delete a ledger. Default: it is not.")] | None
     ) = None
     in_use_url: (
-        Annotated[
-            str,
-            Meta(
-                pattern=URL,
-                description="Where it is asked whether an offloaded ledger is in use before that is deleted from an "
-                "object store. Default: it is not.",
-            ),
-        ]
-        | None
+        Annotated[str, Meta(pattern=URL, description="Where it is asked what is in use. Default: it is not.")] | None
     ) = None
     authorization_file: (
-        Annotated[
-            str,
-            Meta(
-                min_length=1,
-                description="A file with the value of the `Authorization` header, such as `Bearer ...`; it is read for "
-                "each request. Default: no such header.",
-            ),
-        ]
-        | None
+        Annotated[str, Meta(min_length=1, description="File with the `Authorization` header, read each time.")] | None
     ) = None
     timeout_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=300,
-            description="Time to connect; then time until the answer begins, and as long again until it is whole.",
-        ),
+        float, Meta(gt=0, le=300, description="Time to connect; then until an answer begins; then until it is whole.")
     ] = 10.0
 
 
@@ -511,12 +483,7 @@ class Deletion(Section, frozen=True):
     ] = 86_400.0
     guard_share: Annotated[
         float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Part of the listed bytes above which a sweep deletes no orphans unless it is told to "
-            "(`--force`): so many are more likely a mistake.",
-        ),
+        Meta(ge=0, le=1, description="Part of the listed bytes above which orphans stay until `tarry sweep --force`."),
     ] = 0.2
     guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes are deleted in any case.")] = (
         64 << 20
