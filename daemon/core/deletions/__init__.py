@@ -24,10 +24,10 @@ owner records a ledger, drops it from its metadata, and only then says that it i
 between must not be the last one.
 
 What is in use is ordered with the attempts by the same slots. From its slot on a ledger in use has no attempt; where
-one has begun, or something may have been deleted, it is too late: the ledger is not recorded as in use, and its owner is
-told. Something may have been deleted when an attempt that failed says so, and when one was never answered: who made it
-may only have been stopped, and go on. So no ledger is in use and has an attempt at once, at whatever moment the daemon
-ends.
+one has begun, or something may have been deleted, it is too late: the ledger is not recorded as in use, and its owner
+is told. Something may have been deleted when an attempt that failed says so, and when one was never answered: who made
+it may only have been stopped, and go on. So no ledger is in use and has an attempt at once, at whatever moment the
+daemon ends.
 
     ledger_deletions    the whole
     life                the transitions of one deletion

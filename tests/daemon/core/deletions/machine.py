@@ -269,17 +269,13 @@ class DeletionsMachine(RuleBasedStateMachine):
 
     def in_use_is_known(self, ledger_id: int, uuid: tuple[int, int]) -> None:
         held = [
-            (LedgerType.OFFLOADED_LEDGER, ledger_id, named) in said
+            (LedgerType.OFFLOADED_LEDGER, ledger_id, stated) in said
             for said in self.oracle.in_use.values()
-            for named in (uuid, (0, 0))
+            for stated in (uuid, (0, 0))
         ]
         assert self.deletions.in_use.holds(*uuid, ledger_id) == any(held)
         exactly = [(LedgerType.OFFLOADED_LEDGER, ledger_id, uuid) in said for said in self.oracle.in_use.values()]
         assert self.deletions.in_use.holds_exactly(*uuid, ledger_id) == any(exactly)
-        exactly = (LedgerType.OFFLOADED_LEDGER, ledger_id, uuid)
-        assert self.deletions.in_use.holds_exactly(*uuid, ledger_id) == any(
-            exactly in said for said in self.oracle.in_use.values()
-        )
         context = OffloadContext(*uuid, "any")
         for topic in TOPICS:
             for delete in (

@@ -10,7 +10,7 @@ from tests.daemon.core.deletions.machine import DeletionsMachine, small
 
 def test_deletions_are_what_a_plain_list_says_they_are() -> None:
     settings = hypothesis.settings(
-        max_examples=120, stateful_step_count=40, report_multiple_bugs=False, phases=(hypothesis.Phase.generate,)
+        max_examples=60, stateful_step_count=40, report_multiple_bugs=False, phases=(hypothesis.Phase.generate,)
     )
     with small():
         run_state_machine_as_test(DeletionsMachine, settings=settings)
