@@ -22,6 +22,7 @@ class Shell:
     """Runs command lines of `tarry` against one daemon."""
 
     def __init__(self, address: str) -> None:
+        self.address = address
         self._environment = os.environ | {"TARRY_ADDRESS": address}
 
     def result(self, line: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
