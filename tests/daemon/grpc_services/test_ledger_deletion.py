@@ -1,52 +1,41 @@
-"""Two-phase deletion over the wire: what is recorded, in use, listed, retried, purged and swept."""
+"""Two-phase deletion over the wire: what is recorded, in use, listed, retried and purged."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from google.protobuf import message
 
 from daemon import config
 from daemon.engine.engine import Engine
-from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, Step
-from daemon.ledger_stores.ledger_stores import LedgerStores, no_step
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, PendingDelete
-from storage_backends.memory import MemoryStore
+from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
+from storage_backends.formats.deletions import DeletionOutcome
 from tarry.v1 import admin_pb2, policy_pb2
 from tarry.v1 import ledger_deletion_pb2 as pb
 from tests.daemon.grpc_services import bad_deletions as bad
 from tests.daemon.grpc_services.bad_calls import U64_MAX, changed
-from tests.daemon.grpc_services.bad_requests import Case
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import owned_ledgers, real_engine
-from tests.support.owned_ledgers import OwnedLedger
+from tests.daemon.grpc_services.deletion_requests import (
+    OTHER,
+    TOPIC,
+    Stores,
+    faults,
+    ledgers,
+    listed,
+    record,
+    state,
+    stats,
+    until,
+)
+from tests.support import real_engine
 
-TOPIC = "persistent://tenant/space/orders"
-OTHER = "persistent://tenant/space/bills"
 MALFORMED = pb.RefusedDelete.REASON_MALFORMED
 DISABLED = pb.RefusedDelete.REASON_DISABLED
-
-
-class Stores(LedgerStores):
-    """Where ledgers are: `answers` by ledger; every other attempt lasts until `go` is set, and then has deleted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: dict[int, Answer | DeletionFailed] = {}
-        self.go = threading.Event()
-
-    def delete(self, topic: str, delete: PendingDelete, guard: Guard, step: Step = no_step) -> Answer:
-        answer = self.answers.get(delete.ledger_id)
-        if isinstance(answer, DeletionFailed):
-            raise answer
-        if answer is None and not self.go.wait(20):
-            raise TimeoutError
-        return answer or Answer(DeletionOutcome.DELETED)
 
 
 @pytest.fixture
@@ -75,50 +64,6 @@ async def engine(settings: config.Config, stores: Stores) -> AsyncIterator[Engin
             yield engine
         finally:
             stores.go.set()
-
-
-def ledgers(ids: Iterable[int], good: message.Message = bad.LEDGER) -> list[Any]:
-    return [changed(good, ledger_id=ledger_id) for ledger_id in ids]
-
-
-async def record(edge: Edge, deletes: Iterable[message.Message], topic: str = TOPIC) -> pb.RecordPendingDeletesResponse:
-    request = pb.RecordPendingDeletesRequest(topic=topic)
-    for each in deletes:
-        request.deletes.add().MergeFrom(each)  # type: ignore[arg-type]
-    answer: pb.RecordPendingDeletesResponse = await edge.caller.unary(bad.RECORD, request)
-    return answer
-
-
-async def listed(edge: Edge, method: str, **fields: Any) -> Any:
-    requests: dict[str, Any] = {
-        bad.LIST_PENDING: pb.ListPendingDeletesRequest,
-        bad.LIST_DEAD: pb.ListDeadDeletesRequest,
-        bad.LIST_ENDED: pb.ListEndedDeletesRequest,
-    }
-    return await edge.caller.unary(method, requests[method](**fields))
-
-
-async def until(edge: Edge, method: str, count: int, **filtered: Any) -> list[pb.Deletion]:
-    """The list, when it has so many."""
-    async with asyncio.timeout(10):
-        while True:
-            answer = await listed(edge, method, filter=pb.DeletionFilter(**filtered))
-            if len(answer.deletions) == count:
-                return list(answer.deletions)
-
-
-async def stats(edge: Edge, topic: str = "") -> pb.GetDeletionStatsResponse:
-    answer: pb.GetDeletionStatsResponse = await edge.caller.unary(bad.STATS, pb.GetDeletionStatsRequest(topic=topic))
-    answer.ClearField("as_of_ms")
-    return answer
-
-
-async def state(edge: Edge) -> list[Any]:
-    """Everything that can be seen, but the time of asking."""
-    lists = [await listed(edge, method) for method in (bad.LIST_PENDING, bad.LIST_DEAD, bad.LIST_ENDED)]
-    for answer in lists:
-        answer.ClearField("as_of_ms")
-    return [*lists, await stats(edge)]
 
 
 class TestRecording:
@@ -364,73 +309,31 @@ class TestBadRequests:
         assert await state(edge) == before
 
 
-class TestSweeps:
+class TestQuotas:
     @pytest.fixture
-    def swept(self) -> MemoryStore:
-        return MemoryStore()
+    def settings(self, settings: config.Config) -> config.Config:
+        deletion = msgspec.structs.replace(settings.deletion, pending_max=3, in_use_max=2)
+        return msgspec.structs.replace(settings, deletion=deletion)
 
-    @pytest.fixture
-    async def engine(self, settings: config.Config, swept: MemoryStore) -> AsyncIterator[Engine]:
-        async with real_engine.serving(settings, ledger_stores=owned_ledgers.offloaded_in(swept)) as engine:
-            yield engine
+    async def test_more_records_than_may_be_pending_are_refused_until_there_is_room(
+        self, edge: Edge, stores: Stores
+    ) -> None:
+        await record(edge, ledgers([1, 2]))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"deletion\.pending_max is 3") as refused:
+            await record(edge, ledgers([3, 4]))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "retry-after-ms" in dict(refused.value.trailing_metadata() or ())
+        assert (await record(edge, ledgers([3]))).recorded == 1
+        stores.go.set()
+        await until(edge, bad.LIST_ENDED, 3)
+        assert (await record(edge, ledgers([3, 4]))).recorded == 2
 
-    async def test_an_orphan_is_shown_and_recorded_when_it_is_to_go(self, edge: Edge, swept: MemoryStore) -> None:
-        component = LedgerComponent.MANAGED_LEDGER
-        OwnedLedger(TOPIC, component, (7, 1, 2)).write(swept)
-        OwnedLedger(TOPIC, component, (8, 1, 2)).write(swept)
-        none_but = pb.RecordInUseRequest(
-            topic=TOPIC, ledger_type=pb.LEDGER_TYPE_OFFLOADED_LEDGER, ledger_id=[8], replace=True
-        )
-        await edge.caller.unary(bad.IN_USE, none_but)
-        looked = await sweep(edge, grace_ms=0)
-        assert (looked[-1].counts.orphaned.objects, looked[-1].counts.ledgers_recorded) == (2, 0)
-        (orphan,) = [orphan for answer in looked for orphan in answer.orphans]
-        assert (orphan.topic, orphan.pending_delete.ledger_id, orphan.unknown_topic) == (TOPIC, 7, False)
-        context = orphan.pending_delete.offload_context
-        assert (context.uuid_msb, context.uuid_lsb) == (1, 2)
-        assert orphan.size_bytes > 0
-        assert orphan.modified_ms > 0
-        assert (await stats(edge)).in_flight == 0
-
-        deleted = await sweep(edge, grace_ms=0, delete=True)
-        assert (deleted[-1].counts.ledgers_recorded, deleted[-1].refused) == (1, "")
-        (ended,) = await until(edge, bad.LIST_ENDED, 1)
-        assert (ended.by_sweeper, ended.outcome) == (True, pb.Deletion.OUTCOME_DELETED)
-        assert {listed.key for listed in swept.list("")} == set(OwnedLedger(TOPIC, component, (8, 1, 2)).keys)
-
-    async def test_young_ones_are_left_alone_by_default(self, edge: Edge, swept: MemoryStore) -> None:
-        OwnedLedger(TOPIC, LedgerComponent.MANAGED_LEDGER, (7, 1, 2)).write(swept)
-        answers = await sweep(edge)
-        assert (answers[-1].counts.young.objects, answers[-1].counts.orphaned.objects) == (2, 0)
-
-    async def test_a_bad_sweep_is_refused(self, edge: Edge) -> None:
-        wrong: list[str] = []
-        for case in bad.BAD_SWEEPS:
-            wrong += await faults(edge, case)
-        assert wrong == []
-        assert [len(answers.deletions) for answers in (await state(edge))[:3]] == [0, 0, 0]
-
-
-async def sweep(edge: Edge, **fields: Any) -> list[pb.SweepOrphansResponse]:
-    answers: list[pb.SweepOrphansResponse] = await edge.caller.answers(
-        bad.SWEEP, pb.SweepOrphansRequest(store="offloaded", **fields)
-    )
-    assert [answer.done for answer in answers] == [False] * (len(answers) - 1) + [True]
-    return answers
-
-
-async def faults(edge: Edge, case: Case) -> list[str]:
-    """What is wrong with the refusal."""
-    call = edge.caller.answers if case.method == bad.SWEEP else edge.caller.unary
-    try:
-        await call(case.method, case.request)
-    except grpc.aio.AioRpcError as refused:
-        said = refused.details() or ""
-        missing = [part for part in case.says if part not in said]
-        if refused.code() is not case.code or missing:
-            return [f"{case}: {refused.code()} {said!r} without {missing}"]
-        return []
-    return [f"{case}: it was accepted"]
+    async def test_more_ledgers_than_may_be_in_use_are_refused(self, edge: Edge) -> None:
+        request = pb.RecordInUseRequest(topic=TOPIC, ledger_type=pb.LEDGER_TYPE_LEDGER, ledger_id=[1, 2, 3])
+        with pytest.raises(grpc.aio.AioRpcError, match=r"deletion\.in_use_max is 2") as refused:
+            await edge.caller.unary(bad.IN_USE, request)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stats(edge)).in_use == 0
 
 
 @pytest.mark.parametrize("request_type", bad.DELETIONS_COVERED, ids=lambda each: each.DESCRIPTOR.name)
