@@ -193,7 +193,7 @@ def test_everything_that_is_known_of_a_ledger_is_shown(with_deletions: FakeDaemo
         "driver": "aws-s3",
         "driver metadata": "bucket=b, region=r",
         "recorded": output.time_text(10),
-        "found by": "a sweep",
+        "by a sweep": "yes",
         "state": "waiting",
         "outcome": "-",
         "failures": "2",

@@ -148,11 +148,14 @@ def test_each_step_is_a_line_of_json(daemon: FakeDaemon, run: Run) -> None:
 
 
 def test_a_store_that_is_not_configured_is_told_with_where_they_are(daemon: FakeDaemon, run: Run) -> None:
-    daemon.script("SweepOrphans", refuse(grpc.StatusCode.NOT_FOUND, "there is no object store 'x'"))
+    daemon.script(
+        "SweepOrphans", refuse(grpc.StatusCode.NOT_FOUND, "object store 'x' is not configured: deletion.object_stores")
+    )
     result = run("sweep", "x")
     assert result.exit_code == output.EXIT_REFUSED
     assert result.stderr == (
-        "tarry: there is no object store 'x': `deletion.object_stores` of the daemon's configuration names them\n"
+        "tarry: object store 'x' is not configured: deletion.object_stores; STORE is a name that the daemon's "
+        "configuration has there\n"
     )
 
 

@@ -346,7 +346,7 @@ def _facts(each: deletions.Deletion) -> dict[str, object]:
         }
     return facts | {
         "recorded": output.time_text(each.recorded_at_ms),
-        "found by": "a sweep" if each.by_sweeper else "its owner",
+        "by a sweep": "yes" if each.by_sweeper else "no",
         "state": text_of(each.state),
         "outcome": text_of(each.outcome),
         "failures": each.failures,

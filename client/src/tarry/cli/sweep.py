@@ -89,7 +89,7 @@ def sweep(
             else:
                 _list_orphans(following, store, pending.limit_of(limit, as_json=False))
     except errors.NotFound as error:
-        output.note(f"{error.message}: `deletion.object_stores` of the daemon's configuration names them")
+        output.note(f"{error.message}; STORE is a name that the daemon's configuration has there")
         raise click.exceptions.Exit(output.EXIT_REFUSED) from error
     last = following.last
     if last is None or not last.done:
