@@ -132,12 +132,12 @@ class DeletionRequests:
         return recorded
 
     def _check_pending(self, deletes: int) -> None:
-        held, held_max = sum(shard.deletions.held for shard in self._engine.shards.values()), self._settings.pending_max
-        if held + deletes > held_max:
+        kept, kept_max = sum(shard.deletions.kept for shard in self._engine.shards.values()), self._settings.pending_max
+        if kept + deletes > kept_max:
             raise QuotaExceeded(
-                f"deletion.pending_max is {held_max}; {held} deletions are pending or dead letters, and the request "
-                f"has {deletes}",
-                retry_after_ms=None if deletes > held_max else ROOM_RETRY_MS,
+                f"deletion.pending_max is {kept_max}; {kept} deletions are pending, dead letters or held as their "
+                f"ledgers are in use, and the request has {deletes}",
+                retry_after_ms=None if deletes > kept_max else ROOM_RETRY_MS,
             )
 
     # ---- in use

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # As many cost the loop as much as a delete that is recorded.
 LEDGERS_A_DELETE = 20
 LEDGERS_A_DECISION = 4_000
+# Fewer while more deletions than these might come back, for that costs more.
+HELD_FEW = 200
+LEDGERS_A_DECISION_OF_MANY = 1_000
 
 
 class InUseChanging:
@@ -57,7 +60,12 @@ class InUseChanging:
 
     def _is_long(self, record: ChangeInUse) -> bool:
         there = self._deletions.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
-        return max(there, len(record.ledgers)) > LEDGERS_A_DECISION
+        return max(there, len(record.ledgers)) > self._portion_rows
+
+    @property
+    def _portion_rows(self) -> int:
+        few = self._deletions.state.counts.held <= HELD_FEW
+        return LEDGERS_A_DECISION if few else LEDGERS_A_DECISION_OF_MANY
 
     async def _replace(self, record: ChangeInUse) -> InUseChanged:
         ledgers = record.ledgers
@@ -79,8 +87,9 @@ class InUseChanging:
     async def _in_portions(self, record: ChangeInUse) -> InUseChanged:
         changed = revived = 0
         being_deleted: tuple[int, ...] = ()
-        for first in range(0, max(1, len(record.ledgers)), LEDGERS_A_DECISION):
-            portion = rows_of(record.ledgers, slice(first, first + LEDGERS_A_DECISION))
+        rows = self._portion_rows
+        for first in range(0, max(1, len(record.ledgers)), rows):
+            portion = rows_of(record.ledgers, slice(first, first + rows))
             decided = await self._deletions.decided_in_room(
                 dataclasses.replace(record, ledgers=portion),
                 InUseChanged,

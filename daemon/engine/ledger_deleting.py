@@ -214,10 +214,12 @@ class ShardDeletions:
     # ---- what the state takes of room
 
     @property
-    def held(self) -> int:
-        """Deletions that are pending or dead letters, those included that are being recorded."""
+    def kept(self) -> int:
+        """Deletions that are pending or dead letters, or come back when their ledger is in use no longer, those
+        included that are being recorded.
+        """
         counts = self.state.counts
-        return counts.in_flight + counts.dead + self._deletes_to_come
+        return counts.in_flight + counts.dead + counts.held + self._deletes_to_come
 
     def cut(self) -> DeletionCut | None:
         """The state as of the last slot, for a checkpoint."""

@@ -461,6 +461,19 @@ async def test_too_many_pending_deletions_and_dead_letters_are_refused(machines:
     assert refused.value.retry_after_ms is None
 
 
+async def test_deletions_that_wait_for_their_ledgers_to_be_free_count_too(machines: EngineFixture) -> None:
+    stores = ScriptedLedgers(machines)
+    one = await machines.served_by("one", "deletion.pending_max=2")
+    await use(one, ledgers(1, 2))
+    await record(one, 1, 2)
+    await over(one)
+    with pytest.raises(QuotaExceeded, match="pending_max is 2"):
+        await record(one, 3)
+    await forget(one, ledgers(1, 2))
+    await one.until(lambda: len(stores.deleted) == 2)
+    assert (await record(one, 3)).recorded == 1
+
+
 async def test_requests_that_come_together_share_the_quota(machines: EngineFixture) -> None:
     ScriptedLedgers(machines)
     one = await machines.served_by("one", "deletion.pending_max=100")
