@@ -112,18 +112,21 @@ class DeletionCount:
     in_flight: int
     oldest_ms: int
     given_up: int
+    held: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionStats:
-    """`in_flight`: what is not over; dead letters are. `begun`: of these, those whose attempt has begun. `in_use`:
-    ledgers that are, as their owners say. `counts`: of components and types that have any.
+    """`in_flight`: what is not over; dead letters are. `begun`: of these, those whose attempt has begun. `held`: what
+    ended as its owner states that the ledger is in use. `in_use`: ledgers that are, as their owners say. `counts`: of
+    components and types that have any.
     """
 
     in_flight: int
     begun: int
     oldest_ms: int
     given_up: int
+    held: int
     in_use: int
     counts: tuple[DeletionCount, ...]
     as_of_ms: int

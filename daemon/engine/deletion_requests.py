@@ -325,6 +325,7 @@ def _stats(counts: Sequence[DeletionCounts], in_use: int, as_of_ms: int) -> Dele
         begun=sum(each.begun for each in counts),
         oldest_ms=_oldest_ms(each.oldest_ms for each in counts),
         given_up=sum(each.dead for each in counts),
+        held=sum(each.held for each in counts),
         in_use=in_use,
         counts=tuple(
             DeletionCount(
@@ -333,6 +334,7 @@ def _stats(counts: Sequence[DeletionCounts], in_use: int, as_of_ms: int) -> Dele
                 in_flight=sum(kind.in_flight for kind in kinds),
                 oldest_ms=_oldest_ms(kind.oldest_ms for kind in kinds),
                 given_up=sum(kind.dead for kind in kinds),
+                held=sum(kind.held for kind in kinds),
             )
             for (component, ledger_type), kinds in sorted(by_kind.items())
         ),

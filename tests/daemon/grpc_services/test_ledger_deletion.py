@@ -245,9 +245,12 @@ class TestInUse:
         await record(edge, ledgers([7, 9], bad.OFFLOADED))
         held, deleted = await until(edge, bad.LIST_ENDED, 2)
         assert (held.outcome, deleted.outcome) == (pb.Deletion.OUTCOME_IN_USE, pb.Deletion.OUTCOME_DELETED)
+        counted = await stats(edge)
+        assert (counted.in_flight, counted.held, [each.held for each in counted.counts]) == (0, 1, [1])
         assert (await edge.caller.unary(bad.FORGET, pb.ForgetInUseRequest(**stated, **uuids))).forgotten == 2
         await until(edge, bad.LIST_PENDING, 0)
         assert [each.outcome for each in await until(edge, bad.LIST_ENDED, 2)] == [pb.Deletion.OUTCOME_DELETED] * 2
+        assert (await stats(edge)).held == 0
         assert (await edge.caller.unary(bad.FORGET, pb.ForgetInUseRequest(**stated, **uuids))).forgotten == 0
 
     async def test_what_has_begun_is_named_by_its_row(self, edge: Edge) -> None:

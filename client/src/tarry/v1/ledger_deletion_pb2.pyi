@@ -830,8 +830,9 @@ class GetDeletionStatsResponse(_message.Message):
     IN_USE_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     AS_OF_MS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     in_flight: _builtins.int
-    """Records that are not over; dead letters are over."""
+    """Records that are not over; dead letters are, and what is held."""
     begun: _builtins.int
     """Of these, those whose attempt has begun."""
     oldest_ms: _builtins.int
@@ -840,6 +841,10 @@ class GetDeletionStatsResponse(_message.Message):
     in_use: _builtins.int
     """Ledgers that are in use as their owners say."""
     as_of_ms: _builtins.int
+    held: _builtins.int
+    """Records that ended since their owner says by `RecordInUse` that the ledger is in use: pending again when it takes that
+    back.
+    """
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeletionCount]:
         """Those that have any."""
@@ -854,10 +859,11 @@ class GetDeletionStatsResponse(_message.Message):
         in_use: _builtins.int = ...,
         counts: _abc.Iterable[Global___DeletionCount] | None = ...,
         as_of_ms: _builtins.int = ...,
+        held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "begun", b"begun", "counts", b"counts", "given_up", b"given_up", "in_flight", b"in_flight", "in_use", b"in_use", "oldest_ms", b"oldest_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of_ms", b"as_of_ms", "begun", b"begun", "counts", b"counts", "given_up", b"given_up", "held", b"held", "in_flight", b"in_flight", "in_use", b"in_use", "oldest_ms", b"oldest_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -872,11 +878,13 @@ class DeletionCount(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     OLDEST_MS_FIELD_NUMBER: _builtins.int
     GIVEN_UP_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     component: Global___LedgerComponent.ValueType
     ledger_type: Global___LedgerType.ValueType
     in_flight: _builtins.int
     oldest_ms: _builtins.int
     given_up: _builtins.int
+    held: _builtins.int
     def __init__(
         self,
         *,
@@ -885,10 +893,11 @@ class DeletionCount(_message.Message):
         in_flight: _builtins.int = ...,
         oldest_ms: _builtins.int = ...,
         given_up: _builtins.int = ...,
+        held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "given_up", b"given_up", "in_flight", b"in_flight", "ledger_type", b"ledger_type", "oldest_ms", b"oldest_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["component", b"component", "given_up", b"given_up", "held", b"held", "in_flight", b"in_flight", "ledger_type", b"ledger_type", "oldest_ms", b"oldest_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

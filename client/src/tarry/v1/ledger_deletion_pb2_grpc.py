@@ -160,8 +160,8 @@ class LedgerDeletionServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDeletionStats(self, request, context):
-        """How many records are in flight, since when, and of what: 0 = everything that was recorded is over (PIP-186,
-        getEstimatedInflightDeletionLedgerCount).
+        """How many records are in flight, since when, and of what: 0, and 0 that are held, = everything that was recorded is over
+        (PIP-186, getEstimatedInflightDeletionLedgerCount).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

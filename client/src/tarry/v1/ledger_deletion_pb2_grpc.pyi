@@ -65,8 +65,8 @@ class LedgerDeletionStub:
     PurgeDeadDeletes: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.PurgeDeadDeletesRequest, _ledger_deletion_pb2.PurgeDeadDeletesResponse]
     """Dead letters are forgotten: what they name is left where it is."""
     GetDeletionStats: _grpc.UnaryUnaryMultiCallable[_ledger_deletion_pb2.GetDeletionStatsRequest, _ledger_deletion_pb2.GetDeletionStatsResponse]
-    """How many records are in flight, since when, and of what: 0 = everything that was recorded is over (PIP-186,
-    getEstimatedInflightDeletionLedgerCount).
+    """How many records are in flight, since when, and of what: 0, and 0 that are held, = everything that was recorded is over
+    (PIP-186, getEstimatedInflightDeletionLedgerCount).
     """
     SweepOrphans: _grpc.UnaryStreamMultiCallable[_ledger_deletion_pb2.SweepOrphansRequest, _ledger_deletion_pb2.SweepOrphansResponse]
     """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
@@ -112,8 +112,8 @@ class LedgerDeletionAsyncStub(LedgerDeletionStub):
     PurgeDeadDeletes: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.PurgeDeadDeletesRequest, _ledger_deletion_pb2.PurgeDeadDeletesResponse]  # type: ignore[assignment]
     """Dead letters are forgotten: what they name is left where it is."""
     GetDeletionStats: _aio.UnaryUnaryMultiCallable[_ledger_deletion_pb2.GetDeletionStatsRequest, _ledger_deletion_pb2.GetDeletionStatsResponse]  # type: ignore[assignment]
-    """How many records are in flight, since when, and of what: 0 = everything that was recorded is over (PIP-186,
-    getEstimatedInflightDeletionLedgerCount).
+    """How many records are in flight, since when, and of what: 0, and 0 that are held, = everything that was recorded is over
+    (PIP-186, getEstimatedInflightDeletionLedgerCount).
     """
     SweepOrphans: _aio.UnaryStreamMultiCallable[_ledger_deletion_pb2.SweepOrphansRequest, _ledger_deletion_pb2.SweepOrphansResponse]  # type: ignore[assignment]
     """Looks for offloaded ledgers that nobody knows: no record names them and nobody uses them. One message for each step,
@@ -210,8 +210,8 @@ class LedgerDeletionServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_deletion_pb2.GetDeletionStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_deletion_pb2.GetDeletionStatsResponse, _abc.Awaitable[_ledger_deletion_pb2.GetDeletionStatsResponse]]:
-        """How many records are in flight, since when, and of what: 0 = everything that was recorded is over (PIP-186,
-        getEstimatedInflightDeletionLedgerCount).
+        """How many records are in flight, since when, and of what: 0, and 0 that are held, = everything that was recorded is over
+        (PIP-186, getEstimatedInflightDeletionLedgerCount).
         """
 
     @_abc_1.abstractmethod
