@@ -472,7 +472,7 @@ class Deletion(Section, frozen=True):
         float, Meta(ge=0, le=0.5, description="Part of the time between attempts by which it is longer or shorter.")
     ] = 0.1
     pending_max: Annotated[
-        int, Meta(ge=1, le=10_000_000, description="Records that are pending or dead letters, of all topics.")
+        int, Meta(ge=1, le=10_000_000, description="Records that are pending, held or dead letters, of all topics.")
     ] = 200_000
     in_use_max: Annotated[
         int, Meta(ge=1, le=100_000_000, description="Ledgers that are in use as their owners say, of all topics.")
