@@ -366,14 +366,19 @@ async def test_an_owner_is_asked_also_of_topics_that_stated_what_is_in_use(machi
     assert (done.orphans, done.counts.in_use) == ((), objects(4))
 
 
-async def test_a_ledger_whose_owner_does_not_answer_is_no_orphan_and_stays(machines: EngineFixture) -> None:
+async def test_a_ledger_whose_owner_does_not_answer_is_no_orphan_and_stays(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Answers come between.
+    monkeypatch.setattr(sweeping, "UNANSWERED_IN_A_ROW_MAX", 2)
+
     def answer(topic: str, delete: PendingDelete) -> InUseAnswer:
         if delete.ledger_id % 2:
             raise DeletionFailed("no answer", maybe_deleted=False)
         return InUseAnswer.NOT_IN_USE
 
     swept = Swept(machines, owner=answer)
-    one = await swept.daemon()
+    one = await swept.daemon("deletion.parallelism=1")
     ledgers = swept.write(10, "asked/t")
 
     done = await sweep(one, DELETE)
@@ -524,6 +529,7 @@ async def test_orphans_beyond_the_limit_are_told_and_left_to_the_next_sweep(
     await say_in_use(one, "t", [])
     swept.write(5)
 
+    assert (await sweep(one)).counts.ledgers_left == 0
     first = await sweep(one, DELETE)
     await all_over(one)
     second = await sweep(one, DELETE)
@@ -651,7 +657,7 @@ async def test_a_ledger_that_is_used_in_a_slot_before_its_record_is_not_deleted(
     await slot.reached()
     head.release()
     # The record is staged behind it.
-    await one.until(lambda: one.shards[number].deletions.held == 1)
+    await one.until(lambda: one.shards[number].deletions.kept == 1)
     slot.release()
 
     done = await sweeping_
@@ -893,6 +899,20 @@ async def test_a_store_that_is_away_ends_the_sweep_and_the_next_one_works(
         await sweep(one, DELETE)
 
     assert len((await sweep(one)).orphans) == 1
+
+
+async def test_a_sweep_that_fails_asks_nothing_more(machines: EngineFixture) -> None:
+    swept = Swept(machines)
+    one = await swept.daemon("deletion.parallelism=4")
+    swept.write(100)
+    swept.script.plan("head", Fault.FAIL_BEFORE)
+
+    with pytest.raises(Unavailable):
+        await sweep(one)
+    await machines.loop.jobs_ended()
+
+    # Those that were under way: two objects each.
+    assert len([call for call in swept.faults.calls if call.operation == "head"]) <= 2 * 4 * 2
 
 
 async def test_what_cannot_be_swept_is_refused(machines: EngineFixture) -> None:
