@@ -66,7 +66,7 @@ class Deleting:
         uuid: deletions.UuidColumn | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """Takes back that ledgers are in use, named as in `record_in_use`; returns how many were.
+        """Takes back that ledgers are in use, named as in `record_in_use`; returns how many were so.
 
         To be said when they have left the owner's metadata, not before: their deletions are pending again at once.
         After a lost answer it is sent again, and counts only what was left.

@@ -313,6 +313,7 @@ class DeletionCount:
     in_flight: int
     oldest_ms: int | None
     given_up: int
+    held: int
 
     @staticmethod
     def from_message(message: ledger_deletion_pb2.DeletionCount) -> DeletionCount:
@@ -322,6 +323,7 @@ class DeletionCount:
             in_flight=message.in_flight,
             oldest_ms=message.oldest_ms or None,
             given_up=message.given_up,
+            held=message.held,
         )
 
 
@@ -330,13 +332,17 @@ class DeletionStats:
     """How much is to be deleted."""
 
     in_flight: int
-    """Deletions that are not over; 0 = all are (PIP-186, getEstimatedInflightDeletionLedgerCount)."""
+    """Deletions that are not over, what is held not counted; 0 = all are (PIP-186,
+    getEstimatedInflightDeletionLedgerCount)."""
     begun: int
     """Of these, those whose attempt has begun."""
     oldest_ms: int | None
     """When the oldest of them was recorded, or retried."""
     given_up: int
     """Dead letters, which are over."""
+    held: int
+    """Those that ended since their owner says by `record_in_use` that the ledger is in use: pending again when it takes
+    that back."""
     in_use: int
     """Ledgers that are in use as their owners say."""
     counts: tuple[DeletionCount, ...]
@@ -350,6 +356,7 @@ class DeletionStats:
             begun=message.begun,
             oldest_ms=message.oldest_ms or None,
             given_up=message.given_up,
+            held=message.held,
             in_use=message.in_use,
             counts=tuple(DeletionCount.from_message(each) for each in message.counts),
             as_of_ms=message.as_of_ms,

@@ -31,10 +31,11 @@ STATS = ledger_deletion_pb2.GetDeletionStatsResponse(
     oldest_ms=5,
     given_up=3,
     in_use=1,
+    held=6,
     as_of_ms=8,
     counts=[
         ledger_deletion_pb2.DeletionCount(
-            component=CURSOR.component, ledger_type=CURSOR.ledger_type, in_flight=2_000, oldest_ms=5, given_up=3
+            component=CURSOR.component, ledger_type=CURSOR.ledger_type, in_flight=2_000, oldest_ms=5, given_up=3, held=6
         )
     ],
 )
@@ -71,7 +72,7 @@ def test_pending_deletions_are_listed_with_what_was_said_below_how_many_there_ar
         ["1.9", "t", "schema storage", "3", "8", "offloaded ledger", "waiting", "2", output.time_text(20), "slow down"],
     ]
     assert result.stderr == (
-        f"tarry: 2,000 in flight, 4 of them under way, the oldest since {output.time_text(5)}; 3 given up; "
+        f"tarry: 2,000 in flight, 4 of them under way, the oldest since {output.time_text(5)}; 3 given up; 6 held; "
         "1 ledger in use\n"
     )
     assert [each.page_size for each in with_deletions.requests("ListPendingDeletes")] == [1_000] * 2
@@ -145,7 +146,8 @@ def test_that_there_are_no_deletions_is_said(daemon: FakeDaemon, run: Run) -> No
     daemon.script("GetDeletionStats", answer(ledger_deletion_pb2.GetDeletionStatsResponse()))
     result = run("deletions", "list")
     assert result.stderr == (
-        "tarry: 0 in flight, 0 of them under way; 0 given up; 0 ledgers in use\ntarry: nothing is to be deleted\n"
+        "tarry: 0 in flight, 0 of them under way; 0 given up; 0 held; 0 ledgers in use\n"
+        "tarry: nothing is to be deleted\n"
     )
     assert run("deletions", "dead", "t").stderr == "tarry: no deletion was given up, of these\n"
     assert run("deletions", "ended", "--json").stdout == ""
@@ -234,8 +236,8 @@ def test_deletions_are_counted_by_what_the_ledgers_are_for(with_deletions: FakeD
     facts, _, table = run("deletions", "stats", "t").stdout.partition("\n\n")
     assert dict(lines(facts))["in flight"] == "2000"
     assert lines(table) == [
-        ["component", "type", "in flight", "oldest", "given up"],
-        ["managed cursor", "ledger", "2000", output.time_text(5), "3"],
+        ["component", "type", "in flight", "oldest", "given up", "held"],
+        ["managed cursor", "ledger", "2000", output.time_text(5), "3", "6"],
     ]
     parsed = json.loads(run("deletions", "stats", "--json").stdout)
     assert (parsed["in_flight"], parsed["counts"][0]["component"]) == (2_000, "managed_cursor")

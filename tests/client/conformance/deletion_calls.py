@@ -204,18 +204,23 @@ DELETION_CALLS = [
                     in_flight=5,
                     oldest_ms=3,
                     given_up=2,
+                    held=7,
                 )
             ],
             as_of_ms=8,
+            held=7,
         ),
         tarry.DeletionStats(
             in_flight=5,
             begun=4,
             oldest_ms=3,
             given_up=2,
+            held=7,
             in_use=9,
             counts=(
-                tarry.DeletionCount(tarry.LedgerComponent.MANAGED_CURSOR, tarry.LedgerType.OFFLOADED_LEDGER, 5, 3, 2),
+                tarry.DeletionCount(
+                    tarry.LedgerComponent.MANAGED_CURSOR, tarry.LedgerType.OFFLOADED_LEDGER, 5, 3, 2, 7
+                ),
             ),
             as_of_ms=8,
         ),

@@ -250,7 +250,7 @@ async def test_a_state_that_a_later_daemon_has_is_told(daemon: FakeDaemon, clien
 
 async def test_the_stats_of_all_topics_are_asked_of_any_daemon(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script("GetDeletionStats", answer(ledger_deletion_pb2.GetDeletionStatsResponse(as_of_ms=8)))
-    assert await client.deletion_stats() == tarry.DeletionStats(0, 0, None, 0, 0, (), 8)
+    assert await client.deletion_stats() == tarry.DeletionStats(0, 0, None, 0, 0, 0, (), 8)
     assert daemon.requests("GetDeletionStats") == [ledger_deletion_pb2.GetDeletionStatsRequest()]
 
 

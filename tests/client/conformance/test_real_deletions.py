@@ -267,6 +267,8 @@ async def test_what_is_in_use_is_kept_until_its_owner_takes_that_back(
     ended = await outcomes(client, topic, 2)
     assert {each.outcome for each in ended.values()} == {tarry.DeletionOutcome.IN_USE}
     assert (ledgers[0] in owner.ledgers, offloaded.is_there) == (True, [True, True])
+    stats = await client.deletion_stats(topic)
+    assert (stats.in_flight, stats.held) == (0, 2)
 
     assert await client.forget_in_use(topic, ledgers[0], **of_archive) == 1
     # These and no others: the first one is not among them.
@@ -325,7 +327,7 @@ async def test_what_belongs_to_nobody_is_given_up_retried_and_forgotten(
     stats = await client.deletion_stats(unowned)
     assert (stats.in_flight, stats.given_up, stats.oldest_ms) == (0, 5, None)
     assert stats.counts[0] == tarry.DeletionCount(
-        tarry.LedgerComponent.MANAGED_LEDGER, tarry.LedgerType.LEDGER, 0, None, 5
+        tarry.LedgerComponent.MANAGED_LEDGER, tarry.LedgerType.LEDGER, 0, None, 5, 0
     )
     some = [each.deletion_id for each in dead[:2]]
     assert await client.retry_dead_deletes(tarry.DeletionFilter(deletion_ids=[*some, "0.99999999"])) == 2

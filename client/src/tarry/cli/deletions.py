@@ -224,7 +224,7 @@ def _stats_text(stats: deletions.DeletionStats) -> str:
     oldest = f", the oldest since {output.time_text(stats.oldest_ms)}" if stats.oldest_ms else ""
     return (
         f"{stats.in_flight:,} in flight, {stats.begun:,} of them under way{oldest}; "
-        f"{stats.given_up:,} given up; {output.count_text(stats.in_use, 'ledger')} in use"
+        f"{stats.given_up:,} given up; {stats.held:,} held; {output.count_text(stats.in_use, 'ledger')} in use"
     )
 
 
@@ -234,7 +234,9 @@ def _stats_text(stats: deletions.DeletionStats) -> str:
 def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None:
     """Count the deletions of TOPIC or of all topics: in flight, since when, given up, by what the ledgers are for.
 
-    With nothing in flight everything that was recorded is over (PIP-186, getEstimatedInflightDeletionLedgerCount).
+    With nothing in flight everything that was recorded is over (PIP-186, getEstimatedInflightDeletionLedgerCount), but
+    for what is held: it ended since its owner says that the ledger is in use, and is pending again when that is taken
+    back.
 
     \b
     Examples:
@@ -253,6 +255,7 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
             "under way": counted.begun,
             "oldest": output.At(counted.oldest_ms),
             "given up": counted.given_up,
+            "held": counted.held,
             "ledgers in use": counted.in_use,
             "as of": output.At(counted.as_of_ms),
         },
@@ -261,7 +264,7 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
         click.echo("")
         output.table(
             f"{about} by component and type",
-            ("component", "type", "in flight", "oldest", "given up"),
+            ("component", "type", "in flight", "oldest", "given up", "held"),
             (
                 (
                     text_of(each.component),
@@ -277,7 +280,7 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
 
 
 def _counted(each: deletions.DeletionCount) -> tuple[object, ...]:
-    return each.in_flight, output.At(each.oldest_ms), each.given_up
+    return each.in_flight, output.At(each.oldest_ms), each.given_up, each.held
 
 
 class _IdOrLedger(click.ParamType[deletions.DeletionFilter]):
