@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import enum
+import math
 import random
 import threading
 import time
@@ -26,10 +27,12 @@ TOPICS = ("persistent://public/default/flights", "persistent://public/default/tr
 LEDGER_NAMES = ("public/default/persistent/flights", "public/default/persistent/trains", "ferries")
 CURSOR, SCHEMA = "dispatcher", "flights-value"
 DRIVER = "filesystem"
-CALLERS = 4
+CALLERS = 8
 PAUSE_S = 0.05
 # After its record is sent, the statement that a ledger is in use.
 LATE_S = 0.3
+# So many are many.
+IN_FLIGHT = 20
 TIMEOUT_S = 60.0
 
 
@@ -156,22 +159,16 @@ class Owners:
 
     def __init__(self, target: str, archive: Archive, ledgers: Sequence[Ledger], rng: random.Random) -> None:
         self.said: dict[Ledger, Said] = {}
-        self.finished = 0
-        """Jobs that are done."""
         self._archive = archive
         self._rng = rng
-        self._lock = threading.Lock()
         self._client = tarry.Client(target, timeout_s=TIMEOUT_S)
         self._callers = concurrent.futures.ThreadPoolExecutor(CALLERS, "owner")
         self._racers = concurrent.futures.ThreadPoolExecutor(CALLERS, "owner")
         self._jobs = jobs_of(ledgers, rng)
+        self._all = len(self._jobs)
         self._running: list[concurrent.futures.Future[None]] = []
 
     def __enter__(self) -> Owners:
-        self._running = [
-            self._callers.submit(self._run, job, self._rng.uniform(0, PAUSE_S), self._rng.uniform(0, LATE_S))
-            for job in self._jobs
-        ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,22 +176,32 @@ class Owners:
             pool.shutdown(cancel_futures=True)
         self._client.close()
 
-    @property
-    def done(self) -> float:
-        """Of the jobs. Raises what one of them failed with."""
-        for each in self._running:
-            if each.done():
-                each.result()
-        return self.finished / len(self._jobs)
+    def begin(self, share: float = 1.0) -> None:
+        """So much of the jobs, one after another for each caller."""
+        for _ in range(min(len(self._jobs), math.ceil(share * self._all))):
+            waits = self._rng.uniform(0, PAUSE_S), self._rng.uniform(0, LATE_S)
+            self._running.append(self._callers.submit(self._run, self._jobs.pop(), *waits))
 
-    def wait_until_done(self, share: float) -> None:
-        """So much of the jobs."""
-        self._wait_until(f"{share:.0%} of the jobs are done", lambda: self.done >= share)
+    def wait_until_deleting(self) -> None:
+        """Deletions are in flight, and calls under way."""
+        self._wait_until("deletions are in flight", lambda: self._client.deletion_stats().in_flight >= IN_FLIGHT)
+        assert not self._answered(), "every call was answered: the test shows nothing"
+
+    def wait_until_answered(self) -> None:
+        """Every call of the jobs that were begun."""
+        self._wait_until("every call is answered", self._answered)
 
     def wait_until_over(self) -> None:
         """Nothing is in flight, and nothing was given up."""
         self._wait_until("nothing is in flight", lambda: not self._client.deletion_stats().in_flight)
         assert self._client.deletion_stats().given_up == 0
+
+    def _answered(self) -> bool:
+        """Raises what a job failed with."""
+        for each in self._running:
+            if each.done():
+                each.result()
+        return all(each.done() for each in self._running)
 
     def _wait_until(self, what: str, reached: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -237,8 +244,6 @@ class Owners:
                 pass
             case _:
                 self._record(job)
-        with self._lock:
-            self.finished += 1
 
     def _record(self, job: Sequence[Ledger]) -> None:
         recorded = self._client.record_pending_deletes(TOPICS[job[0].topic], [each.delete for each in job])
