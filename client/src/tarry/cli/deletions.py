@@ -272,15 +272,12 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
                     each.in_flight,
                     output.At(each.oldest_ms),
                     each.given_up,
+                    each.held,
                 )
                 for each in counted.counts
             ),
             empty="",
         )
-
-
-def _counted(each: deletions.DeletionCount) -> tuple[object, ...]:
-    return each.in_flight, output.At(each.oldest_ms), each.given_up, each.held
 
 
 class _IdOrLedger(click.ParamType[deletions.DeletionFilter]):
