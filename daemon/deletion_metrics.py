@@ -43,6 +43,7 @@ class DeletionMetrics:
         self._given_up = counter("tarry_deletions_given_up", "Deletions that became dead letters.")
         self._in_flight = gauge("tarry_deletions_in_flight", "Deletions that are not over.", "component")
         self._dead = gauge("tarry_deletions_dead", "Deletions that are dead letters.")
+        self._held = gauge("tarry_deletions_held", "Deletions that come back when their ledgers are in use no longer.")
         self._oldest = gauge("tarry_deletions_oldest_seconds", "Age of the oldest deletion that is not over.")
         self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that are in use, as their owners say.")
         self._orphans = gauge("tarry_sweep_orphans", "Orphaned ledgers that the last sweep of a store found.", "store")
@@ -79,12 +80,19 @@ class DeletionMetrics:
         self._given_up.inc()
 
     def set_state(
-        self, *, in_flight: Mapping[LedgerComponent, int], dead: int, oldest_seconds: float, ledgers_in_use: int
+        self,
+        *,
+        in_flight: Mapping[LedgerComponent, int],
+        dead: int,
+        held: int,
+        oldest_seconds: float,
+        ledgers_in_use: int,
     ) -> None:
         """What there is now."""
         for component in LedgerComponent:
             self._in_flight.labels(_label(component)).set(in_flight.get(component, 0))
         self._dead.set(dead)
+        self._held.set(held)
         self._oldest.set(oldest_seconds)
         self._in_use.set(ledgers_in_use)
 

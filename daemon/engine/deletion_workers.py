@@ -87,7 +87,7 @@ class DeletionWorkers:
     def tell_state(self) -> None:
         """Once a second: how many there are, of what, and since when."""
         in_flight: collections.Counter[LedgerComponent] = collections.Counter()
-        dead = ledgers_in_use = 0
+        dead = held = ledgers_in_use = 0
         now_ms = oldest_ms = self._environment.clock.now_ms()
         for shard in self._shards().values():
             state = shard.deletions.state
@@ -95,10 +95,15 @@ class DeletionWorkers:
             for kind in state.counts.kinds:
                 in_flight[kind.component] += kind.in_flight
                 dead += kind.dead
+                held += kind.held
                 if kind.in_flight:
                     oldest_ms = min(oldest_ms, kind.oldest_ms)
         self._environment.metrics.deletions.set_state(
-            in_flight=in_flight, dead=dead, oldest_seconds=(now_ms - oldest_ms) / 1000, ledgers_in_use=ledgers_in_use
+            in_flight=in_flight,
+            dead=dead,
+            held=held,
+            oldest_seconds=(now_ms - oldest_ms) / 1000,
+            ledgers_in_use=ledgers_in_use,
         )
 
     async def run(self) -> None:

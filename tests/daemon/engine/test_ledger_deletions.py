@@ -566,7 +566,7 @@ async def test_each_of_the_proposal_s_metrics_counts_what_it_says(machines: Engi
     expected = {"deleted": 4, "in_use": 1, "metadata_mismatch": 1, "already_gone": 1, "malformed": 1}
     assert {outcome: counted("ended_total", {"outcome": outcome}) for outcome in expected} == expected
     assert counted("given_up_total") == 1
-    assert counted("dead") == 1
+    assert (counted("dead"), counted("held")) == (1, 1)
     assert counted("in_flight", {"component": "managed_ledger"}) == 0
     assert counted("oldest_seconds") == 0
     assert value("tarry_deletion_ledgers_in_use", {}) == 1
