@@ -40,7 +40,7 @@ from daemon.core.deletions.object_names import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
 from daemon.engine.deletion_calls import SweepProgress, SweepWish
 from daemon.engine.environment import Environment
-from daemon.errors import Conflict, InvalidArgument, InvariantViolated, NotOwner, Unavailable
+from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from storage_backends import object_store
 from storage_backends.formats import names
@@ -330,7 +330,11 @@ class _Sweep:
         looked_up = self._looked_up(found, _name_of)
         deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
         self._check()
-        recorded = await self._record(topic, deletes) if deletes else None
+        try:
+            recorded = await self._record(topic, deletes) if deletes else None
+        except Corruption as error:
+            log.warning("sweep of object store %s: orphans of %s are not recorded: %s", self._wish.store, topic, error)
+            recorded = None
         new = 0 if recorded is None else len(recorded.new)
         self._tally.ledgers_recorded += new
         self._tally.ledgers_left += len(found) - new

@@ -14,7 +14,18 @@ from daemon.core.deletions.listing import ListedState
 from daemon.core.deletions.orphans import SweptObjects
 from daemon.engine import sweeping
 from daemon.engine.deletion_calls import DeletionFilter, SweepProgress, SweepWish
-from daemon.errors import Conflict, InvalidArgument, LimitExceeded, NotFound, NotOwner, QuotaExceeded, Unavailable
+from daemon.engine.served_topic import ServedTopic
+from daemon.engine.shard import ServedShard
+from daemon.errors import (
+    Conflict,
+    Corruption,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    NotOwner,
+    QuotaExceeded,
+    Unavailable,
+)
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
@@ -550,6 +561,31 @@ async def test_ledgers_of_a_topic_that_has_it_switched_off_are_left(machines: En
 
     assert (done.counts.ledgers_recorded, done.counts.ledgers_left) == (0, 3)
     assert len(swept.keys()) == 6
+
+
+async def test_a_topic_that_cannot_be_read_keeps_its_ledgers_and_no_others(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = Swept(machines)
+    one = await swept.daemon()
+    for name in ("damaged", "t"):
+        await say_in_use(one, name, [])
+    kept = swept.write(2, "damaged")
+    swept.write(3)
+    topic_of = ServedShard.topic
+
+    async def topic(shard: ServedShard, name: str) -> ServedTopic | None:
+        if name == "damaged":
+            raise Corruption("its manifest cannot be read")
+        return await topic_of(shard, name)
+
+    monkeypatch.setattr(ServedShard, "topic", topic)
+
+    done = await sweep(one, DELETE)
+    await all_over(one)
+
+    assert (done.counts.ledgers_recorded, done.counts.ledgers_left) == (3, 2)
+    assert swept.keys() == {key for ledger in kept for key in ledger.keys}
 
 
 async def test_more_orphans_than_may_be_pending_end_the_sweep_and_what_was_recorded_stays(

@@ -998,8 +998,8 @@ class SweepCounts(_message.Message):
     ledgers_recorded: _builtins.int
     """Ledgers whose deletion this sweep has recorded."""
     ledgers_left: _builtins.int
-    """Orphaned ledgers that were to be recorded and were not: beyond 100,000, which the next sweep finds, or of topics whose
-    policy has `two_phase_deletion_enabled` off.
+    """Orphaned ledgers that were to be recorded and were not: beyond 100,000, which the next sweep finds; used or recorded by
+    others since they were found; or of topics whose policy has `two_phase_deletion_enabled` off, or cannot be read.
     """
     @_builtins.property
     def listed(self) -> Global___SweptObjects:
