@@ -1,5 +1,5 @@
-"""Every test that Apache Pulsar has for its delayed delivery trackers and for Key_Shared, and the tests of this
-repository that say it.
+"""Every test that Apache Pulsar has for its delayed delivery trackers and for Key_Shared, what PIP-186 says, and the
+tests of this repository that say it.
 
 Owns: the table, and finding the tests that it names. Does not own: the tests.
 
@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from tests.peers.entries import Peer, Section, Standing, differs, here, measured
+from tests.peers.table_of_deletions import PIP_186
 from tests.peers.table_of_keys import DISPATCHER, DRAINING_HASHES, PIP_282, SUBSCRIPTIONS
 
 TIMERS = "tests.peers.test_pulsar_timers:"
@@ -394,7 +395,7 @@ NOBODYS = Section(
 )
 
 KEYS = (PIP_282, DRAINING_HASHES, DISPATCHER, SUBSCRIPTIONS)
-SECTIONS = (*KEYS, ABSTRACT, BUCKETS, THREADS, QUEUES, DELIVERY, NOBODYS)
+SECTIONS = (*KEYS, PIP_186, ABSTRACT, BUCKETS, THREADS, QUEUES, DELIVERY, NOBODYS)
 
 
 def peers() -> Iterator[Peer]:
