@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks import (
     add,
     burst,
+    deletions,
     drain,
     fair,
     fifo,
@@ -59,6 +60,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         see,
         fifo,
         selectors,
+        deletions,
     )
 }
 # Of the rival alone, and not among `all`.
