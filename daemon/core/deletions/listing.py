@@ -18,6 +18,7 @@ from storage_backends.formats.deletions import Deletion, LedgerComponent, Ledger
 
 # Deletions that are looked at for one page, whatever the filter leaves of them.
 LOOKED_AT_MAX = 1_000
+_ID_MAX = (1 << 64) - 1
 
 
 class ListedState(enum.Enum):
@@ -74,6 +75,8 @@ def page(
 
 
 def _above(ids: BitMap64, wanted: DeletionFilter, after_id: int) -> Iterator[int]:
+    if after_id >= _ID_MAX:
+        return iter(())
     if wanted.deletion_ids is None:
         return iter(ids.iter_equal_or_larger(after_id + 1))
     return iter(sorted(each for each in wanted.deletion_ids if each > after_id and each in ids))

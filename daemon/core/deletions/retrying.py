@@ -62,5 +62,6 @@ def _delay_ms(policy: RetryPolicy, random: float) -> int:
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning."""
+    """The text, or its beginning; what is no Unicode in it, as JSON and names of files may have it, is `?`."""
+    text = text.encode(errors="replace").decode()
     return text if len(text) <= TEXT_CHARACTERS_MAX else text[: TEXT_CHARACTERS_MAX - 1] + "…"

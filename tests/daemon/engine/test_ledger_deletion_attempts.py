@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from daemon.engine.deletion_calls import DeletionFilter
+from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats import names
 from storage_backends.formats.deletions import DeletionOutcome
 from tests.daemon.engine.deleting import (
@@ -35,6 +36,26 @@ DELETED = DeletionOutcome.DELETED
 
 def gaps(times_s: list[float]) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times_s)]
+
+
+# ---- what stores say
+
+
+@pytest.mark.parametrize(
+    "said", [Answer(DELETED, "gone \ud800 for good"), failed("away \ud800 for long")], ids=["answer", "failure"]
+)
+async def test_a_text_that_is_no_unicode_ends_an_attempt_as_any_other(
+    machines: EngineFixture, said: Answer | DeletionFailed
+) -> None:
+    stores = ScriptedLedgers(machines)
+    stores.plan(1, said)
+    one = await machines.served_by("one", "deletion.max_retry_delete_count=0")
+    epoch = one.shards[0].epoch
+    await record(one, 1)
+    await over(one)
+    (ended,) = [*await listed(one, ENDED), *await listed(one, DEAD)]
+    assert ended.text.split(" ? ")[1].startswith("for ")
+    assert one.shards[0].epoch == epoch
 
 
 # ---- retries

@@ -395,6 +395,15 @@ async def test_counts_tell_what_is_in_flight_of_what_and_since_when(machines: En
     assert (await stats(one)).oldest_ms == 0
 
 
+async def test_behind_the_last_id_there_is_there_is_no_page(machines: EngineFixture) -> None:
+    stores = ScriptedLedgers(machines)
+    stores.plan_always(1, failed())
+    one = await machines.served_by()
+    await record(one, 1)
+    page = await one.call(calls_of(one).list_deletes(PENDING, ALL, 10, DeletionPlace(0, (1 << 64) - 1)))
+    assert (page.deletions, page.next_after) == ((), None)
+
+
 # ---- dead letters
 
 
