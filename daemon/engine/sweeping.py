@@ -106,7 +106,7 @@ class Sweeping:
         """Looks for orphans; one message for each step, the last is `done`.
 
         Raises NotFound when there is no such object store, Conflict while another sweep of it is under way, NotOwner
-        unless this daemon owns every shard, LimitExceeded when too much would have to be kept in mind, Unavailable when
+        unless this daemon owns every shard, QuotaExceeded when too much would have to be kept in mind, Unavailable when
         the store or an owner does not answer, and what recording raises.
         """
         place = self._environment.ledger_stores.driver_of(wish.store)

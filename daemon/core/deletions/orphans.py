@@ -23,7 +23,7 @@ from typing import Final
 from daemon.core import limits
 from daemon.core.deletions import checking, metadata, object_names
 from daemon.core.deletions.object_names import OffloadedName
-from daemon.errors import InvalidArgument, LimitExceeded
+from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.deletions import LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
 
@@ -153,7 +153,7 @@ class Pairing:
         self._waiting: dict[OffloadedName, ListedLedger] = {}
 
     def add(self, ledgers: Iterable[ListedLedger]) -> list[ListedLedger]:
-        """Those that are whole now. Raises LimitExceeded when more than `waiting_max` wait."""
+        """Those that are whole now. Raises QuotaExceeded when more than `waiting_max` wait."""
         whole = []
         for ledger in ledgers:
             seen = self._waiting.pop(ledger.name, None)
@@ -163,9 +163,10 @@ class Pairing:
             else:
                 self._waiting[ledger.name] = paired
         if len(self._waiting) > self._waiting_max:
-            raise LimitExceeded(
+            raise QuotaExceeded(
                 f"prefix: of more than {self._waiting_max} ledgers that are neither in use nor recorded one object was "
-                "listed and not the other; sweep with longer prefixes, such as the first digits of the UUID"
+                "listed and not the other; sweep with longer prefixes, such as the first digits of the UUID",
+                retry_after_ms=None,
             )
         return whole
 

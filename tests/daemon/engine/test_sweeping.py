@@ -20,7 +20,6 @@ from daemon.errors import (
     Conflict,
     Corruption,
     InvalidArgument,
-    LimitExceeded,
     NotFound,
     NotOwner,
     QuotaExceeded,
@@ -967,7 +966,7 @@ async def test_too_many_halves_end_the_sweep(machines: EngineFixture, monkeypatc
     for ledger in swept.write(11):
         swept.store.delete(ledger.keys[0])
 
-    with pytest.raises(LimitExceeded, match="longer prefixes"):
+    with pytest.raises(QuotaExceeded, match="longer prefixes"):
         await sweep(one)
 
 

@@ -22,7 +22,7 @@ from daemon.core.deletions.orphans import (
     SweptObjects,
     Tally,
 )
-from daemon.errors import LimitExceeded
+from daemon.errors import QuotaExceeded
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
 
@@ -103,7 +103,7 @@ def test_too_many_halves_end_the_sweep_before_memory_does() -> None:
     pairing.add(ListedPage.of([data(1), data(2), data(3)]).ledgers)
     pairing.add(ListedPage.of([index(1), data(4)]).ledgers)
 
-    with pytest.raises(LimitExceeded, match="more than 3 ledgers"):
+    with pytest.raises(QuotaExceeded, match="more than 3 ledgers"):
         pairing.add(ListedPage.of([data(5)]).ledgers)
 
 
