@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import grpc
 import pytest
 
-from tarry.cli import output
+from tarry.cli import commands, output, pending
 from tarry.v1 import ledger_deletion_pb2
 from tests.client.cli.conftest import Run
 from tests.client.conformance.deletion_calls import OFFLOADED, UUID
@@ -106,6 +107,21 @@ def test_only_so_many_orphans_are_shown_and_the_others_counted(daemon: FakeDaemo
     result = run("sweep", "archive", "--limit", "1")
     assert len(tables(result.stdout)[0]) == 2
     assert "2 orphans more: a higher --limit shows them" in result.stderr
+
+
+def test_a_terminal_gets_a_screen_of_orphans(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon.script("SweepOrphans", steps(step(*[orphan()] * (pending.ROWS_IN_TERMINAL + 3), done=True)))
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    monkeypatch.setenv("COLUMNS", "140")
+    commands.tarry(["sweep", "archive", "--address", daemon.address], standalone_mode=False)
+    shown = capsys.readouterr()
+    assert shown.out.count(str(UUID)) == pending.ROWS_IN_TERMINAL
+    assert "offloaded ledger" not in shown.out
+    assert "Orphans in archive" in shown.out
+    assert "What is in archive" in shown.out
+    assert "3 orphans more" in shown.err
 
 
 @pytest.mark.parametrize(
