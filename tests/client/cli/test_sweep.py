@@ -118,7 +118,7 @@ def test_a_terminal_gets_a_screen_of_orphans(
     commands.tarry(["sweep", "archive", "--address", daemon.address], standalone_mode=False)
     shown = capsys.readouterr()
     assert shown.out.count(str(UUID)) == pending.ROWS_IN_TERMINAL
-    assert "offloaded ledger" not in shown.out
+    assert "offloaded ledger " not in shown.out
     assert "Orphans in archive" in shown.out
     assert "What is in archive" in shown.out
     assert "3 orphans more" in shown.err
