@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats import deletion_examples, examples
 
 ROWS = examples.random_delays(40, span_ms=30_000, keyed=True)
 POSITIONS = position_bitmap.position_bitmaps(ROWS.ledger_id, ROWS.entry_id)
@@ -47,7 +47,9 @@ def a_slot() -> bytes:
         journal.RescheduleRecord("id", 1, 2, ROWS),
         *examples.redelivery_records(ROWS),
     )
-    return journal.encode_slot(journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records)), records)
+    decided = deletion_examples.one_of_each_record()
+    header = journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records) + len(decided))
+    return journal.encode_slot(header, records, decided)
 
 
 def a_topic_manifest() -> bytes:
@@ -95,7 +97,7 @@ def a_checkpoint(rows: Rows = ROWS) -> bytes:
         ),
         checkpoint.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
     )
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, parts))
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, parts, deletion_examples.a_state()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import pytest
 from storage_backends.formats import bucket, checkpoint, index_ids, journal, manifest, position_bitmap, redelivery
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats import deletion_examples, examples
 
 GOLDEN = Path(__file__).parent / "golden"
 COUNT = 120
@@ -73,6 +73,17 @@ def golden_slot_of_withdrawals() -> bytes:
 def golden_slot_of_redeliveries() -> bytes:
     records = examples.redelivery_records(golden_rows())
     return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, len(records)), records)
+
+
+def golden_slot_of_deletions() -> bytes:
+    decided = deletion_examples.one_of_each_record()
+    records = golden_records()[:1]
+    header = journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, len(records) + len(decided))
+    return journal.encode_slot(header, records, decided)
+
+
+def golden_checkpoint_of_deletions() -> bytes:
+    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (), deletion_examples.a_state()))
 
 
 def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
@@ -298,6 +309,8 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "dead-object-1.bin": lambda: manifest.encode_dead_object(golden_dead_object()),
     "checkpoint-1.bin": golden_checkpoint,
     "checkpoint-own-rows-1.bin": golden_checkpoint_of_own_rows,
+    "slot-deletions-1.bin": golden_slot_of_deletions,
+    "checkpoint-deletions-1.bin": golden_checkpoint_of_deletions,
 }
 
 
@@ -435,6 +448,25 @@ def test_own_rows_in_a_checkpoint_of_version_1_are_read() -> None:
     assert (len(part.mutable_rows), sealing.subscription_id, own.subscription_id) == (0, 2, 2)
     assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
     assert examples.tuples(own.rows) == examples.tuples(golden_rows().take(slice(50, COUNT)))
+
+
+def test_a_slot_of_deletions_of_version_1_is_read() -> None:
+    slot = journal.read_slot(stored("slot-deletions-1.bin"))
+    (added,) = (record.decoded() for record in slot.records)
+    assert isinstance(added, journal.AddRecord)
+    expected = deletion_examples.one_of_each_record()
+    assert [deletion_examples.plain(each) for each in slot.deletions] == list(map(deletion_examples.plain, expected))
+
+
+def test_deletions_in_a_checkpoint_of_version_1_are_read() -> None:
+    state = checkpoint.decode_checkpoint(stored("checkpoint-deletions-1.bin")).deletions
+    assert state is not None
+    assert deletion_examples.plain(state) == deletion_examples.plain(deletion_examples.a_state())
+
+
+def test_what_was_written_before_there_were_deletions_says_nothing_of_them() -> None:
+    assert journal.read_slot(stored("slot-1.bin")).deletions == ()
+    assert checkpoint.decode_checkpoint(stored("checkpoint-1.bin")).deletions is None
 
 
 def test_nothing_else_is_stored_there() -> None:

@@ -17,7 +17,7 @@ from storage_backends.formats.deletions import (
     PendingDelete,
 )
 from tests.daemon.core.deletions.machine import DRIVERS, LEDGERS, TOPICS, UUIDS, DeletionsMachine
-from tests.daemon.core.deletions.oracle import BEGUN, DEAD, WAITING
+from tests.daemon.core.deletions.oracle import BEGUN, DEAD, ENDED, HELD, WAITING
 
 LATEST_MS = 40
 
@@ -38,7 +38,7 @@ def wander(seed: int, steps: int) -> None:
 def _step(machine: DeletionsMachine, draw: random.Random) -> None:
     at_ms = draw.randint(0, LATEST_MS)
     some = [draw.randint(0, 1 << 8) for _ in range(draw.randint(1, 3))]
-    any_ids = tuple(draw.choices(machine.in_state(WAITING, BEGUN, DEAD, "HELD", "ENDED") or [1], k=2))
+    any_ids = tuple(draw.choices(machine.in_state(WAITING, BEGUN, DEAD, HELD, ENDED) or [1], k=2))
     match draw.choice(_STEPS):
         case "record":
             deletes = [_delete(draw) for _ in range(draw.randint(1, 3))]
