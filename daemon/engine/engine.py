@@ -159,7 +159,10 @@ class Engine:
         self.begin_drain()
         for task in self._serving_tasks:
             task.cancel()
-        await asyncio.gather(*(self._release(shard) for shard in list(self._shards.values())))
+        await asyncio.gather(
+            self.deletion_requests.sweeping.answered(),
+            *(self._release(shard) for shard in list(self._shards.values())),
+        )
 
     async def _release(self, shard: ServedShard) -> None:
         for delay_s in backoff.delays_s(self._environment.jitter):
@@ -183,6 +186,8 @@ class Engine:
         ]
         if self._deletion_workers.under_way:
             left.append(f"{self._deletion_workers.under_way} attempts to delete a ledger wait for their stores")
+        if self.deletion_requests.sweeping.asked:
+            left.append(f"{self.deletion_requests.sweeping.asked} questions of sweeps wait for their stores")
         return left
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from daemon.config import Config
 from daemon.core.deletions import retrying
 from daemon.core.deletions.ledger_deletions import (
     Answered,
@@ -59,6 +60,11 @@ ROOM_S = 0.5
 ATTEMPTS_END_S = 5.0
 ATTEMPTS_END_PART = 0.25
 END_LOOK_S = 0.05
+
+
+def ending_s(settings: Config) -> float:
+    """So long an orderly end waits for what stores are asked."""
+    return min(ATTEMPTS_END_S, ATTEMPTS_END_PART * settings.daemon.drain_s)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -352,7 +358,7 @@ class ShardDeletions:
         One that takes too long may delete nothing from then on; if it may have sent what deletes, it has failed. What
         has begun and was not answered is for the next owner.
         """
-        left_s = min(ATTEMPTS_END_S, ATTEMPTS_END_PART * self._environment.config.daemon.drain_s)
+        left_s = ending_s(self._environment.config)
         while self._under_way and left_s > 0 and not self._forbidden:
             await self._environment.sleep(END_LOOK_S)
             left_s -= END_LOOK_S

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from daemon.core.deletions import checking, orphans
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
+from daemon.engine import ledger_deleting
 from daemon.engine.deletion_calls import SweepProgress, SweepWish
 from daemon.engine.environment import Environment
 from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
@@ -96,11 +97,25 @@ class Sweeping:
         self._shards_total = shards_total
         self._record = record
         self._under_way: set[str] = set()
+        # Questions to stores and owners that have a thread, those included whose sweep has ended. Changed in threads.
+        self._asked: set[object] = set()
         self._halted = False
 
     def halt(self) -> None:
         """Sweeps end with the step that they are at."""
         self._halted = True
+
+    @property
+    def asked(self) -> int:
+        """Questions to stores and owners that have no answer yet."""
+        return len(self._asked)
+
+    async def answered(self) -> None:
+        """After `halt`: what was asked is answered, or has had as much time as an attempt."""
+        left_s = ledger_deleting.ending_s(self._environment.config)
+        while self._asked and left_s > 0:
+            await self._environment.sleep(ledger_deleting.END_LOOK_S)
+            left_s -= ledger_deleting.END_LOOK_S
 
     async def sweep(self, wish: SweepWish) -> AsyncGenerator[SweepProgress]:
         """Looks for orphans; one message for each step, the last is `done`.
@@ -131,7 +146,7 @@ class Sweeping:
 
         self._under_way.add(wish.store)
         try:
-            sweep = _Sweep(wish, place, self._environment, shards, self._record, check)
+            sweep = _Sweep(wish, place, self._environment, shards, self._record, check, self._asked)
             async with contextlib.aclosing(sweep.steps()) as steps:
                 async for progress in steps:
                     yield progress
@@ -142,7 +157,9 @@ class Sweeping:
 
 
 class _Sweep:
-    """One sweep. `place`: of what is swept, as records name it. `check` raises when the sweep must not go on."""
+    """One sweep. `place`: of what is swept, as records name it. `check` raises when the sweep must not go on. `asked`:
+    what waits in a thread.
+    """
 
     def __init__(
         self,
@@ -152,6 +169,7 @@ class _Sweep:
         shards: Mapping[int, ServedShard],
         record: Record,
         check: Callable[[], None],
+        asked: set[object],
     ) -> None:
         settings = environment.config.deletion
         self._wish = wish
@@ -162,6 +180,7 @@ class _Sweep:
         self._states: dict[int, LedgerDeletions] = {number: each.deletions.state for number, each in shards.items()}
         self._record = record
         self._check = check
+        self._asked = asked
         self._grace_ms = int(settings.sweep_grace_s * 1000) if wish.grace_ms is None else wish.grace_ms
         self._guard = orphans.Guard(settings.guard_share, settings.guard_bytes)
         self._pairing = orphans.Pairing()
@@ -365,8 +384,17 @@ class _Sweep:
 
     async def _run(self, work: Callable[[], T]) -> T:
         """Work that may block, in a thread, if the sweep may go on."""
+
+        def ask() -> T:
+            question = object()
+            self._asked.add(question)
+            try:
+                return work()
+            finally:
+                self._asked.discard(question)
+
         self._check()
-        return await self._environment.run_deleting(work)
+        return await self._environment.run_deleting(ask)
 
 
 def _page(entries: Iterator[object_store.ListedObject]) -> ListedPage | None:

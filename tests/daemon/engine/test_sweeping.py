@@ -921,6 +921,41 @@ async def test_a_sweep_ends_when_the_daemon_stops(machines: EngineFixture) -> No
         await sweeping_
 
 
+@pytest.mark.parametrize("is_left", [False, True], ids=["its caller waits", "its caller has left"])
+async def test_an_orderly_end_does_not_wait_long_for_a_store_that_is_swept_and_hangs(
+    machines: EngineFixture, is_left: bool
+) -> None:
+    swept = Swept(machines)
+    one = await swept.daemon()
+    swept.write(1)
+    held = swept.hold(one, "head")
+    sweeping_ = one.call(_whole(one, DELETE))
+    await held.reached()
+    if is_left:
+        sweeping_.cancel()
+    began_s = machines.elapsed_s()
+    left = await one.call(one.engine.stop())
+    assert machines.elapsed_s() - began_s < 7
+    assert left == ["1 questions of sweeps wait for their stores"]
+    held.release()
+
+
+async def test_an_orderly_end_waits_for_the_question_that_a_sweep_is_at(machines: EngineFixture) -> None:
+    swept = Swept(machines)
+    one = await swept.daemon()
+    swept.write(1)
+    held = swept.hold(one, "head")
+    sweeping_ = one.call(_whole(one, DELETE))
+    await held.reached()
+    stopping = one.call(one.engine.stop())
+    await asyncio.sleep(2)
+    assert not stopping.done()
+    held.release()
+    assert await stopping == []
+    with pytest.raises(Unavailable, match="stopping"):
+        await sweeping_
+
+
 @pytest.mark.parametrize("operation", ["list", "head"])
 async def test_a_store_that_is_away_ends_the_sweep_and_the_next_one_works(
     machines: EngineFixture, operation: str
