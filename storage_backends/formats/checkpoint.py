@@ -141,10 +141,13 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
             carrier = state.carried.add(slot=carried.slot)
             for record in carried.records:
                 journal.fill_record(carrier.records.add(), record)
-    if value.deletions is not None:
-        message.deletions.SetInParent()
-        deletions.fill_state(message.deletions, value.deletions)
-    return framing.frame(MAGIC, FORMAT_VERSION, message.SerializeToString(deterministic=True))
+    parts = [message.SerializeToString(deterministic=True)]
+    for portion in deletions.portions(value.deletions) if value.deletions is not None else ():
+        # The bytes of messages, one behind the other, are those of a message that has the fields of all.
+        partial = checkpoint_pb2.Checkpoint()
+        deletions.fill_state(partial.deletions, portion)
+        parts.append(partial.SerializePartialToString(deterministic=True))
+    return framing.frame(MAGIC, FORMAT_VERSION, b"".join(parts))
 
 
 def decode_checkpoint(data: bytes) -> Checkpoint:

@@ -7,10 +7,10 @@ Does not own: what state they are in (`life`) and finding them by anything but t
 from __future__ import annotations
 
 import array
-import dataclasses
+import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 from daemon.errors import InvariantViolated
 from storage_backends.formats.deletions import (
@@ -53,17 +53,41 @@ def kind_of(topic: str, delete: PendingDelete) -> Kind:
     return Kind(topic, delete.component, delete.ledger_type, delete.cursor_name, delete.schema_id, driver)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class FrozenDeletions:
-    """The deletions as they were at one moment."""
+class FrozenDeletions(Sequence[Deletion]):
+    """The deletions as they were at one moment, ascending by id. Each is made when it is read: for a thread."""
 
-    rows: Mapping[int, bytes]
-    kinds: Sequence[Kind | None]
+    def __init__(self, rows: Mapping[int, bytes], kinds: Sequence[Kind | None]) -> None:
+        self._rows = rows
+        self._kinds = kinds
 
-    def all(self) -> Iterator[Deletion]:
-        """Ascending by id. O(n): for a thread."""
-        for deletion_id in sorted(self.rows):
-            yield _deletion(deletion_id, self.rows[deletion_id], self.kinds)
+    @functools.cached_property
+    def _ids(self) -> list[int]:
+        return sorted(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Deletion: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Deletion, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Deletion | tuple[Deletion, ...]:
+        if isinstance(place, slice):
+            return tuple(map(self._made, self._ids[place]))
+        return self._made(self._ids[place])
+
+    def __iter__(self) -> Iterator[Deletion]:
+        return map(self._made, self._ids)
+
+    def of_topic(self, topic: str) -> Iterator[Deletion]:
+        """Those of one topic; the others are not made."""
+        wanted = {number for number, kind in enumerate(self._kinds) if kind is not None and kind.topic == topic}
+        return (self._made(each) for each, row in self._rows.items() if wanted and _kind_number(row) in wanted)
+
+    def _made(self, deletion_id: int) -> Deletion:
+        return _deletion(deletion_id, self._rows[deletion_id], self._kinds)
 
 
 class KeptDeletions:
@@ -91,7 +115,7 @@ class KeptDeletions:
 
     def kind_number_of(self, deletion_id: int) -> int:
         """Raises KeyError."""
-        return int.from_bytes(self._rows[deletion_id][_KIND], "little")
+        return _kind_number(self._rows[deletion_id])
 
     def ledger_id_of(self, deletion_id: int) -> int:
         """Raises KeyError."""
@@ -187,6 +211,10 @@ def _row(kind: int, deletion: Deletion) -> bytes:
         deletion.ended_at_ms,
     )
     return numbers + deletion.text.encode() if deletion.text else numbers
+
+
+def _kind_number(row: bytes) -> int:
+    return int.from_bytes(row[_KIND], "little")
 
 
 def _of(kinds: Sequence[Kind | None], number: int) -> Kind:

@@ -106,11 +106,11 @@ class DeletionCut:
 
     def state(self) -> DeletionState:
         """O(n): for a thread."""
-        return DeletionState(self.last_id, tuple(self.deletions.all()), self.in_use.state())
+        return DeletionState(self.last_id, self.deletions, self.in_use.state())
 
     def counts(self, topic: str) -> DeletionCounts:
         """Of one topic. O(n): for a thread."""
-        return counting.count(each for each in self.deletions.all() if each.topic == topic)
+        return counting.count(self.deletions.of_topic(topic))
 
 
 class LedgerDeletions:

@@ -401,7 +401,7 @@ async def test_a_checkpoint_keeps_all_of_it_and_so_does_the_one_before(machines:
     again = two.shards[0].deletions.cut()
     assert again is not None
     was, now = cut.state(), again.state()
-    assert (now.last_id, now.deletions) == (was.last_id, was.deletions)
+    assert (now.last_id, list(now.deletions)) == (was.last_id, list(was.deletions))
     assert [topic.topic for topic in now.in_use] == [topic.topic for topic in was.in_use]
     assert two.shards[0].deletions.state.in_use.knows("known")
     assert in_flight(two) == 10

@@ -111,7 +111,7 @@ def plain(value: DeletionRecord | DeletionState | TopicInUse | InUseLedgers) -> 
         case TopicInUse():
             return (value.topic, [plain(ledgers) for ledgers in value.ledgers], value.complete)
         case DeletionState():
-            return (value.last_id, value.deletions, [plain(topic) for topic in value.in_use])
+            return (value.last_id, tuple(value.deletions), [plain(topic) for topic in value.in_use])
         case _:
             return value
 

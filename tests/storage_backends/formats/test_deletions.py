@@ -75,6 +75,30 @@ def test_the_state_of_deletions_comes_back_from_a_checkpoint_as_it_was(state: De
     assert plain(stored) == plain(state)
 
 
+@given(st.lists(deletion_examples.deletions, max_size=6), st.lists(deletion_examples.topics_in_use, max_size=2))
+def test_very_many_deletions_come_back_from_a_checkpoint_in_their_order(
+    some: list[deletions.Deletion], in_use: list[deletions.TopicInUse]
+) -> None:
+    state = DeletionState(9, tuple(some), tuple(in_use))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deletions, "_PORTION_DELETIONS", 2)
+        body = checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, (), state))
+    stored = checkpoint.decode_checkpoint(body).deletions
+    assert stored is not None
+    assert plain(stored) == plain(state)
+    assert len(stored.deletions) == len(some)
+    assert [stored.deletions[place] for place in range(len(some))] == some
+    assert list(stored.deletions[1:3]) == some[1:3]
+
+
+def test_a_deletion_of_no_component_is_refused_before_it_is_read() -> None:
+    message = deletion_pb2.DeletionState()
+    deletions.fill_state(message, deletion_examples.a_state())
+    message.deletions[2].pending_delete.component = deletion_pb2.PendingDelete.COMPONENT_UNSPECIFIED
+    with pytest.raises(errors.FormatError, match="deletion 4 has no component"):
+        deletions.state_of(message, "checkpoint", 9)
+
+
 def test_a_checkpoint_that_says_nothing_of_deletions_is_not_one_that_says_there_are_none() -> None:
     for state in (None, DeletionState()):
         value = checkpoint.Checkpoint(1, 2, 3, (), state)
