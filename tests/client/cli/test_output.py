@@ -77,6 +77,24 @@ class Form(enum.IntEnum):
     ROUND_ONE = 1
 
 
+def test_what_is_not_printable_in_a_name_is_escaped_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Names", ["name"], [["a\x1b[31mb\tc\nd \u00e9"]], empty="none")
+    output.facts("Name", {"name": "a\nb"})
+    assert capsys.readouterr().out.splitlines() == [
+        "name",
+        r"a\x1b[31mb\tc\nd é",
+        "name\ta\\nb",
+    ]
+
+
+@pytest.mark.usefixtures("terminal")
+def test_what_is_not_printable_in_a_name_is_escaped_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Names", ["name", "list"], [["a\x1b[2Jb", output.Several(("c\rd",))]], empty="none")
+    assert r"a\x1b[2Jb" in (shown := capsys.readouterr().out)
+    assert r"c\rd" in shown
+    assert "\x1b[2J" not in shown
+
+
 def test_json_has_names_for_the_members_of_an_enum(capsys: pytest.CaptureFixture[str]) -> None:
     output.as_json({"form": Form.ROUND_ONE, "forms": [(1, Form.ROUND_ONE)], "none": None})
     assert json.loads(capsys.readouterr().out) == {"form": "round_one", "forms": [[1, "round_one"]], "none": None}

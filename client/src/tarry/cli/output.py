@@ -135,7 +135,7 @@ def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str
     is_empty = True
     for row in rows:
         # Not click's echo, which flushes each line.
-        sys.stdout.write("\t".join(str(value) for value in row) + "\n")
+        sys.stdout.write("\t".join(_printable(str(value)) for value in row) + "\n")
         is_empty = False
     if is_empty:
         note(empty)
@@ -145,7 +145,7 @@ def facts(title: str, values: Mapping[str, object]) -> None:
     """Names and values, one a line."""
     if not sys.stdout.isatty():
         for name, value in values.items():
-            click.echo(f"{name}\t{value}")
+            click.echo(f"{name}\t{_printable(str(value))}")
         return
     shown = rich.table.Table(title=rich.markup.escape(title), title_justify="left", box=None, show_header=False)
     for name, value in values.items():
@@ -341,5 +341,12 @@ def _is_number(value: object) -> bool:
 
 def _cell(value: Any) -> str:
     if isinstance(value, (At, Several)):
-        return rich.markup.escape(value.short)
-    return f"{value:,}" if _is_number(value) else rich.markup.escape(str(value))
+        return rich.markup.escape(_printable(value.short))
+    return f"{value:,}" if _is_number(value) else rich.markup.escape(_printable(str(value)))
+
+
+def _printable(text: str) -> str:
+    """What would move the cursor, begin a column or end a line stands as an escape: anybody may have made a name."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
