@@ -155,11 +155,16 @@ class SortedKeys:
             start = end
 
     def _replace(self, replaced: Sequence[tuple[int, Keys]]) -> None:
+        """Chunks by their numbers, ascending."""
+        if not replaced:
+            return
+        first, behind = replaced[0][0], len(self._chunks) - replaced[-1][0]
         for number, keys in reversed(replaced):
             self._keys += len(keys) - (len(self._chunks[number]) if self._chunks else 0)
             self._put(number, number + 1, keys)
+        # Not before all are there: a chunk that was joined has another number.
+        for number in reversed(range(first - 1, len(self._chunks) - behind + 1)):
             self._join(number)
-            self._join(number - 1)
 
     def _put(self, start: int, end: int, keys: Keys) -> None:
         pieces = 1 if len(keys) <= CHUNK_KEYS else -(-len(keys) // (CHUNK_KEYS // 2))
