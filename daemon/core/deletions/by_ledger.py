@@ -20,8 +20,8 @@ class DeletionsByLedger:
 
     def __init__(self, deletion_of: Callable[[int], Deletion]) -> None:
         self._deletion_of = deletion_of
-        # By ledger id; a ledger id has one deletion, or few.
-        self._ids: dict[int, int | frozenset[int]] = {}
+        # By ledger id; it has one deletion, or few. Whoever forges records gives it many.
+        self._ids: dict[int, int | set[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._ids)
@@ -31,14 +31,16 @@ class DeletionsByLedger:
         there = self._ids.get(ledger_id)
         if there is None:
             self._ids[ledger_id] = deletion.deletion_id
+        elif isinstance(there, set):
+            there.add(deletion.deletion_id)
         else:
-            self._ids[ledger_id] = _set(there) | {deletion.deletion_id}
+            self._ids[ledger_id] = {there, deletion.deletion_id}
 
     def remove(self, deletion: Deletion) -> None:
         ledger_id = deletion.pending_delete.ledger_id
-        left = _set(self._ids[ledger_id]) - {deletion.deletion_id}
-        if left:
-            self._ids[ledger_id] = left
+        there = self._ids[ledger_id]
+        if isinstance(there, set) and len(there) > 1:
+            there.remove(deletion.deletion_id)
         else:
             del self._ids[ledger_id]
 
@@ -61,7 +63,8 @@ class DeletionsByLedger:
         return [deletion for each in named if each in self._ids for deletion in self._of(topic, ledger_type, each)]
 
     def _of(self, topic: str, ledger_type: LedgerType, ledger_id: int) -> Iterator[Deletion]:
-        for deletion_id in sorted(_set(self._ids[ledger_id])):
+        ids = self._ids[ledger_id]
+        for deletion_id in sorted(ids) if isinstance(ids, set) else (ids,):
             deletion = self._deletion_of(deletion_id)
             if deletion.topic == topic and deletion.pending_delete.ledger_type is ledger_type:
                 yield deletion
@@ -70,7 +73,3 @@ class DeletionsByLedger:
 def _has_uuid(deletion: Deletion, uuid: tuple[int, int]) -> bool:
     context = deletion.pending_delete.offload_context
     return uuid == (0, 0) or context is None or uuid == (context.uuid_msb, context.uuid_lsb)
-
-
-def _set(ids: int | frozenset[int]) -> frozenset[int]:
-    return frozenset((ids,)) if isinstance(ids, int) else ids
