@@ -94,6 +94,7 @@ async def serve(
         engine = Engine(
             dataclasses.replace(environment, merging=merging, deleting=deleting, ledger_stores=stores_of_ledgers)
         )
+        deleting.submit(stores_of_ledgers.open_ahead)
         daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
         memory.keep_for_good()

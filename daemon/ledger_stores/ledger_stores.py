@@ -10,6 +10,7 @@ nothing fails with that reason, and is a dead letter in the end.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Self
 
@@ -17,10 +18,13 @@ from daemon import config, errors, settings
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
 from daemon.ledger_stores.offloaded import BUCKET, OffloadedLedgers
 from storage_backends.formats.deletions import DeletionOutcome, LedgerType, OffloadContext, PendingDelete
-from storage_backends.object_store import ObjectStore
+from storage_backends.object_store import ObjectStore, StoreError
 
 if TYPE_CHECKING:
     from daemon.ledger_stores.owner import Owner
+
+
+log = logging.getLogger(__name__)
 
 
 def no_step(name: str) -> None:
@@ -36,7 +40,7 @@ class LedgerStores:
 
     @classmethod
     def from_settings(cls, configuration: config.Config) -> Self:
-        """Opens nothing: a store is opened when a record needs it first."""
+        """Opens nothing: `open_ahead`, or the first record that needs a store does."""
         deletion = configuration.deletion
         object_stores = [OffloadedLedgers(entry) for entry in deletion.object_stores]
         if not deletion.owners:
@@ -70,6 +74,20 @@ class LedgerStores:
     def answers_in_use(self, topic: str) -> bool:
         """Whether there is somebody to ask."""
         return self._owner(topic, lambda entry: entry.in_use_url is not None) is not None
+
+    def open_ahead(self) -> None:
+        """Opens what can be opened now; what fails is opened for the record that needs it first.
+
+        The AWS SDK reads its tables for as long as half a second then, and keeps the interpreter to itself for many
+        milliseconds: before anybody waits for a hand-out.
+        """
+        for store in self._object_stores:
+            try:
+                store.store()
+            except StoreError as error:
+                log.warning("object store %s cannot be opened yet: %s", store.entry.name, error)
+            except Exception:
+                log.exception("object store %s cannot be opened", store.entry.name)
 
     def object_store(self, name: str) -> ObjectStore:
         """The object store of this name, opened. Raises `errors.NotFound`, and `StoreError` where it cannot be."""

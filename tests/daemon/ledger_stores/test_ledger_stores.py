@@ -22,7 +22,7 @@ from storage_backends.formats.deletions import (
     PendingDelete,
 )
 from storage_backends.memory import MemoryStore
-from storage_backends.object_store import ObjectStore
+from storage_backends.object_store import ObjectStore, StoreUnavailable
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.daemon.ledger_stores.scripted_owner import ScriptedOwner, answering, saying
 
@@ -249,6 +249,25 @@ def test_an_object_store_is_found_by_its_name_and_opened_once() -> None:
             ask("hot")
     stores.close()
     stores.close()
+
+
+def test_what_cannot_be_opened_ahead_is_opened_for_the_record_that_needs_it(caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[str] = []
+
+    def opening(entry: settings.DeletionObjectStore) -> ObjectStore:
+        tries.append(entry.name)
+        if tries == ["late"]:
+            raise StoreUnavailable("late", "not mounted")
+        return MemoryStore()
+
+    entries = [settings.DeletionObjectStore(name=name, drivers=(name,)) for name in ("late", "there")]
+    stores = LedgerStores(object_stores=[OffloadedLedgers(entry, opening) for entry in entries])
+    stores.open_ahead()
+    assert "object store late cannot be opened yet: late: not mounted" in caplog.text
+    assert [delete(stores, TOPIC, with_context(name)) for name in ("late", "there")] == 2 * [
+        DeletionOutcome.ALREADY_GONE
+    ]
+    assert tries == ["late", "there", "late"]
 
 
 def test_the_configuration_makes_them(tmp_path: Path, place: Place, owners: dict[str, ScriptedOwner]) -> None:
