@@ -1,7 +1,7 @@
 """What the owners of ledgers say is in use, of all topics of a shard.
 
 Owns: which ledger of which topic is in use, of which topics anything was ever said, and of which all of it.
-Does not own: for which ledgers that comes too late (`being_deleted`), and who asks.
+Does not own: for which ledgers that comes too late (`ledger_deletions`), and who asks.
 
 A ledger of a topic has a type, an id, and a UUID or none. One that is in use without a UUID is so under whatever UUID,
 and so is one with a UUID for a deletion that has none. Rows are kept in order twice: by topic, for the topic's
@@ -9,7 +9,8 @@ deletions, and, of the offloaded ones, by ledger, for a sweep, which does not kn
 order those without a UUID have keys of their own, which are shorter.
 
 A ledger takes 13 bytes, with a UUID 29; an offloaded one 25, with a UUID 57; chunks that are not full take up to
-twice as much. A topic takes some 150 bytes and its name; topics are not forgotten.
+twice as much. 1,000,000 offloaded ones with UUIDs were 60 MB. A topic takes some 150 bytes and its name; topics
+are not forgotten.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 Owns: the form. What many have in common (topic, component, driver ...) is kept once; the rest is numbers.
 Does not own: what state they are in (`life`) and finding them by anything but their id (`ledger_deletions`).
+
+A pending deletion of an offloaded ledger takes some 350 bytes, all that finds it included, and 320 more when no other
+one has its kind (each topic and cursor is one); some 170 more and its text when an attempt has failed that may have
+deleted something. 200,000 are 70 MB, or 135 MB when each has a topic of its own.
 """
 
 from __future__ import annotations
