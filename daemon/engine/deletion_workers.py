@@ -6,8 +6,8 @@ Does not own: what is due and what an attempt's end means (`ledger_deleting`), h
 (`daemon.ledger_stores`).
 
 A begin must be durable before its attempt is made, and that takes a slot: so begins are written ahead, in batches, as
-many as the workers get done in the time of two slots. An owner that says "in use" of what has begun is told that it is
-too late: no more begins than that.
+many as the workers get done in the time of two slots, or in a moment. An owner that says "in use" of what has begun is
+told that it is too late: no more begins than that.
 
 The threads are the attempts' own. A store that hangs holds one of them, nobody else waits for it.
 """
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 BEGIN_MAX = 32
 # Without being woken the workers look again as often: a clock may step, a store may be there again.
 LOOK_S = 1.0
+# The least time for which attempts have begun ahead: each batch of them is a slot.
+MOMENT_S = 0.1
 # What an attempt and a begin are taken to last before any has ended, and how much the newest one counts.
 ATTEMPT_S = 0.1
 BEGIN_S = 0.05
@@ -147,13 +149,15 @@ class DeletionWorkers:
                 return
 
     def _room(self) -> int:
-        """How many more may begin."""
+        """How many more may begin now: none while enough have begun that are not made yet."""
         now_s = self._environment.clock.elapsed_s()
         longest_s = max((now_s - began_s for began_s in self._made.values()), default=0.0)
         # Attempts that hang end no sooner because others were quick.
         attempt_s = max(self._attempt_s, longest_s, 1e-6)
-        ahead = min(BEGIN_MAX, math.ceil(2 * self._begin_s / attempt_s * self._parallelism))
-        return self._parallelism + ahead - len(self._made) - len(self._ready) - self._beginning
+        ahead = min(BEGIN_MAX, math.ceil(max(2 * self._begin_s, MOMENT_S) / attempt_s * self._parallelism))
+        begun = len(self._ready) + self._beginning
+        idle = self._parallelism - len(self._made)
+        return 0 if begun > idle + ahead // 2 else idle + ahead - begun
 
     async def _begin(self, deletions: ShardDeletions, ids: Sequence[int]) -> None:
         began_s = self._environment.clock.elapsed_s()

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 # As many cost the loop as much as a delete that is recorded.
 LEDGERS_A_DELETE = 20
 LEDGERS_A_DECISION = 4_000
-# Fewer while more deletions than these might come back, for that costs more.
-HELD_FEW = 200
-LEDGERS_A_DECISION_OF_MANY = 1_000
+# A deletion that comes back costs some 30 us: fewer are in use no longer at once while more than these might.
+HELD_FEW = 100
+FORGOTTEN_A_DECISION = 256
 
 
 class InUseChanging:
@@ -60,12 +60,11 @@ class InUseChanging:
 
     def _is_long(self, record: ChangeInUse) -> bool:
         there = self._deletions.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
-        return max(there, len(record.ledgers)) > self._portion_rows
+        return max(there, len(record.ledgers)) > self._portion_rows(record.change)
 
-    @property
-    def _portion_rows(self) -> int:
-        few = self._deletions.state.counts.held <= HELD_FEW
-        return LEDGERS_A_DECISION if few else LEDGERS_A_DECISION_OF_MANY
+    def _portion_rows(self, change: InUseChange) -> int:
+        none_or_few = change is InUseChange.RECORD or self._deletions.state.counts.held <= HELD_FEW
+        return LEDGERS_A_DECISION if none_or_few else FORGOTTEN_A_DECISION
 
     async def _replace(self, record: ChangeInUse) -> InUseChanged:
         ledgers = record.ledgers
@@ -87,7 +86,7 @@ class InUseChanging:
     async def _in_portions(self, record: ChangeInUse) -> InUseChanged:
         changed = revived = 0
         being_deleted: tuple[int, ...] = ()
-        rows = self._portion_rows
+        rows = self._portion_rows(record.change)
         for first in range(0, max(1, len(record.ledgers)), rows):
             portion = rows_of(record.ledgers, slice(first, first + rows))
             decided = await self._deletions.decided_in_room(

@@ -54,6 +54,9 @@ R = TypeVar("R", bound=Result)
 DELETES_A_DECISION = 200
 # What decisions of requests that wait for their slots may cost, in deletes.
 STAGED_COST_MAX = DELETES_A_DECISION
+# Nobody waits for answers: so many, or as many as come in this time, are one decision.
+ANSWERS_MAX = 32
+GATHER_S = 0.02
 # Whoever waits for others' decisions looks at the state of the shard as often.
 ROOM_S = 0.5
 # At an orderly end attempts that are under way have so long, and at most this part of the whole time.
@@ -330,9 +333,10 @@ class ShardDeletions:
             self._answering.add_done_callback(self._answers_written)
 
     async def _write_answers(self) -> None:
-        """What is answered while a slot is written goes with the next one."""
         while self._answers:
-            answers, self._answers = tuple(self._answers), []
+            if len(self._answers) < ANSWERS_MAX and not self._draining:
+                await self._environment.sleep(GATHER_S)
+            answers, self._answers = tuple(self._answers[:ANSWERS_MAX]), self._answers[ANSWERS_MAX:]
             try:
                 await self._decided(AnswerDeletes(answers), Answered, patient=True)
             except InvariantViolated:
