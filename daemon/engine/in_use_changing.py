@@ -87,12 +87,13 @@ class InUseChanging:
         changed = revived = 0
         being_deleted: tuple[int, ...] = ()
         rows = self._portion_rows(record.change)
+        ledgers_a_delete = LEDGERS_A_DELETE if rows == LEDGERS_A_DECISION else 1
         for first in range(0, max(1, len(record.ledgers)), rows):
             portion = rows_of(record.ledgers, slice(first, first + rows))
             decided = await self._deletions.decided_in_room(
                 dataclasses.replace(record, ledgers=portion),
                 InUseChanged,
-                cost=math.ceil(len(portion) / LEDGERS_A_DELETE),
+                cost=math.ceil(len(portion) / ledgers_a_delete),
             )
             changed, revived = changed + decided.changed, revived + decided.revived
             being_deleted += tuple(first + place for place in decided.being_deleted)
