@@ -115,6 +115,12 @@ class ShardDeletions:
         self._shard = shard
         self._environment = environment
         self._changed = changed
+        settings = environment.config.deletion
+        self._retry_policy = retrying.RetryPolicy(
+            reconsume_later_ms=settings.reconsume_later_seconds * 1000,
+            max_retry_delete_count=settings.max_retry_delete_count,
+            jitter=settings.jitter,
+        )
         self.in_use = InUseChanging(self, environment)
         self._staged: collections.deque[_Decision] = collections.deque()
         self._staged_cost = 0
@@ -271,7 +277,8 @@ class ShardDeletions:
         """Deletions whose next attempt is to begin now: each is given once."""
         ids = [self._begun_before.popleft() for _ in range(min(limit, len(self._begun_before)))]
         if len(ids) < limit:
-            ids += self.state.due(self._environment.clock.now_ms(), limit - len(ids))
+            now_ms = self._environment.clock.now_ms()
+            ids += self.state.due(now_ms, limit - len(ids), self._retry_policy.latest_ms(now_ms))
         return ids
 
     async def begin(self, deletion_ids: Sequence[int]) -> list[Attempt]:
@@ -305,17 +312,12 @@ class ShardDeletions:
 
     def failed(self, attempt: Attempt, failure: DeletionFailed) -> None:
         """Another attempt follows, or it is given up."""
-        deletion, settings = attempt.deletion, self._environment.config.deletion
+        deletion = attempt.deletion
         self._environment.metrics.deletions.failed(deletion.pending_delete.ledger_type)
-        policy = retrying.RetryPolicy(
-            reconsume_later_ms=settings.reconsume_later_seconds * 1000,
-            max_retry_delete_count=settings.max_retry_delete_count,
-            jitter=settings.jitter,
-        )
         answer = retrying.answer_of_failure(
             deletion,
             now_ms=self._environment.clock.now_ms(),
-            policy=policy,
+            policy=self._retry_policy,
             random=self._environment.jitter(),
             text=failure.reason,
             maybe_deleted=failure.maybe_deleted,

@@ -45,6 +45,7 @@ ENDED_KEPT_MAX = 1_000
 
 _ID_BITS = 64
 _ID_MASK = (1 << _ID_BITS) - 1
+_U64_MAX = (1 << 64) - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,11 +164,12 @@ class LedgerDeletions:
         """Raises KeyError."""
         return self._deletions[deletion_id]
 
-    def due(self, now_ms: int, limit: int) -> list[int]:
+    def due(self, now_ms: int, limit: int, latest_ms: int = _U64_MAX) -> list[int]:
         """Ids of those whose next attempt is due, the longest due first. Each is handed out once: until its attempt
-        begins and fails, or it is taken back.
+        begins and fails, or it is taken back. What waits for a time after `latest_ms`, not before `now_ms`, was decided
+        by a clock that was ahead: it is due.
         """
-        return self._waiting.hand_out(now_ms, limit)
+        return self._waiting.hand_out(now_ms, limit, latest_ms)
 
     def take_back(self, ids: Iterable[int]) -> None:
         """Those that `due` handed out, and for which no BeginDeletes will be decided: they are due as before."""

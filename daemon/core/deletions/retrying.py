@@ -16,6 +16,8 @@ from storage_backends.formats.deletions import Deletion, DeletionAnswer, Deletio
 # Of what a store says; it is kept in memory and in every checkpoint.
 TEXT_CHARACTERS_MAX = 300
 _U64_MAX = (1 << 64) - 1
+# A day: what waits for longer was decided by a clock that was ahead, unless the policy says more.
+_MISDATED_MS = 86_400_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class RetryPolicy:
     reconsume_later_ms: int
     max_retry_delete_count: int
     jitter: float
+
+    def latest_ms(self, now_ms: int) -> int:
+        """Nobody means to wait for longer than until then. Former policies may have waited longer than this one."""
+        return now_ms + max(math.ceil(self.reconsume_later_ms * (1 + self.jitter)), _MISDATED_MS)
 
 
 def answer_of_failure(

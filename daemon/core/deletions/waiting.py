@@ -7,7 +7,7 @@ Does not own: the deletions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import chain, islice
 
 from sortedcontainers import SortedList
 
@@ -39,10 +39,11 @@ class Waiting:
         if self._handed_out.pop(deletion_id, None) is None:
             self._due.remove((due_ms << _ID_BITS) | deletion_id)
 
-    def hand_out(self, now_ms: int, limit: int) -> list[int]:
-        """Ids that are due, the longest due first; each once."""
-        last = (now_ms << _ID_BITS) | _ID_MASK
-        chosen = list(islice(self._due.irange(maximum=last), max(0, limit)))
+    def hand_out(self, now_ms: int, limit: int, latest_ms: int) -> list[int]:
+        """Ids that are due, the longest due first, then such as wait for what is after `latest_ms`; each once."""
+        last, latest = (now_ms << _ID_BITS) | _ID_MASK, (latest_ms << _ID_BITS) | _ID_MASK
+        in_time, misdated = self._due.irange(maximum=last), self._due.irange(minimum=latest, inclusive=(False, True))
+        chosen = list(islice(chain(in_time, misdated), max(0, limit)))
         for due in chosen:
             self._due.remove(due)
             self._handed_out[due & _ID_MASK] = due

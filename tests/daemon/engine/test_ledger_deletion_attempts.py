@@ -32,6 +32,7 @@ from tests.daemon.engine.deleting import (
 from tests.support.engine_fixture import EngineFixture
 
 DELETED = DeletionOutcome.DELETED
+YEAR_MS = 365 * 86_400_000
 
 
 def gaps(times_s: list[float]) -> list[float]:
@@ -114,6 +115,32 @@ async def test_a_wall_clock_that_is_set_forward_brings_attempts_forward(machines
     await one.until(lambda: [each.failures for each in pending(one)] == [1])
     one.step_clock(700_000)
     await one.until(lambda: stores.deleted == [1], timeout_s=5)
+
+
+async def test_what_was_decided_by_a_clock_that_was_a_year_ahead_does_not_wait_a_year(machines: EngineFixture) -> None:
+    stores = ScriptedLedgers(machines)
+    stores.plan(1, failed())
+    stores.plan(2, *[failed()] * 11)
+    one = await machines.served_by("one", "deletion.reconsume_later_seconds=60")
+    await record(one, 2)
+    await over(one, timeout_s=1_000)
+    one.step_clock(YEAR_MS)
+    await record(one, 1)
+    await one.until(lambda: [each.failures for each in pending(one)] == [1])
+    held = one.pause("put_if_absent", "/journal/")
+    recording = record(one, 3)
+    await held.reached()
+    one.step_clock(-YEAR_MS)
+    held.release()
+    await recording
+    await over(one, timeout_s=5)
+    assert sorted(stores.deleted) == [1, 3]
+    # A retry that is as far away as one may be is waited for.
+    stores.plan(4, failed())
+    await record(one, 4)
+    await over(one, timeout_s=100)
+    (gap,) = gaps(stores.times_of(4))
+    assert gap >= 60 * 0.9
 
 
 # ---- workers
