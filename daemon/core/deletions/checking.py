@@ -19,6 +19,8 @@ DRIVER_NAME_BYTES_MAX = 255
 DRIVER_PROPERTIES_MAX = 64
 DRIVER_PROPERTY_NAME_BYTES_MAX = 128
 DRIVER_PROPERTY_VALUE_BYTES_MAX = 1_024
+# Of all names and values together: every record has its own in each checkpoint.
+DRIVER_METADATA_BYTES_MAX = 4_096
 _U64_MAX = (1 << 64) - 1
 
 
@@ -55,6 +57,7 @@ def _check_offload_context(context: OffloadContext) -> None:
         raise InvalidArgument(
             f"offload_context.driver_metadata has {len(properties)} properties; it may have {DRIVER_PROPERTIES_MAX}"
         )
+    total_bytes = 0
     for name, value in properties:
         _check_text("a name of offload_context.driver_metadata", name, DRIVER_PROPERTY_NAME_BYTES_MAX)
         size_bytes = len(value.encode())
@@ -63,6 +66,11 @@ def _check_offload_context(context: OffloadContext) -> None:
                 f"offload_context.driver_metadata[{name!r}] has {size_bytes} bytes; it may have "
                 f"{DRIVER_PROPERTY_VALUE_BYTES_MAX}"
             )
+        total_bytes += len(name.encode()) + size_bytes
+    if total_bytes > DRIVER_METADATA_BYTES_MAX:
+        raise InvalidArgument(
+            f"offload_context.driver_metadata has {total_bytes} bytes; it may have {DRIVER_METADATA_BYTES_MAX}"
+        )
     names = [name for name, _ in properties]
     if any(first >= second for first, second in itertools.pairwise(names)):
         raise InvalidArgument("offload_context.driver_metadata does not ascend by name, or has a name twice")

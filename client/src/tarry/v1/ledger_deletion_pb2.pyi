@@ -147,7 +147,7 @@ class OffloadContext(_message.Message):
     @_builtins.property
     def driver_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """What the driver says of the place, such as `bucket`; a store serves its own bucket only. At most 64, names of 1 to 128
-        bytes, values of at most 1,024 bytes.
+        bytes, values of at most 1,024 bytes; all together at most 4,096 bytes.
         """
 
     def __init__(

@@ -40,6 +40,7 @@ GOOD = {
     "no metadata": offloaded(driver_metadata=()),
     "all metadata": offloaded(driver_metadata=properties(64)),
     "long metadata": offloaded(driver_metadata=(("n" * 128, "v" * 1_024),)),
+    "as much metadata as there may be": offloaded(driver_metadata=tuple((name, "v" * 1_023) for name in "abcd")),
     "a long driver": offloaded(driver_name="d" * 255),
 }
 
@@ -68,6 +69,9 @@ BAD = {
     "a name of offload_context.driver_metadata has 129 bytes": offloaded(driver_metadata=(("n" * 129, "v"),)),
     r"offload_context.driver_metadata\['n'\] has 1025 bytes; it may have 1024": offloaded(
         driver_metadata=(("n", "v" * 1_025),)
+    ),
+    "offload_context.driver_metadata has 4097 bytes; it may have 4096": offloaded(
+        driver_metadata=(*((name, "v" * 1_023) for name in "abc"), ("d", "v" * 1_024))
     ),
     "offload_context.driver_metadata does not ascend": offloaded(driver_metadata=(("b", ""), ("a", ""))),
     "offload_context.driver_metadata does not ascend by name, or has": offloaded(
