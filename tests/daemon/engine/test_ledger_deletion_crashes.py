@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import daemon
+from daemon.engine import ledger_deleting
 from storage_backends.formats.deletions import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
@@ -86,6 +87,12 @@ def bucket(moto: MotoServer) -> Iterator[S3Store]:
 def owner() -> Iterator[LedgerOwnerServer]:
     with ledger_owner_server() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def answers_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there are several decisions on answers to crash at."""
+    monkeypatch.setattr(ledger_deleting, "GATHER_S", 0.0)
 
 
 @pytest.fixture

@@ -153,7 +153,9 @@ async def test_a_ledger_that_is_offloaded_too_has_two_records_and_each_ends_by_i
         daemon = await machines.served_by("one", "deletion.reconsume_later_seconds=5")
         assert await _sent(daemon, offloaded)
         assert await _sent(daemon, plain)
-        await daemon.until(lambda: topic.stored == [2, 3, 4, 5])
+        counted = daemon.shards[0].deletions.state
+        await daemon.until(lambda: counted.counts.in_flight == 1)
+        assert topic.stored == [2, 3, 4, 5]
         pending = await listed(daemon, ListedState.PENDING)
         assert [each.deletion.pending_delete.ledger_type for each in pending] == [LedgerType.LEDGER]
         server.status = 200
