@@ -172,11 +172,27 @@ class DeletionWorkers:
             self._beginning -= len(ids)
             self.wake()
         self._begin_s = _mean(self._begin_s, self._environment.clock.elapsed_s() - began_s)
-        for attempt in attempts:
+        self._ready.extend(attempts)
+
+    # ---- making
+
+    def _make_ready(self) -> None:
+        """Starts what may start, in the order in which it began."""
+        waiting: list[Attempt] = []
+        while self._ready and len(self._made) < self._parallelism:
+            attempt = self._ready.popleft()
+            if attempt.deletions.is_closed:
+                continue
+            if not attempt.deletions.may_start:
+                waiting.append(attempt)
+                continue
             if (stated := self._stated_elsewhere(attempt)) is not None:
-                deletions.answered(attempt, stated)
-            else:
-                self._ready.append(attempt)
+                attempt.deletions.answered(attempt, stated)
+                continue
+            self._made[attempt] = self._environment.clock.elapsed_s()
+            attempt.deletions.started(attempt)
+            self._go(self._make(attempt))
+        self._ready.extendleft(reversed(waiting))
 
     def _stated_elsewhere(self, attempt: Attempt) -> Answer | None:
         """Its own topic does not use the ledger. That another one does is told by the UUID: the record names a wrong
@@ -191,23 +207,6 @@ class DeletionWorkers:
             if in_use.holds_exactly(context.uuid_msb, context.uuid_lsb, delete.ledger_id):
                 return Answer(DeletionOutcome.IN_USE, "it is in use by another topic, as its owner says")
         return None
-
-    # ---- making
-
-    def _make_ready(self) -> None:
-        """Starts what may start, in the order in which it began."""
-        waiting: list[Attempt] = []
-        while self._ready and len(self._made) < self._parallelism:
-            attempt = self._ready.popleft()
-            if attempt.deletions.is_closed:
-                continue
-            if not attempt.deletions.may_start:
-                waiting.append(attempt)
-                continue
-            self._made[attempt] = self._environment.clock.elapsed_s()
-            attempt.deletions.started(attempt)
-            self._go(self._make(attempt))
-        self._ready.extendleft(reversed(waiting))
 
     async def _make(self, attempt: Attempt) -> None:
         try:

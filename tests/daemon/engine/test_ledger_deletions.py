@@ -339,6 +339,23 @@ async def test_a_record_under_a_wrong_topic_deletes_nothing_that_another_one_use
     assert "another topic" in ended[3].text
 
 
+async def test_what_another_topic_begins_to_use_while_an_attempt_waits_for_a_worker_is_not_deleted(
+    machines: EngineFixture,
+) -> None:
+    stores = ScriptedLedgers(machines)
+    one = await machines.served_by("one", "daemon.shards=4", "deletion.parallelism=1")
+    held = stores.hold_before_guard(one, 100)
+    await record(one, offloaded(100), topic="forger")
+    await held.reached()
+    await record(one, offloaded(1), topic="forger")
+    await one.until(lambda: sum(shard.deletions.state.counts.begun for shard in one.shards.values()) == 2)
+    await use(one, ledgers(1, uuid=UUID), topic="owner")
+    held.release()
+    await over(one)
+    assert stores.deleted == [100]
+    assert (await outcomes(one))[1] is IN_USE
+
+
 # ---- lists and counts
 
 
