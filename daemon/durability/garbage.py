@@ -20,8 +20,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Final, Generic, TypeVar
 
+from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import NOTHING, NOTHING_DONE, Count, Limits, Listed, Summary
+from daemon.durability.garbage_rules import NOTHING_DONE, Limits, Listed, Summary
 from storage_backends import collection, commit, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
@@ -95,7 +96,7 @@ class Orphans(Generic[M]):
 
     tip: commit.Tip[M] | None
     found: Sequence[tuple[str, int]] = ()
-    count: Count = NOTHING
+    count: ObjectCount = NOTHING
 
 
 class Collector(Generic[M]):
@@ -308,9 +309,9 @@ def _summary(batch: Iterable[Tombstone], outcome: Outcome) -> Summary:
     )
 
 
-def _count(objects: Iterable[tuple[str, int]]) -> Count:
+def _count(objects: Iterable[tuple[str, int]]) -> ObjectCount:
     sizes = [size_bytes for _, size_bytes in objects]
-    return Count(len(sizes), sum(sizes))
+    return ObjectCount(len(sizes), sum(sizes))
 
 
 TOPIC: Final[Kind[TopicManifest]] = Kind(named=topic_manifest.names_in, is_over=lambda newest: newest.deleted)
@@ -341,8 +342,8 @@ def retry_given_up(
         return NOTHING_DONE
     except (object_store.Damaged, errors.FormatError) as error:
         log.error("the record %s of an object that was given up cannot be read: %s", key, error)
-        return Summary(failed=Count(1, 0))
-    found = Count(1, record.size_bytes)
+        return Summary(failed=ObjectCount(1, 0))
+    found = ObjectCount(1, record.size_bytes)
     if record.object != name or is_live(name):
         log.error("the record %s names %s, which may not be deleted", key, record.object)
         return Summary(failed=found)

@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
+from daemon.core.object_count import NOTHING, ObjectCount
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, Tombstone
 from storage_backends.object_store import ListedObject
@@ -26,35 +27,18 @@ LAST_RETRY_MS: Final = 6 * 3_600_000
 """An object whose deletion failed is tried again after the first, doubled each time up to the last."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Count:
-    """Objects and their bytes."""
-
-    objects: int = 0
-    size_bytes: int = 0
-
-    def __add__(self, other: Count) -> Count:
-        return Count(self.objects + other.objects, self.size_bytes + other.size_bytes)
-
-    def __sub__(self, other: Count) -> Count:
-        return Count(self.objects - other.objects, self.size_bytes - other.size_bytes)
-
-
-NOTHING: Final = Count()
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What a pass did; fields as in `tarry.v1.GarbageSummary`."""
 
-    tombstones: Count = NOTHING
-    orphans: Count = NOTHING
-    manifests: Count = NOTHING
-    journal_slots: Count = NOTHING
-    waiting: Count = NOTHING
-    failed: Count = NOTHING
-    given_up: Count = NOTHING
-    refused: Count = NOTHING
+    tombstones: ObjectCount = NOTHING
+    orphans: ObjectCount = NOTHING
+    manifests: ObjectCount = NOTHING
+    journal_slots: ObjectCount = NOTHING
+    waiting: ObjectCount = NOTHING
+    failed: ObjectCount = NOTHING
+    given_up: ObjectCount = NOTHING
+    refused: ObjectCount = NOTHING
 
     def __add__(self, other: Summary) -> Summary:
         fields = (field.name for field in dataclasses.fields(self))
@@ -102,9 +86,9 @@ def next_due_at_ms(tombstones: Iterable[Tombstone]) -> int | None:
     return min(map(due_at_ms, tombstones), default=None)
 
 
-def count(tombstones: Iterable[Tombstone]) -> Count:
+def count(tombstones: Iterable[Tombstone]) -> ObjectCount:
     sizes = [each.object.size_bytes for each in tombstones]
-    return Count(len(sizes), sum(sizes))
+    return ObjectCount(len(sizes), sum(sizes))
 
 
 # ---- what was listed
@@ -205,7 +189,7 @@ def _is_later(created_ms: int | None, at_ms: int) -> bool:
     return created_ms is None or created_ms > at_ms
 
 
-def is_suspicious(found: Count, shard_bytes: int, limits: Limits) -> bool:
+def is_suspicious(found: ObjectCount, shard_bytes: int, limits: Limits) -> bool:
     """Whether so many orphans are more likely a mistake than garbage."""
     return found.size_bytes > limits.guard_bytes and found.size_bytes > limits.guard_share * shard_bytes
 

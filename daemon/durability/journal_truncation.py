@@ -17,8 +17,8 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import slot_put
-from daemon.durability.garbage_rules import NOTHING, Count
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
 from storage_backends.formats import errors, journal, manifest, names
@@ -80,20 +80,22 @@ class JournalTruncation:
         going = [slot for slot in left_behind if self._is_data(slot.number)]
         keys = [names.journal_slot_key(self._shard, slot) for slot in (*(slot.number for slot in going), *own)]
         collections.deque(self._executor.map(self._store.delete, keys), maxlen=0)
-        self.deleted += Count(len(keys), sum(slot.size_bytes for slot in going) + sum(self._own_bytes[: len(own)]))
+        self.deleted += ObjectCount(
+            len(keys), sum(slot.size_bytes for slot in going) + sum(self._own_bytes[: len(own)])
+        )
         for _ in left_behind:
             self._listed().popleft()
         self._next_own_slot = own.stop
         del self._own_bytes[: len(own)]
         return len(left_behind) + len(own)
 
-    def covered(self, newest: manifest.ShardManifest) -> Count:
+    def covered(self, newest: manifest.ShardManifest) -> ObjectCount:
         """What `truncate` would delete by this manifest in all. Errors of the store are raised."""
         limit = self._limit(newest)
         left_behind, own = self._next(limit, limit)
         going = [slot for slot in left_behind if self._is_data(slot.number)]
         size_bytes = sum(slot.size_bytes for slot in going) + sum(self._own_bytes[: len(own)])
-        return Count(len(going) + len(own), size_bytes)
+        return ObjectCount(len(going) + len(own), size_bytes)
 
     def _limit(self, newest: manifest.ShardManifest) -> int:
         """The last slot that may go."""

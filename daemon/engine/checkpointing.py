@@ -15,8 +15,8 @@ import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from daemon.core.object_count import ObjectCount
 from daemon.durability import checkpoint, checkpoint_store, epoch_confirmation, shard_manifest
-from daemon.durability.garbage_rules import Count
 from daemon.durability.journal import WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
@@ -140,7 +140,7 @@ class Checkpointing:
             except StoreError as error:
                 log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
 
-    async def collect(self) -> Count:
+    async def collect(self) -> ObjectCount:
         """Checkpoints an idle shard whose journal is not covered twice, and deletes what is; what was deleted.
 
         Raises the store's errors and CommitOutcomeUnknown. The shard is lost when its epoch is over.
@@ -156,7 +156,7 @@ class Checkpointing:
             work.result()
         return self._truncation.deleted - before
 
-    async def covered(self) -> Count:
+    async def covered(self) -> ObjectCount:
         """What `collect` would delete now without another checkpoint. Raises the store's errors."""
         async with self._turn:
             newest = self.newest.manifest

@@ -13,8 +13,9 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING
 
+from daemon.core.object_count import NOTHING
 from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import NOTHING, Summary
+from daemon.durability.garbage_rules import Summary
 from daemon.engine.calls import GarbageProgress
 from daemon.engine.collection_pass import FAILURES, Halted, Pass, Wish
 from daemon.engine.environment import Environment

@@ -18,8 +18,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import NOTHING, NOTHING_DONE, Count, Listed, ShardListing, Summary
+from daemon.durability.garbage_rules import NOTHING_DONE, Listed, ShardListing, Summary
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import TarryError
@@ -65,7 +66,7 @@ class _Look:
     """What is known of a topic. `wanted`: whether the store has to be asked. `waiting`: its tombstones."""
 
     wanted: bool
-    waiting: Count
+    waiting: ObjectCount
 
 
 class Pass:
@@ -314,7 +315,7 @@ class Pass:
         else:
             self._unserved[topic_id] = due_at_ms
 
-    def _kept(self, manifest: TopicManifest | ShardManifest) -> Count:
+    def _kept(self, manifest: TopicManifest | ShardManifest) -> ObjectCount:
         """Tombstones that stay for now; in a dry run, those that are due would not."""
         kept = garbage_rules.count(manifest.tombstones)
         if self._wish.dry_run:

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
-from daemon.core.deletions.orphans import OrphanedLedger, SweepCounts, SweptObjects
+from daemon.core.deletions.orphans import OrphanedLedger, SweepCounts
 from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "SweepCounts",
     "SweepProgress",
     "SweepWish",
-    "SweptObjects",
 ]
 
 

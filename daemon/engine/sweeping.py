@@ -35,6 +35,7 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from daemon.core import object_count
 from daemon.core.deletions import checking, orphans
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
@@ -331,7 +332,7 @@ class _Sweep:
         if self._wish.force:
             return ""
         counts = self._tally.counts()
-        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else orphans.NOTHING)
+        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else object_count.NOTHING)
         return self._guard.refusal(found, counts.listed)
 
     async def _record_all(self) -> AsyncIterator[None]:

@@ -23,6 +23,7 @@ from typing import Final
 from daemon.core import limits
 from daemon.core.deletions import checking, metadata, object_names
 from daemon.core.deletions.object_names import OffloadedName
+from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.deletions import LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
@@ -37,36 +38,19 @@ WAITING_MAX: Final = 100_000
 # ---- counting
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SweptObjects:
-    """Objects and their bytes."""
-
-    objects: int = 0
-    size_bytes: int = 0
-
-    def __add__(self, other: SweptObjects) -> SweptObjects:
-        return SweptObjects(self.objects + other.objects, self.size_bytes + other.size_bytes)
-
-    def __sub__(self, other: SweptObjects) -> SweptObjects:
-        return SweptObjects(self.objects - other.objects, self.size_bytes - other.size_bytes)
-
-
-NOTHING: Final = SweptObjects()
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepCounts:
     """What a sweep found so far; fields as in `tarry.v1.SweepCounts`."""
 
-    listed: SweptObjects = NOTHING
-    foreign: SweptObjects = NOTHING
-    in_use: SweptObjects = NOTHING
-    recorded: SweptObjects = NOTHING
-    young: SweptObjects = NOTHING
-    orphaned: SweptObjects = NOTHING
-    of_unknown_topics: SweptObjects = NOTHING
-    unidentified: SweptObjects = NOTHING
-    unanswered: SweptObjects = NOTHING
+    listed: ObjectCount = NOTHING
+    foreign: ObjectCount = NOTHING
+    in_use: ObjectCount = NOTHING
+    recorded: ObjectCount = NOTHING
+    young: ObjectCount = NOTHING
+    orphaned: ObjectCount = NOTHING
+    of_unknown_topics: ObjectCount = NOTHING
+    unidentified: ObjectCount = NOTHING
+    unanswered: ObjectCount = NOTHING
     ledgers_recorded: int = 0
     ledgers_left: int = 0
 
@@ -106,8 +90,8 @@ class ListedLedger:
         return self.has_data and self.has_index
 
     @property
-    def swept(self) -> SweptObjects:
-        return SweptObjects(self.has_data + self.has_index, self.size_bytes)
+    def swept(self) -> ObjectCount:
+        return ObjectCount(self.has_data + self.has_index, self.size_bytes)
 
     def with_other(self, other: ListedLedger) -> ListedLedger:
         """With what else was listed of it. Some stores show an object twice while its folder changes."""
@@ -123,8 +107,8 @@ class ListedLedger:
 class ListedPage:
     """A part of a listing: everything, what is no offloaded ledger's, and the ledgers."""
 
-    listed: SweptObjects
-    foreign: SweptObjects
+    listed: ObjectCount
+    foreign: ObjectCount
     ledgers: Sequence[ListedLedger]
 
     @classmethod
@@ -132,7 +116,7 @@ class ListedPage:
         listed = foreign = NOTHING
         ledgers: dict[OffloadedName, ListedLedger] = {}
         for entry in entries:
-            each = SweptObjects(1, entry.size_bytes)
+            each = ObjectCount(1, entry.size_bytes)
             listed += each
             name = object_names.parse(entry.key)
             if name is None:
@@ -258,7 +242,7 @@ class Guard:
     share: float
     size_bytes: int
 
-    def refusal(self, found: SweptObjects, listed: SweptObjects) -> str:
+    def refusal(self, found: ObjectCount, listed: ObjectCount) -> str:
         """Why nothing is recorded; empty when nothing stands against it."""
         if found.size_bytes <= self.size_bytes or found.size_bytes <= self.share * listed.size_bytes:
             return ""
@@ -272,7 +256,7 @@ class Tally:
     """The counts of a sweep while it goes on."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, SweptObjects] = {}
+        self._counts: dict[str, ObjectCount] = {}
         self.ledgers_recorded = 0
         self.ledgers_left = 0
 
@@ -280,12 +264,12 @@ class Tally:
         self._add("listed", page.listed)
         self._add("foreign", page.foreign)
 
-    def found(self, finding: Finding, objects: SweptObjects) -> None:
+    def found(self, finding: Finding, objects: ObjectCount) -> None:
         if finding is not Finding.GONE:
             self._add(finding.value, objects)
 
     def counts(self) -> SweepCounts:
         return SweepCounts(**self._counts, ledgers_recorded=self.ledgers_recorded, ledgers_left=self.ledgers_left)
 
-    def _add(self, name: str, objects: SweptObjects) -> None:
+    def _add(self, name: str, objects: ObjectCount) -> None:
         self._counts[name] = self._counts.get(name, NOTHING) + objects

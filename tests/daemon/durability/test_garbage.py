@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
+from daemon.core.object_count import ObjectCount
 from daemon.durability import garbage, garbage_rules
 from daemon.durability.garbage import Collector
-from daemon.durability.garbage_rules import Count, Summary
+from daemon.durability.garbage_rules import Summary
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicPolicy
@@ -20,7 +21,7 @@ from tests.daemon.durability.topic_with_garbage import BODY, LIMITS, TopicWithGa
 from tests.storage_backends.topic_manifests import EPOCH
 from tests.support.fault_store import Call, Fault, FaultStore, Script
 
-ONE = Count(1, len(BODY))
+ONE = ObjectCount(1, len(BODY))
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_a_record_that_is_damaged_or_names_something_else_deletes_nothing(topic:
     topic.store.put(key, manifest.encode_dead_object(dataclasses.replace(record, object=live)))
     assert garbage.retry_given_up(topic.store, name, lambda _: False).failed == ONE
     topic.store.put(key, b"nothing")
-    assert garbage.retry_given_up(topic.store, name, lambda _: False).failed == Count(1, 0)
+    assert garbage.retry_given_up(topic.store, name, lambda _: False).failed == ObjectCount(1, 0)
     assert topic.objects() == sorted([live, name])
 
 

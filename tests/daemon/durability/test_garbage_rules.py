@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.core.object_count import ObjectCount
 from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import Count, Limits, Listed, ShardListing, Summary
+from daemon.durability.garbage_rules import Limits, Listed, ShardListing, Summary
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone
 from storage_backends.object_store import ListedObject
@@ -45,7 +46,7 @@ def test_what_could_not_be_deleted_is_tried_again_later_each_time(attempts: int,
 def test_the_first_of_several_tombstones_says_when_to_look_again() -> None:
     assert garbage_rules.next_due_at_ms([]) is None
     assert garbage_rules.next_due_at_ms([tombstone(1), tombstone(0, 1_500_000)]) == 1_500_000
-    assert garbage_rules.count([tombstone(1), tombstone(2)]) == Count(2, 14)
+    assert garbage_rules.count([tombstone(1), tombstone(2)]) == ObjectCount(2, 14)
 
 
 def test_an_orphan_is_below_the_floor_and_named_nowhere() -> None:
@@ -102,7 +103,7 @@ def test_the_newest_manifests_are_kept_and_always_the_tip(tip: int, kept: int, b
 def test_orphans_are_suspicious_that_are_much_both_in_bytes_and_of_their_shard(
     orphans: int, shard: int, suspicious: bool
 ) -> None:
-    assert garbage_rules.is_suspicious(Count(1, orphans), shard, LIMITS) is suspicious
+    assert garbage_rules.is_suspicious(ObjectCount(1, orphans), shard, LIMITS) is suspicious
 
 
 def test_a_listing_is_sorted_by_what_it_shows_and_what_is_unknown_is_left_alone() -> None:
@@ -127,6 +128,8 @@ def test_a_listing_is_sorted_by_what_it_shows_and_what_is_unknown_is_left_alone(
 
 
 def test_summaries_add_up_by_kind() -> None:
-    one = Summary(orphans=Count(1, 2), failed=Count(3, 4))
-    assert one + one == Summary(orphans=Count(2, 4), failed=Count(6, 8))
-    assert one + Summary(waiting=Count(1, 1)) == Summary(orphans=Count(1, 2), failed=Count(3, 4), waiting=Count(1, 1))
+    one = Summary(orphans=ObjectCount(1, 2), failed=ObjectCount(3, 4))
+    assert one + one == Summary(orphans=ObjectCount(2, 4), failed=ObjectCount(6, 8))
+    assert one + Summary(waiting=ObjectCount(1, 1)) == Summary(
+        orphans=ObjectCount(1, 2), failed=ObjectCount(3, 4), waiting=ObjectCount(1, 1)
+    )

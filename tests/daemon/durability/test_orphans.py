@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from daemon.durability.garbage_rules import NOTHING, Count, Summary
+from daemon.core.object_count import NOTHING, ObjectCount
+from daemon.durability.garbage_rules import Summary
 from storage_backends import commit
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import TopicPolicy
@@ -17,7 +18,7 @@ from tests.daemon.durability.topic_with_garbage import BODY, LIMITS, TopicWithGa
 from tests.storage_backends.topic_manifests import CREATE_AGAIN, EPOCH
 from tests.support.fault_store import Fault, FaultStore, Script
 
-ONE = Count(1, len(BODY))
+ONE = ObjectCount(1, len(BODY))
 
 
 @pytest.fixture

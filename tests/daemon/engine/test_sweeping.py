@@ -11,7 +11,7 @@ import pytest
 from daemon import settings
 from daemon.core.deletions import orphans
 from daemon.core.deletions.listing import ListedState
-from daemon.core.deletions.orphans import SweptObjects
+from daemon.core.object_count import ObjectCount
 from daemon.engine import sweeping
 from daemon.engine.deletion_calls import DeletionFilter, SweepProgress, SweepWish
 from daemon.engine.served_topic import ServedTopic
@@ -140,8 +140,8 @@ def ids(ledgers: Sequence[OwnedLedger]) -> set[int]:
     return {each.ledger[0] for each in ledgers}
 
 
-def objects(count: int) -> SweptObjects:
-    return SweptObjects(count, count * BODY_BYTES)
+def objects(count: int) -> ObjectCount:
+    return ObjectCount(count, count * BODY_BYTES)
 
 
 async def say_in_use(daemon: Daemon, topic: str, ledgers: Sequence[OwnedLedger], *, replace: bool = True) -> None:

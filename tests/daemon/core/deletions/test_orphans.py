@@ -19,9 +19,9 @@ from daemon.core.deletions.orphans import (
     ListedLedger,
     ListedPage,
     Pairing,
-    SweptObjects,
     Tally,
 )
+from daemon.core.object_count import ObjectCount
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
@@ -57,8 +57,8 @@ def test_two_objects_of_a_page_are_one_ledger_with_the_age_of_the_younger() -> N
 def test_a_page_counts_all_and_what_is_no_offloaded_ledgers() -> None:
     page = ListedPage.of([data(1), ListedObject("archive/" + name(2).data, 7, 0), ListedObject("readme", 3, 0)])
 
-    assert page.listed == SweptObjects(3, 110)
-    assert page.foreign == SweptObjects(2, 10)
+    assert page.listed == ObjectCount(3, 110)
+    assert page.foreign == ObjectCount(2, 10)
     assert [each.name for each in page.ledgers] == [name(1)]
 
 
@@ -72,7 +72,7 @@ def test_ledgers_are_whole_in_whatever_order_and_pages_their_objects_are_listed(
     whole, halves = listed(entries, chance)
 
     assert sorted(each.name.ledger_id for each in whole) == list(range(1, 200))
-    assert all(each.swept == SweptObjects(2, 110) for each in whole)
+    assert all(each.swept == ObjectCount(2, 110) for each in whole)
     assert sorted((each.name.ledger_id, each.has_data, each.has_index) for each in halves) == [
         (500, True, False),
         (501, False, True),
@@ -272,11 +272,11 @@ def test_what_vanished_since_the_listing_is_gone_and_half_of_it_is_what_is_left(
 def test_orphans_above_both_limits_are_refused(found: int, listed_bytes: int, refused: bool) -> None:
     guard = Guard(share=0.2, size_bytes=1_000)
 
-    assert bool(guard.refusal(SweptObjects(3, found), SweptObjects(9, listed_bytes))) is refused
+    assert bool(guard.refusal(ObjectCount(3, found), ObjectCount(9, listed_bytes))) is refused
 
 
 def test_a_refusal_says_how_much_was_found_and_what_the_limits_are() -> None:
-    text = Guard(share=0.2, size_bytes=1_000).refusal(SweptObjects(3, 1_500), SweptObjects(9, 2_000))
+    text = Guard(share=0.2, size_bytes=1_000).refusal(ObjectCount(3, 1_500), ObjectCount(9, 2_000))
 
     for figure in ("3 orphaned objects", "1500 bytes", "0.2", "2000 bytes", "1000 bytes"):
         assert figure in text
@@ -290,12 +290,12 @@ def test_everything_found_counts_under_its_own_name_and_what_is_gone_under_none(
     tally.listed(ListedPage.of([data(1), ListedObject("readme", 3, 0)]))
     findings = [finding for finding in Finding if finding is not Finding.GONE]
     for number, finding in enumerate(findings, 1):
-        tally.found(finding, SweptObjects(number, 10 * number))
-    tally.found(Finding.GONE, SweptObjects(99, 99))
+        tally.found(finding, ObjectCount(number, 10 * number))
+    tally.found(Finding.GONE, ObjectCount(99, 99))
 
     counts = tally.counts()
 
-    assert counts.listed == SweptObjects(2, 103)
-    assert counts.foreign == SweptObjects(1, 3)
+    assert counts.listed == ObjectCount(2, 103)
+    assert counts.foreign == ObjectCount(1, 3)
     for number, finding in enumerate(findings, 1):
-        assert getattr(counts, finding.value) == SweptObjects(number, 10 * number)
+        assert getattr(counts, finding.value) == ObjectCount(number, 10 * number)
