@@ -115,6 +115,8 @@ class InUse:
 
         FORGET is of what was said so: of a ledger without a UUID it forgets that it was in use without one.
         """
+        if change is InUseChange.FORGET and topic not in self._topics:
+            return 0
         number = self._number(topic)
         rows = _rows(number, ledgers)
         match change:

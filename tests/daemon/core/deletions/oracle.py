@@ -163,6 +163,8 @@ class Oracle:
 
     def say(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> tuple[int, list[int], int]:
         """How many ledgers that changes, places of those that are too late, and how many deletions come back."""
+        if change is InUseChange.FORGET and topic not in self.in_use:
+            return 0, [], 0
         before = self.in_use.setdefault(topic, set())
         kind = ledgers.ledger_type
         named = [

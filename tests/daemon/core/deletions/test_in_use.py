@@ -104,6 +104,12 @@ def test_forgetting_is_of_what_was_said_so() -> None:
     assert in_use.ledgers == 0
 
 
+def test_forgetting_of_a_topic_of_which_nothing_was_said_keeps_nothing_of_it() -> None:
+    in_use = InUse()
+    assert in_use.change("t", InUseChange.FORGET, ledgers([(1, 0, 0)])) == 0
+    assert (in_use.topics, in_use.freeze().state()) == (0, ())
+
+
 def test_ledgers_of_a_topic_are_counted_over_many_chunks() -> None:
     in_use = InUse()
     in_use.change("before", InUseChange.RECORD, ledgers((number, 1, number) for number in range(5_000)))
