@@ -24,8 +24,6 @@ def main() -> int:
         missed += found is None
     for rule, suite in table.BY_OTHERS.items():
         say(f"{rule}: found by {suite}")
-    for what, capability in table.WAITS.items():
-        say(f"{what}: waits for {capability}")
     others = table.of_other_suites()
     say("", f"Beside these, {len(others)} planted bugs have a test of their own in the suite that finds them:")
     for row in others:

@@ -14,31 +14,28 @@ from tests.daemon.core import test_planted_bugs as core
 from tests.daemon.core import test_planted_bugs_of_departures as departures
 from tests.daemon.core import test_planted_bugs_of_own_indexes as own_indexes
 from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
+from tests.daemon.core.deletions import test_planted_bugs_of_deletions as shard_deletions
 from tests.daemon.durability import test_garbage_interleavings as collectors
 from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
 from tests.daemon.engine import test_planted_bugs_of_buckets as lives
+from tests.daemon.engine import test_planted_bugs_of_deletions as attempts
 from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
+from tests.models import deletion_model
 from tests.models import test_protocol_models as models
-from tests.planted import buckets, redeliveries, rules, state
+from tests.planted import buckets, deletions, redeliveries, rules, state
 from tests.planted.bug import Bug
 from tests.storage_backends import test_commit_interleavings as commits
 from tests.storage_backends import test_topic_manifest_interleavings as owners
 from tests.storage_backends import test_topic_merge_interleavings as mergers
 
-BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS, *redeliveries.BUGS)
+BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS, *redeliveries.BUGS, *deletions.BUGS)
 
 # Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
 BY_OTHERS = {
     "R3": "orders of two committers: WithoutVerify, no VERIFY_AFTER_S",
     "entitlement at replay": "stories of a topic: who_came_later_is_asked_for_its_acknowledgement_too",
 }
-
-# What has no mechanism yet.
-WAITS = {
-    "pending deletes, in-use records": "two-phase deletion",
-}
-
 
 TOPIC = (core, departures, own_indexes, withdrawals, merging)
 
@@ -65,6 +62,9 @@ def of_other_suites() -> tuple[Row, ...]:
         *_rows("races of cancellations and reschedules", _names(plant for plant, _ in races.PLANTED)),
         *_rows("own indexes, and merges by others", _names(plant for plant, _ in lives.PLANTED)),
         *_rows("lives of a topic that is not loaded", (planted.__name__ for _, planted, *_ in loading.PLANTED)),
+        *_rows("deletions of a shard", _names(shard_deletions.BY_ANY_ORDER)),
+        *_rows("attempts to delete ledgers", _names(plant for plant, _ in attempts.PLANTED)),
+        *_rows("model of two-phase deletion", deletion_model.BUGS),
         *_rows("model of commits", models.COMMITS_BUGS),
         *_rows("model of shards", models.SHARD_BUGS),
         *_rows("model of rows", models.ROWS_BUGS),

@@ -13,12 +13,16 @@ import random
 from collections.abc import Callable, Sequence
 
 from daemon import config
+from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.object_store import ObjectStore
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
+from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, WatchedStore
 from tests.simulation.scheduler import Pace, SteppedStore
+from tests.support import owned_ledgers
 from tests.support.engine_fixture import Daemon, EngineFixture, Killed
+from tests.support.fault_store import FaultStore
 
 # Wall clocks differ by as much at most, and step by as much.
 SKEW_MAX_MS = 3_000
@@ -28,8 +32,18 @@ STEPS_MS = (-20_000, -900, -3, 4, 700, 15_000)
 class Machines(EngineFixture):
     """Daemons whose every call to the store is a step."""
 
-    def __init__(self, store: ObjectStore, seed: int, settings: Sequence[str], pace: Pace, history: History) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        seed: int,
+        settings: Sequence[str],
+        pace: Pace,
+        history: History,
+        offloaded: OffloadedStore,
+    ) -> None:
         super().__init__(store, settings=settings, seed=seed)
+        self.ledger_stores = self._ledger_stores_of
+        self._offloaded = offloaded
         self.faults: Faults | None = None
         self.config = config.load(environment={}, overrides=settings)
         self.shards_total = self.config.daemon.shards
@@ -41,7 +55,16 @@ class Machines(EngineFixture):
         if faults is None:
             return daemon.store
         daemon.decide = faults.decide(daemon)
-        return SteppedStore(daemon, self._pace, self._history, faults.before, faults.after)
+        return SteppedStore(daemon, daemon.store, self._pace, self._history, faults.before, faults.after)
+
+    def _ledger_stores_of(self, daemon: Daemon) -> LedgerStores:
+        faults = self.faults
+        if faults is None:
+            return LedgerStores()
+        decide = faults.decide_of_ledgers(daemon, lambda: failing.deliver_late())
+        failing = FaultStore(self._offloaded, decide)
+        stepped = SteppedStore(daemon, failing, self._pace, self._history, faults.before, faults.after)
+        return owned_ledgers.offloaded_in(stepped)
 
     def calm(self) -> None:
         """Nothing fails and nothing is slow from now on."""

@@ -202,7 +202,7 @@ class ShardDeletions:
         named = set(ledgers_of(record.ledgers))
         if record.change is InUseChange.FORGET:
             self.in_use[key] -= named
-        else:
+        elif record.change is not InUseChange.COMPLETE:
             counted = {ledger for ledger in named if not self._is_too_late(*key, ledger)}
             self.in_use[key] = counted | (self.in_use[key] if record.change is InUseChange.RECORD else set())
         for one in self.recorded.values():

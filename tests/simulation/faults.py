@@ -50,6 +50,20 @@ PLACES: tuple[tuple[str, str, int], ...] = (
     ("crash_point", "journal", 60),
     ("crash_point", "merge", 6),
 )
+# The same of a store of ledgers.
+WEIGHTS_OF_LEDGERS: tuple[dict[Fault, float], ...] = (
+    {},
+    {Fault.FAIL_BEFORE: 0.02, Fault.FAIL_AFTER: 0.03, Fault.DELIVER_LATE: 0.02},
+    {Fault.FAIL_BEFORE: 0.2, Fault.FAIL_AFTER: 0.2, Fault.DELIVER_LATE: 0.2},
+)
+# Beside those, where there are owners of ledgers.
+PLACES_OF_OWNERS: tuple[tuple[str, str, int], ...] = (
+    ("head", "-ledger-", 30),
+    ("delete", "-ledger-", 8),
+    ("delete", "-ledger-", 20),
+    ("crash_point", "deletion", 20),
+    ("crash_point", "deletion", 80),
+)
 # In some runs objects of buckets are damaged or lost; how often.
 DAMAGES = (0, 0, 0, 1, 3)
 TROUBLES = ("kill", "kill", "kill", "suspend", "suspend", "suspend", "cut off", "down", "stop", "step")
@@ -76,7 +90,8 @@ class Trouble:
 class Faults:
     """`befall(daemon, trouble)` does it; it is called in the step that the trouble meets.
 
-    `troubles`, `weights`: some troubles, and the share of calls that fail, whatever the seed says.
+    `owners`: whether there are owners of ledgers. `troubles`, `weights`, `weights_of_ledgers`: some troubles, and the
+    share of calls that fail, to the root and to the store of ledgers, whatever the seed says.
     """
 
     def __init__(
@@ -86,8 +101,10 @@ class Faults:
         *,
         befall: Callable[[Daemon, Trouble], None],
         later: Callable[[float, Callable[[], object]], None],
+        owners: bool,
         troubles: Sequence[Trouble] = (),
         weights: Mapping[Fault, float] | None = None,
+        weights_of_ledgers: Mapping[Fault, float] | None = None,
     ) -> None:
         self._random = random.Random(f"faults {seed}")
         self._history = history
@@ -95,7 +112,10 @@ class Faults:
         self._later = later
         drawn = self._random.choice(WEIGHTS)
         self._weights = drawn if weights is None else weights
+        drawn = random.Random(f"faults of ledgers {seed}").choice(WEIGHTS_OF_LEDGERS)
+        self._weights_of_ledgers = drawn if weights_of_ledgers is None else weights_of_ledgers
         self._troubles = [dataclasses.replace(trouble) for trouble in troubles]
+        self._places = PLACES + PLACES_OF_OWNERS * owners
         self._troubles += [self._trouble() for _ in range(self._random.choice((0, 1, 2, 3, 4, 6, 9)))]
         self._troubles += [
             Trouble("damage", "", "", self._random.randrange(600), True, 0.0)
@@ -105,7 +125,7 @@ class Faults:
 
     def _trouble(self) -> Trouble:
         draw = self._random
-        operation, key_part, calls = draw.choice(PLACES)
+        operation, key_part, calls = draw.choice(self._places)
         return Trouble(
             kind=draw.choice(TROUBLES),
             operation=operation,
@@ -143,16 +163,26 @@ class Faults:
     # ---- single calls
 
     def decide(self, daemon: Daemon) -> Callable[[Call], Fault | Pause]:
+        """Of a daemon's calls to the root."""
+        return self._decide(daemon, self._weights, daemon.store.deliver_late)
+
+    def decide_of_ledgers(self, daemon: Daemon, deliver_late: Callable[[], object]) -> Callable[[Call], Fault | Pause]:
+        """Of a daemon's calls to the store of ledgers."""
+        return self._decide(daemon, self._weights_of_ledgers, deliver_late)
+
+    def _decide(
+        self, daemon: Daemon, weights: Mapping[Fault, float], deliver_late: Callable[[], object]
+    ) -> Callable[[Call], Fault | Pause]:
         def decide(call: Call) -> Fault:
             if self.over:
                 return Fault.NONE
             drawn = self._random.random()
-            for fault, probability in self._weights.items():
+            for fault, probability in weights.items():
                 if drawn < probability:
                     if not applies(fault, call.operation):
                         return Fault.NONE
                     if fault is Fault.DELIVER_LATE:
-                        self._later(self._random.random() ** 3 * LATE_MAX_S, daemon.store.deliver_late)
+                        self._later(self._random.random() ** 3 * LATE_MAX_S, deliver_late)
                     self._history.note(f"{daemon.name} fault {fault.value}")
                     return fault
                 drawn -= probability

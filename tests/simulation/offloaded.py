@@ -34,6 +34,11 @@ class OffloadedStore(MemoryStore):
         with self._lock:
             return any(key in self._objects for key in ledger.keys)
 
+    def is_whole(self, ledger: OwnedLedger) -> bool:
+        """Whether all of its objects are there."""
+        with self._lock:
+            return all(key in self._objects for key in ledger.keys)
+
     def delete(self, key: str) -> None:
         ledger = next((each for each in self.ledgers if key in each.keys), None)
         with self._lock:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
+from daemon.settings import Deletion
 from storage_backends.formats import index_ids, journal, manifest, names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
+from tests.simulation.deletion_truth import ShardDeletions
 from tests.simulation.history import History
 from tests.simulation.objects import Objects, positions_of
 from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, named, owner_of
@@ -141,8 +143,11 @@ def everything(position: Position) -> bool:
 class Oracle:
     """Fed by the store in which everything lands."""
 
-    def __init__(self, history: History, now_s: Callable[[], float]) -> None:
+    def __init__(self, history: History, now_s: Callable[[], float], deletion: Deletion) -> None:
         self.now_s = now_s
+        self.shard_deletions: dict[int, ShardDeletions] = {}
+        """By shard, what its slots say of deletions of ledgers."""
+        self._deletion = deletion
         self.topics: dict[str, TopicTruth] = {}
         self.epochs: dict[int, int] = {}
         """By shard: the highest epoch that a shard manifest gave."""
@@ -165,6 +170,12 @@ class Oracle:
             topic = self._by_name[name] = self.topics.setdefault(names.topic_id(name), TopicTruth(name=name))
         return topic
 
+    def deletions(self, shard: int) -> ShardDeletions:
+        found = self.shard_deletions.get(shard)
+        if found is None:
+            found = self.shard_deletions[shard] = ShardDeletions(self._deletion, self._history.breach)
+        return found
+
     def last_slot(self, shard: int) -> int:
         """The last one that landed."""
         return self._journal.get(shard, (0, 0))[0]
@@ -182,14 +193,17 @@ class Oracle:
             if self._slots.get(key) == body:
                 # One of several tries of a slot that was truncated since arrives late. It says nothing new.
                 return
-            header, records = journal.decode_slot(body)
+            stored = journal.read_slot(body)
+            header = stored.header
             self.objects.slot_landed(key, header.kind)
             again = key in self._slots and header.kind is journal.SlotKind.FENCE
             self._slots[key] = body
             if again and header.epoch < self.epochs[header.shard]:
                 # A claimant that was overtaken long ago fences where truncation has passed: it looks again, and stops.
                 return
-            self._slot(header, records)
+            self._slot(header, [record.decoded() for record in stored.records])
+            for decided in stored.deletions:
+                self.deletions(header.shard).landed(decided)
         elif parts[2] == "manifest":
             self._shard_manifest(manifest.decode_shard_manifest(body))
         elif parts[2] == "topics" and parts[4] == "manifest":

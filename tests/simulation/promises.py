@@ -387,6 +387,9 @@ class Promises:
         """It was said to be due."""
         topic = sent.topic
         keys = sent.keys(position)
+        if sent.indexes == ():
+            # The subscription was created after it was sent.
+            return
         if any(topic.removed.get(key, 0) > sent.slot or key in topic.missing for key in keys):
             return
         rows = [topic.rows[key] for key in keys if key in topic.rows]

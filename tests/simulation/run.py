@@ -20,17 +20,19 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
+from daemon import config
 from daemon.durability import crash_points
 from daemon.engine.calls import DeadLetterFilter, HandedOut
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
 from storage_backends.commit import CommitOutcomeUnknown, Refused
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError
-from tests.simulation import nacking, quiet
+from tests.simulation import nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.columns import batch_of, handed_of, held_positions
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
+from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, TopicTruth, WatchedStore
 from tests.simulation.positions import index_of, is_part
 from tests.simulation.promises import OpenStream, Promises
@@ -44,6 +46,7 @@ from tests.support.virtual_loop import VirtualLoop
 CHAOS_S = (15.0, 45.0)
 SERVING_AFTER_S = 200.0
 DRAIN_S = 200.0
+DELETED_AFTER_S = 100.0
 LOOK_S = 5.0
 
 # What a daemon may log as an error when stores and neighbours fail; anything else is a bug.
@@ -67,7 +70,8 @@ class Directed:
     """What a run has whatever its seed says, to look for something in particular.
 
     `daemons`: how many; `mergers`: processes beside them that merge, for each topic; `nacks`: the share of what is done
-    with what was handed out that is a negative acknowledgement. `settings`: of the daemons.
+    with what was handed out that is a negative acknowledgement; `owners`: whether there are owners of ledgers.
+    `settings`: of the daemons.
     `chaos_s`: how long things fail. The rest as in `Faults`, `Pace`.
     """
 
@@ -79,6 +83,8 @@ class Directed:
     chaos_s: float | None = None
     mergers: int | None = None
     nacks: float | None = None
+    owners: bool | None = None
+    weights_of_ledgers: Mapping[Fault, float] | None = None
 
 
 AS_IT_COMES = Directed()
@@ -136,11 +142,13 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
     broken = asyncio.Event()
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
-    oracle = Oracle(history, loop.time)
-    settings = (*settings_of(draw), *nacking.settings_of(seed), *directed.settings)
+    settings = (*settings_of(draw), *nacking.settings_of(seed), *owning.settings_of(seed), *directed.settings)
+    oracle = Oracle(history, loop.time, config.load(environment={}, overrides=settings).deletion)
+    owners = owning.has_owners(seed) if directed.owners is None else directed.owners
+    offloaded = OffloadedStore(oracle.shard_deletions.values, history.breach)
     pace = Pace(seed, slow_kind=directed.slow_kind)
     store = WatchedStore(oracle)
-    machines = Machines(store, seed, settings, pace, history)
+    machines = Machines(store, seed, settings, pace, history, offloaded)
     drawn = draw.choice((1, 2, 2, 3))
     cluster = Cluster(machines, store, oracle, seed, ("one", "two", "three")[: directed.daemons or drawn], history)
     machines.faults = Faults(
@@ -148,12 +156,18 @@ async def _run(seed: int, everything: bool, directed: Directed) -> History:
         history,
         befall=cluster.befall,
         later=cluster.later,
+        owners=owners,
         troubles=directed.troubles,
         weights=directed.weights,
+        weights_of_ledgers=directed.weights_of_ledgers,
     )
     chaos_s = directed.chaos_s or draw.uniform(*CHAOS_S)
-    course = _Course(seed, draw, chaos_s, machines, cluster, oracle, history, directed)
-    with crash_points.intercepted(machines.crash_point), _errors_are_breaches(history, everything):
+    course = _Course(seed, draw, chaos_s, machines, cluster, oracle, history, directed, offloaded if owners else None)
+    with (
+        crash_points.intercepted(machines.crash_point),
+        _errors_are_breaches(history, everything),
+        owning.small_decisions(seed),
+    ):
         await _until(course.run(), broken)
         machines.faults.end()
         await machines.close()
@@ -181,7 +195,9 @@ class _Course:
         oracle: Oracle,
         history: History,
         directed: Directed,
+        offloaded: OffloadedStore | None,
     ) -> None:
+        self._offloaded = offloaded
         self._directed = directed
         self._seed = seed
         self._draw = draw
@@ -203,6 +219,7 @@ class _Course:
             topics,
             mergers=self._directed.mergers,
             nacks=self._directed.nacks,
+            offloaded=self._offloaded,
         )
         self._cluster.start_all()
         clients.start()
@@ -225,6 +242,9 @@ class _Course:
         try:
             await self._compare(daemon)
             await self._drain(daemon)
+            if clients.owning is not None:
+                await clients.owning.drain(daemon, DELETED_AFTER_S)
+                await quiet_deletions.compare(daemon, self._oracle, self._history)
         except TarryError as error:
             self._history.breach(f"nothing fails any more, and {daemon.name} answers {error!r}")
 
@@ -248,6 +268,7 @@ class _Course:
     async def _compare(self, daemon: Daemon) -> None:
         self._history.note(f"{daemon.name} is compared with what is true")
         await quiet.compare(daemon, self._oracle, self._history)
+        await quiet_deletions.compare(daemon, self._oracle, self._history)
 
     # ---- the drain
 

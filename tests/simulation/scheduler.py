@@ -62,18 +62,19 @@ class Pace:
 
 
 class SteppedStore(ObjectStore):
-    """A daemon's way to the store. `before` and `after` are told of each call; what they raise is its outcome."""
+    """A daemon's way to a store. `before` and `after` are told of each call; what they raise is its outcome."""
 
     def __init__(
         self,
         daemon: Daemon,
+        inner: ObjectStore,
         pace: Pace,
         history: History,
         before: Callable[[Daemon, str, str], None],
         after: Callable[[Daemon, str, str], None],
     ) -> None:
         self._daemon = daemon
-        self._inner = daemon.store
+        self._inner = inner
         self._loop: VirtualLoop = daemon.loop
         self._pace = pace
         self._history = history

@@ -31,7 +31,9 @@ from tests.simulation.key_sharing import KeySharing, key_hashes
 from tests.simulation.leasing import Leasing
 from tests.simulation.mergers import Merger
 from tests.simulation.nacking import LEVELS_TOP, Nacking
+from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, Removal, everything
+from tests.simulation.owning import Owning
 from tests.simulation.positions import Position, is_part
 from tests.simulation.promises import Claim, OpenStream, Promises, Withdrawal
 from tests.support.engine_fixture import Daemon
@@ -54,7 +56,7 @@ MERGERS = (0, 0, 1, 2)
 
 class Clients:
     """Every client of a run. `end` lets each finish what it does. `mergers`: of each topic, `nacks`: the share of
-    negative acknowledgements; None: as the seed says.
+    negative acknowledgements; None: as the seed says. `offloaded`: where ledgers are; None: nobody owns any.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Clients:
         *,
         mergers: int | None,
         nacks: float | None,
+        offloaded: OffloadedStore | None,
     ) -> None:
         self._mergers = mergers
         self._seed = seed
@@ -83,6 +86,9 @@ class Clients:
         self._nacking = Nacking(self, oracle, promises, history, seed, nacks)
         self._leasing = Leasing(self, self._nacking, oracle, promises, history)
         self._key_sharing = KeySharing(self, self._nacking, oracle, promises, history, seed)
+        self.owning = None
+        if offloaded is not None:
+            self.owning = Owning(self, oracle, offloaded, history, cluster.machines.shards_total)
 
     def start(self) -> None:
         for topic in self._topics:
@@ -107,6 +113,10 @@ class Clients:
                     f"receiver {topic} {subscription} {len(self._tasks)}",
                     functools.partial(self._receive, topic, subscription),
                 )
+
+        if self.owning is not None:
+            for name, own in self.owning.clients().items():
+                self._begin(name, own)
 
     def _begin(self, name: str, work: Callable[[random.Random], Coroutine[Any, Any, None]]) -> None:
         task = asyncio.get_running_loop().create_task(work(random.Random(f"{name} {self._seed}")), name=name)
