@@ -1,11 +1,11 @@
-"""Two-phase deletion of offloaded ledgers: how fast they are recorded and deleted, and what that does to hand-outs.
+"""Two-phase deletion of ledgers: how fast they are recorded and deleted, and what that does to hand-outs.
 
 Rows of a topic come due at a steady rate before, while and after ten thousand ledgers are recorded and deleted: what
 is late while nothing is deleted and what is late meanwhile come from one run. The daemon writes as durably as ever.
-`of what the store lets`: the same requests by as many threads of a process that does nothing else.
+`of what the place lets`: the same requests by as many threads of a process that does nothing else.
 
 Owns: the phases, the account of the ledgers, the statistics. Does not own: the load (`steady_load`), the ledgers and
-where they are (`offloaded_ledgers`), the daemon (`workbench`).
+where they are (`ledger_places`), the daemon (`workbench`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 import tarry
-from benchmarks import load, offloaded_ledgers, report, steady_load, workbench
-from benchmarks.offloaded_ledgers import OffloadedLedger
+from benchmarks import ledger_places, load, report, steady_load, workbench
+from benchmarks.ledger_places import Ledger, Place
 
 NAME = "deletions"
 LOAD_TOPIC = "positions"
 RATE = 1_000
-DIRECTORY, ON_S3 = "local directory", "S3"
-PLACES: Mapping[str, Callable[[workbench.Workbench], contextlib.AbstractContextManager[offloaded_ledgers.Place]]] = {
-    DIRECTORY: offloaded_ledgers.directory,
-    ON_S3: offloaded_ledgers.on_s3,
+DIRECTORY, ON_S3, AT_OWNER = "local directory", "S3", "owner by HTTP"
+PLACES: Mapping[str, Callable[[workbench.Workbench], contextlib.AbstractContextManager[Place]]] = {
+    DIRECTORY: ledger_places.directory,
+    ON_S3: ledger_places.on_s3,
+    AT_OWNER: ledger_places.at_owner,
 }
 RECORDS_OF_REQUEST = 1_000
 # Between two spans; what comes due meanwhile belongs to none.
@@ -45,7 +46,7 @@ LATENESS_GOAL, TIMES_GOAL = report.Goal(most=15), report.Goal(most=2)
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """`ledgers`: that are recorded. `left`: that are not, and must stay. `probed`: deleted to see what the store lets.
+    """`ledgers`: that are recorded. `left`: that are not, and must stay. `probed`: deleted to see what the place lets.
     `alone_s`: how long nothing is deleted, before and after.
     """
 
@@ -55,7 +56,7 @@ class Size:
     alone_s: int
 
 
-FULL, QUICK = Size(10_000, 100, 500, 15), Size(200, 10, 20, 1)
+FULL, QUICK = Size(10_000, 100, 500, 15), Size(100, 5, 10, 1)
 
 
 def run(bench: workbench.Workbench) -> report.Result:
@@ -76,7 +77,7 @@ def _figures(rounds: workbench.Rounds, name: str) -> list[report.Figure]:
     ]
     return [
         rounds.figure(f"{name}, deleted", "records/s", RATE_GOALS.get(name)),
-        rounds.figure(f"{name}, of what the store lets", "x"),
+        rounds.figure(f"{name}, of what the place lets", "x"),
         rounds.figure(f"{name}, recording, each request", "ms"),
         rounds.figure(f"{name}, recording, longest request", "ms"),
         rounds.figure(f"{name}, {CPU}", "ms/record"),
@@ -87,10 +88,10 @@ def _figures(rounds: workbench.Rounds, name: str) -> list[report.Figure]:
 
 
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size, name: str) -> Mapping[str, float]:
-    ledgers = offloaded_ledgers.some(size.ledgers + size.left + size.probed, bench.seed)
+    ledgers = ledger_places.some(size.ledgers + size.left + size.probed, bench.seed)
     recorded, left = ledgers[: size.ledgers], ledgers[size.ledgers : size.ledgers + size.left]
     with PLACES[name](bench) as place:
-        most_per_s = offloaded_ledgers.most_per_s(bench, place, ledgers[size.ledgers + size.left :])
+        most_per_s = ledger_places.most_per_s(bench, place, ledgers[size.ledgers + size.left :])
         place.fill([*recorded, *left])
         with (
             bench.daemon(configuration=place.configuration) as daemon,
@@ -103,7 +104,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size, name
             before = watch.span(size.alone_s)
             cpu_s.append(daemon.usage().cpu_s)
             began_ms, began_s = load.now_ms(), time.perf_counter()
-            took_ms = _record(client, rounds, name, [place.pending_delete(ledger) for ledger in recorded])
+            took_ms = _record(client, rounds, name, [place.record(ledger) for ledger in recorded])
             watch.until_over()
             seconds, ended_ms = time.perf_counter() - began_s, load.now_ms()
             cpu_s.append(daemon.usage().cpu_s)
@@ -115,12 +116,12 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size, name
             rounds.check_count(f"{name}, deleted by the daemon's count", int(deleted), len(recorded))
             given_up = client.deletion_stats().given_up
             rounds.check(name, f"{given_up} deletions were given up" if given_up else None)
-        rounds.check(name, _difference(place.keys(), left))
+        rounds.check(name, _difference(place, left))
     return {
         f"{name}, {figure}": value
         for figure, value in {
             "deleted": len(recorded) / seconds,
-            "of what the store lets": len(recorded) / seconds / most_per_s,
+            "of what the place lets": len(recorded) / seconds / most_per_s,
             "recording, each request": float(np.median(took_ms)),
             "recording, longest request": max(took_ms),
             CPU: 1000 * (cpu_s[2] - cpu_s[1] - (cpu_s[1] - cpu_s[0]) / size.alone_s * seconds) / len(recorded),
@@ -143,18 +144,18 @@ def _record(
     for first in range(0, len(deletes), RECORDS_OF_REQUEST):
         request = deletes[first : first + RECORDS_OF_REQUEST]
         began_s = time.perf_counter()
-        recorded += len(client.record_pending_deletes(offloaded_ledgers.TOPIC, request).recorded)
+        recorded += len(client.record_pending_deletes(ledger_places.TOPIC, request).recorded)
         took_ms.append(1000 * (time.perf_counter() - began_s))
     rounds.check_count(f"{name}, recorded", recorded, len(deletes))
     return took_ms
 
 
-def _difference(keys: set[str], left: Sequence[OffloadedLedger]) -> str | None:
+def _difference(place: Place, left: Sequence[Ledger]) -> str | None:
     """Exactly what nobody recorded is there; None when it is so."""
-    wanted = {key for ledger in left for key in ledger.keys}
-    if keys == wanted:
+    found, wanted = place.names(), {name for ledger in left for name in place.names_of(ledger)}
+    if found == wanted:
         return None
-    return f"{len(keys - wanted):,} objects were not deleted, {len(wanted - keys):,} that nobody recorded were"
+    return f"{len(found - wanted):,} names were not deleted, {len(wanted - found):,} that nobody recorded were"
 
 
 class _Watch:
