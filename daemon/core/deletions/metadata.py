@@ -48,6 +48,7 @@ _SHOWN_MAX: Final = 200
 _OTHER: Final = re.compile(r"[^a-z0-9]+")
 _ENCODED: Final = re.compile(rb"%([0-9A-F]{2})")
 _UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789*-._")
+_RESERVED: Final = re.compile(r"[^A-Za-z0-9*._-]")
 # Pulsar: what a topic is called, and what its ledger is called. Parts between slashes are not empty.
 _PERSISTENT_TOPIC: Final = re.compile(r"persistent://([^/]+)/([^/]+)/(.+)", re.DOTALL)
 _PERSISTENT_LEDGER: Final = re.compile(r"([^/]+)/([^/]+)/persistent/([^/]+)")
@@ -144,6 +145,9 @@ def as_stored(name: str) -> str:
     """Printable ASCII that stands for this name and no other: percent-encoded are `%`, blanks at either end, and what
     is not printable ASCII."""
     inner = name.strip(" ")
+    # Nearly every name, and there are several in each attempt.
+    if len(inner) == len(name) and name.isascii() and name.isprintable() and "%" not in name:
+        return name
     left = len(name) - len(name.lstrip(" "))
     encoded = "".join(chr(byte) if 0x20 <= byte <= 0x7E and byte != 0x25 else f"%{byte:02X}" for byte in inner.encode())
     return f"{'%20' * left}{encoded}{'%20' * (len(name) - left - len(inner))}"
@@ -170,6 +174,8 @@ def _as_named(stored: str) -> str | None:
 
 def _url_encoded(name: str) -> str:
     """As forms are encoded, and as Java does it: a blank is `+`."""
+    if _RESERVED.search(name) is None:
+        return name
     return "".join(
         chr(byte) if byte in _UNRESERVED else "+" if byte == 0x20 else f"%{byte:02X}" for byte in name.encode()
     )

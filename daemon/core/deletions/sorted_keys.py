@@ -102,6 +102,8 @@ class SortedKeys:
 
     def has(self, prefix: bytes) -> bool:
         """Whether any begins with it."""
+        if not self._chunks:
+            return False
         low = prefix.ljust(self._kind.itemsize, b"\0")
         number = max(0, bisect.bisect_right(self._firsts, low) - 1)
         # What is not below is in this chunk, or the first of the next one.
