@@ -79,9 +79,9 @@ class OffloadedLedgers(LedgerStore):
         return Answer(DeletionOutcome.DELETED)
 
     def close(self) -> None:
-        with self._lock:
-            if self._store is not None:
-                self._store.close()
+        # Without the lock: who holds it may be opening a store that hangs, and the end does not wait for that.
+        if self._store is not None:
+            self._store.close()
 
     @property
     def _place(self) -> str:

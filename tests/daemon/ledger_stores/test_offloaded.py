@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, OffloadContext
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.object_store import StoreUnavailable
+from storage_backends.object_store import ObjectStore, StoreUnavailable
 from storage_backends.s3 import S3Store
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.support.fault_store import Fault
@@ -348,3 +350,23 @@ def test_a_deletion_whose_answer_is_lost_may_have_deleted_and_the_next_attempt_e
         assert list(writer.list("")) == []
         stores.close()
     writer.close()
+
+
+def test_an_end_does_not_wait_for_a_store_that_hangs_while_it_is_opened() -> None:
+    opening, released = threading.Event(), threading.Event()
+
+    def hang(_: settings.DeletionObjectStore) -> ObjectStore:
+        opening.set()
+        released.wait(10)
+        raise StoreUnavailable("disk", "it hangs")
+
+    offloaded = OffloadedLedgers(settings.DeletionObjectStore(name="disk", drivers=(DRIVER,)), hang)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        opened = threads.submit(offloaded.store)
+        assert opening.wait(10)
+        try:
+            threads.submit(offloaded.close).result(5)
+        finally:
+            released.set()
+        with pytest.raises(StoreUnavailable):
+            opened.result()
