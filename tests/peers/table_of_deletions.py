@@ -13,6 +13,7 @@ EXAMPLES = "tests.daemon.engine.test_pip_186:"
 CRASHES = "tests.daemon.engine.test_ledger_deletion_crashes:"
 FAULTS = "tests.daemon.engine.test_ledger_deletion_faults:"
 ENGINE = "tests.daemon.engine.test_ledger_deletions:"
+IN_USE = "tests.daemon.engine.test_ledgers_in_use:"
 METADATA = "tests.daemon.core.deletions.test_metadata:"
 STORES = "tests.daemon.ledger_stores.test_ledger_stores:"
 OFFLOADED = "tests.daemon.ledger_stores.test_offloaded:"
@@ -36,7 +37,7 @@ PIP_186 = Section(
         ),
         differs(
             "'still in use: acknowledged, and never looked at again'",
-            ENGINE + "test_what_ended_in_use_is_attempted_when_it_is_in_use_no_longer",
+            IN_USE + "test_what_ended_in_use_is_attempted_when_it_is_in_use_no_longer",
             CRASHES + "test_a_crash_leaves_nothing_deletable_without_a_record_and_deletes_nothing_else",
             rule="An attempt between the record and the change of the metadata would leave an orphan: what ended "
             "because its owner says that it is in use comes back when the owner takes that back.",
@@ -48,7 +49,7 @@ PIP_186 = Section(
         here(
             "'the broker of the topic is asked whether it is in use'",
             STORES + "test_the_owner_is_asked_before_an_object_store_is_touched",
-            ENGINE + "test_the_order_of_slots_decides_between_in_use_and_an_attempt",
+            IN_USE + "test_the_order_of_slots_decides_between_in_use_and_an_attempt",
         ),
         here(
             "'the topic does not exist: it is deleted without the question'",
@@ -64,7 +65,7 @@ PIP_186 = Section(
         here(
             "'a message that a hacker sends deletes nothing'",
             OFFLOADED + "test_a_forged_record_of_another_topic_deletes_nothing",
-            ENGINE + "test_a_record_under_a_wrong_topic_deletes_nothing_that_another_one_uses_by_its_uuid",
+            IN_USE + "test_a_record_under_a_wrong_topic_deletes_nothing_that_another_one_uses_by_its_uuid",
             CRASHES + "test_a_crash_leaves_nothing_deletable_without_a_record_and_deletes_nothing_else",
         ),
         differs(

@@ -41,11 +41,14 @@ class Found:
 
 
 def search(bug: Bug, seeds_max: int) -> Found | None:
-    """Runs seeds with the bug planted until one breaks a rule; None when none does."""
+    """Runs seeds with the bug planted until one breaks a rule; None when none does. Ledgers have owners where the bug
+    is about them.
+    """
+    directed = dataclasses.replace(bug.directed, owners=bool(bug.directed.owners))
     with pytest.MonkeyPatch.context() as patch:
         bug.plant(patch)
         for seed in range(seeds_max):
-            result = run(seed, directed=bug.directed)
+            result = run(seed, directed=directed)
             if result.breaches:
                 return Found(seed + 1, result.steps, result.breaches[0])
     return None
