@@ -155,13 +155,20 @@ class Said:
 
 
 class Owners:
-    """Threads that call. A context manager: leaving it ends them when their calls are answered."""
+    """Threads that call. A context manager: leaving it ends them when their calls are answered.
 
-    def __init__(self, target: str, archive: Archive, ledgers: Sequence[Ledger], rng: random.Random) -> None:
+    `addresses`: of the daemons. What is in flight is asked of the one that `watch` names, the first one until then:
+    without a topic there is no owner whom a client could follow.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], archive: Archive, ledgers: Sequence[Ledger], rng: random.Random
+    ) -> None:
         self.said: dict[Ledger, Said] = {}
         self._archive = archive
         self._rng = rng
-        self._client = tarry.Client(target, timeout_s=TIMEOUT_S)
+        self._client = tarry.Client(f"ipv4:{','.join(addresses)}", timeout_s=TIMEOUT_S)
+        self._watching = tarry.Client(addresses[0], timeout_s=TIMEOUT_S)
         self._callers = concurrent.futures.ThreadPoolExecutor(CALLERS, "owner")
         self._racers = concurrent.futures.ThreadPoolExecutor(CALLERS, "owner")
         self._jobs = jobs_of(ledgers, rng)
@@ -175,6 +182,11 @@ class Owners:
         for pool in (self._callers, self._racers):
             pool.shutdown(cancel_futures=True)
         self._client.close()
+        self._watching.close()
+
+    def watch(self, address: str) -> None:
+        self._watching.close()
+        self._watching = tarry.Client(address, timeout_s=TIMEOUT_S)
 
     def begin(self, share: float = 1.0) -> None:
         """So much of the jobs, one after another for each caller."""
@@ -184,7 +196,7 @@ class Owners:
 
     def wait_until_deleting(self) -> None:
         """Deletions are in flight, and calls under way."""
-        self._wait_until("deletions are in flight", lambda: self._client.deletion_stats().in_flight >= IN_FLIGHT)
+        self._wait_until("deletions are in flight", lambda: self._watching.deletion_stats().in_flight >= IN_FLIGHT)
         assert not self._answered(), "every call was answered: the test shows nothing"
 
     def wait_until_answered(self) -> None:
@@ -193,8 +205,8 @@ class Owners:
 
     def wait_until_over(self) -> None:
         """Nothing is in flight, and nothing was given up."""
-        self._wait_until("nothing is in flight", lambda: not self._client.deletion_stats().in_flight)
-        assert self._client.deletion_stats().given_up == 0
+        self._wait_until("nothing is in flight", lambda: not self._watching.deletion_stats().in_flight)
+        assert self._watching.deletion_stats().given_up == 0
 
     def _answered(self) -> bool:
         """Raises what a job failed with."""
@@ -207,13 +219,15 @@ class Owners:
         deadline_s = time.monotonic() + TIMEOUT_S
         pause = threading.Event()
         while not reached():
-            assert time.monotonic() < deadline_s, f"not within {TIMEOUT_S:g} s: {what}; {self._client.deletion_stats()}"
+            assert time.monotonic() < deadline_s, (
+                f"not within {TIMEOUT_S:g} s: {what}; {self._watching.deletion_stats()}"
+            )
             pause.wait(0.01)
 
     def ended(self) -> dict[int, list[tarry.Deletion]]:
         """What came of each ledger, by its id: of several records where one was sent again after it had ended."""
         ended: dict[int, list[tarry.Deletion]] = {}
-        for each in self._client.ended_deletes():
+        for each in self._watching.ended_deletes():
             ended.setdefault(each.pending_delete.ledger_id, []).append(each)
         return ended
 

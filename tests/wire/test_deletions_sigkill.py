@@ -48,13 +48,15 @@ def test_nothing_in_use_is_deleted_and_everything_recorded_is_though_the_owner_i
     )
     owner.start_serving()
     successor.start()
-    with Owners(f"ipv4:{owner.address},{successor.address}", archive, ledgers, rng) as owners:
+    with Owners((owner.address, successor.address), archive, ledgers, rng) as owners:
         for _ in range(KILLS):
             owners.begin(1 / (KILLS + 1))
             owners.wait_until_deleting()
             owner.kill()
+            successor.wait_for_health(serving=True)
             owner.start()
             owner, successor = successor, owner
+            owners.watch(owner.address)
         owners.begin()
         owners.wait_until_answered()
         owners.wait_until_over()
@@ -78,12 +80,12 @@ def test_a_paused_owner_that_was_superseded_begins_no_deletion_when_it_goes_on(
     )
     owner.start_serving()
     successor.start()
-    with Owners(owner.address, archive, ledgers, rng) as before:
+    with Owners((owner.address,), archive, ledgers, rng) as before:
         before.begin()
         before.wait_until_answered()
         owner.stop()
     successor.wait_for_health(serving=True, timeout_s=60)
-    with Owners(successor.address, archive, [], rng) as after:
+    with Owners((successor.address,), archive, [], rng) as after:
         waiting = [ledger for ledger in ledgers if archive.is_whole(ledger)]
         for job in deletion_traffic.jobs_of(waiting, rng, size=100):
             after.state(job)
