@@ -313,7 +313,8 @@ class ShardDeletions:
     def failed(self, attempt: Attempt, failure: DeletionFailed) -> None:
         """Another attempt follows, or it is given up."""
         deletion = attempt.deletion
-        self._environment.metrics.deletions.failed(deletion.pending_delete.ledger_type)
+        if not attempt.over:
+            self._environment.metrics.deletions.failed(deletion.pending_delete.ledger_type)
         answer = retrying.answer_of_failure(
             deletion,
             now_ms=self._environment.clock.now_ms(),

@@ -114,18 +114,18 @@ class LedgerStores:
         # Another owner of offloaded ledgers knows itself whether one is in use.
         if isinstance(store, OffloadedLedgers) and self.ask_in_use(topic, delete) is InUseAnswer.IN_USE:
             return Answer(DeletionOutcome.IN_USE, "its owner uses it")
-        return store if isinstance(store, Answer) else store.delete(topic, delete, guard, step)
+        return store.delete(topic, delete, guard, step)
 
-    def _store_of(self, context: OffloadContext) -> LedgerStore | Answer:
-        """Who deletes an offloaded ledger; MALFORMED where several could. Raises `DeletionFailed`."""
+    def _store_of(self, context: OffloadContext) -> LedgerStore:
+        """Who deletes an offloaded ledger. Raises `DeletionFailed`, also where several could: the configuration may be
+        mended before the record is given up.
+        """
         driver, bucket = context.driver_name, dict(context.driver_metadata).get(BUCKET)
         of_driver = [store for store in self._object_stores if driver in store.entry.drivers]
         fitting = [store for store in of_driver if bucket is None or store.bucket == bucket]
         if len(fitting) > 1:
-            return Answer(
-                DeletionOutcome.MALFORMED,
-                f"driver_metadata names no bucket, and {len(fitting)} object stores have driver {driver!r}",
-            )
+            several = f"driver_metadata names no bucket, and {len(fitting)} object stores have driver {driver!r}"
+            raise DeletionFailed(several, maybe_deleted=False)
         owners = [owner for owner in self._owners if driver in owner.entry.drivers]
         for store in (*fitting, *owners):
             return store

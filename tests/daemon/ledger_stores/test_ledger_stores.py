@@ -143,9 +143,8 @@ def test_a_local_store_has_no_bucket(tmp_path: Path) -> None:
 def test_without_a_bucket_a_driver_of_several_stores_says_too_little() -> None:
     (hot, in_hot), (cold, in_cold) = s3_store("hot", "b1", DRIVER), s3_store("cold", "b2", DRIVER)
     stores = LedgerStores(object_stores=[hot, cold])
-    answer = stores.delete(TOPIC, with_context(DRIVER, region="r"), lambda: None)
-    assert answer.outcome is DeletionOutcome.MALFORMED
-    assert answer.text == "driver_metadata names no bucket, and 2 object stores have driver 'aws-s3'"
+    said = reason(stores, TOPIC, with_context(DRIVER, region="r"))
+    assert said == "driver_metadata names no bucket, and 2 object stores have driver 'aws-s3'"
     assert not is_empty(in_hot)
     assert not is_empty(in_cold)
 
