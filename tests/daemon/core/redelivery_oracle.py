@@ -116,7 +116,9 @@ class RedeliveryOracle(Oracle):
     # ---- what may be handed out
 
     def ready(self, number: int) -> dict[Place, Row]:
-        """Also what comes back before the head, after a recovery, has passed it."""
+        """Also what comes back before the head, after a recovery, has passed it. Until then it need not be handed out:
+        of what came back before the recovery a tracker may know no more, and the clock may have stepped back since.
+        """
         receiver = self.subscribers[number]
         unready = receiver.nacked.keys() | receiver.nacking | receiver.in_flight.keys() | receiver.acknowledging
         rows = super().ready(number) | {at: self.rows[at] for at in receiver.given_ms}

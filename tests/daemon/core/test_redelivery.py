@@ -260,6 +260,16 @@ def test_what_waits_is_not_early_when_the_clock_steps_back() -> None:
     assert handed(topic, state) == [(P, 1)]
 
 
+def test_what_came_back_is_there_with_its_count_when_its_row_is_due_after_a_crash_and_a_clock_set_back() -> None:
+    topic, state = with_rows_in_flight(P)
+    nacking.nack(topic, state, [(P, NOW_MS)], 50)
+    assert handed(at(topic, NOW_MS + 50), state) == [(P, 1)]
+    state = a_seal_and_a_crash(at(topic, NOW_MS - 10_000))
+    assert not len(state.nacks)
+    assert handed(at(topic, NOW_MS - 1), state) == []
+    assert handed(at(topic, NOW_MS), state) == [(P, 1)]
+
+
 def test_a_redelivery_is_not_before_the_row_is_due() -> None:
     topic, state = with_rows_in_flight(P)
     at(topic, NOW_MS - 10_000)
