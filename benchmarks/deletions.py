@@ -56,7 +56,7 @@ class Size:
     alone_s: int
 
 
-FULL, QUICK = Size(10_000, 100, 500, 15), Size(100, 5, 10, 1)
+FULL, QUICK = Size(10_000, 100, 500, 15), Size(20, 5, 4, 1)
 
 
 def run(bench: workbench.Workbench) -> report.Result:

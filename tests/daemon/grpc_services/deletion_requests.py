@@ -66,7 +66,7 @@ async def listed(edge: Edge, method: str, **fields: Any) -> Any:
 
 async def until(edge: Edge, method: str, count: int, **filtered: Any) -> list[pb.Deletion]:
     """The list, when it has so many."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             answer = await listed(edge, method, filter=pb.DeletionFilter(**filtered))
             if len(answer.deletions) == count:

@@ -268,9 +268,8 @@ def test_what_kills_a_thread_is_not_held_up(place: Place) -> None:
 # Places that are not there
 
 
+@pytest.mark.parametrize("entry", ["s3"], indirect=True)
 def test_a_bucket_that_does_not_exist_is_no_empty_one(entry: settings.DeletionObjectStore) -> None:
-    if entry.kind == "local":
-        pytest.skip("a directory has no bucket")
     nowhere = settings.DeletionObjectStore(
         name="cold", drivers=(DRIVER,), s3=settings.S3(bucket="nowhere", endpoint_url=entry.s3.endpoint_url, attempts=1)
     )
