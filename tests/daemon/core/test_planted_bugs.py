@@ -340,6 +340,7 @@ def found_by_the_state_machine(machine: type[TopicMachine] = TopicMachine, *, ru
         run_state_machine_as_test(machine, settings=settings)
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
