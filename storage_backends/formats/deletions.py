@@ -12,14 +12,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Final, TypeAlias, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Generic, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from storage_backends.formats import columns, errors, mirror
 from storage_backends.formats.generated import deletion_pb2
 from storage_backends.formats.rows import U64
+
+S = TypeVar("S")
 
 
 class LedgerComponent(enum.IntEnum):
@@ -186,6 +188,31 @@ class Deletion:
     held: bool = False
 
 
+class MadeWhenRead(Sequence[Deletion], Generic[S]):
+    """A deletion for each item of `source`, made by `make` whenever it is read: very many are never there at once."""
+
+    def __init__(self, source: Sequence[S], make: Callable[[S], Deletion]) -> None:
+        self._source = source
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @overload
+    def __getitem__(self, place: int) -> Deletion: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Deletion, ...]: ...
+
+    def __getitem__(self, place: int | slice) -> Deletion | tuple[Deletion, ...]:
+        if isinstance(place, slice):
+            return tuple(map(self._make, self._source[place]))
+        return self._make(self._source[place])
+
+    def __iter__(self) -> Iterator[Deletion]:
+        return map(self._make, self._source)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicInUse:
     """What an owner says is in use of `topic`; of each type at most once. `complete`: types, ascending, of which it has
@@ -341,29 +368,7 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
         )
     except ValueError as error:
         raise errors.FormatError(what, offset, str(error)) from error
-    return DeletionState(message.last_id, _StoredDeletions(message.deletions), in_use)
-
-
-class _StoredDeletions(Sequence[Deletion]):
-    def __init__(self, messages: Sequence[deletion_pb2.Deletion]) -> None:
-        self._messages = messages
-
-    def __len__(self) -> int:
-        return len(self._messages)
-
-    @overload
-    def __getitem__(self, place: int) -> Deletion: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Deletion, ...]: ...
-
-    def __getitem__(self, place: int | slice) -> Deletion | tuple[Deletion, ...]:
-        if isinstance(place, slice):
-            return tuple(map(_deletion_of, self._messages[place]))
-        return _deletion_of(self._messages[place])
-
-    def __iter__(self) -> Iterator[Deletion]:
-        return map(_deletion_of, self._messages)
+    return DeletionState(message.last_id, MadeWhenRead(message.deletions, _deletion_of), in_use)
 
 
 # By hand, in a fifth of the time of `mirror`: a checkpoint has very many.

@@ -11,10 +11,9 @@ deleted something. 200,000 are 70 MB, or 135 MB when each has a topic of its own
 from __future__ import annotations
 
 import array
-import functools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias
 
 from daemon.errors import InvariantViolated
 from storage_backends.formats.deletions import (
@@ -22,6 +21,7 @@ from storage_backends.formats.deletions import (
     DeletionOutcome,
     LedgerComponent,
     LedgerType,
+    MadeWhenRead,
     OffloadContext,
     PendingDelete,
 )
@@ -57,33 +57,16 @@ def kind_of(topic: str, delete: PendingDelete) -> Kind:
     return Kind(topic, delete.component, delete.ledger_type, delete.cursor_name, delete.schema_id, driver)
 
 
-class FrozenDeletions(Sequence[Deletion]):
-    """The deletions as they were at one moment, ascending by id. Each is made when it is read: for a thread."""
+class FrozenDeletions:
+    """The deletions as they were at one moment. Finding any is for a thread."""
 
     def __init__(self, rows: Mapping[int, bytes], kinds: Sequence[Kind | None]) -> None:
         self._rows = rows
         self._kinds = kinds
 
-    @functools.cached_property
-    def _ids(self) -> list[int]:
-        return sorted(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, place: int) -> Deletion: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[Deletion, ...]: ...
-
-    def __getitem__(self, place: int | slice) -> Deletion | tuple[Deletion, ...]:
-        if isinstance(place, slice):
-            return tuple(map(self._made, self._ids[place]))
-        return self._made(self._ids[place])
-
-    def __iter__(self) -> Iterator[Deletion]:
-        return map(self._made, self._ids)
+    def all(self) -> MadeWhenRead[int]:
+        """Ascending by id."""
+        return MadeWhenRead(sorted(self._rows), self._made)
 
     def of_topic(self, topic: str) -> Iterator[Deletion]:
         """Those of one topic; the others are not made."""

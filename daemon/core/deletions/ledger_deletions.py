@@ -107,7 +107,7 @@ class DeletionCut:
 
     def state(self) -> DeletionState:
         """O(n): for a thread."""
-        return DeletionState(self.last_id, self.deletions, self.in_use.state())
+        return DeletionState(self.last_id, self.deletions.all(), self.in_use.state())
 
     def counts(self, topic: str) -> DeletionCounts:
         """Of one topic. O(n): for a thread."""
