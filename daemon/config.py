@@ -1,32 +1,21 @@
-"""How the daemon is configured: one TOML file, then `TARRY_SECTION__KEY` environment variables, then
-`--set section.key=value`; the later wins.
+"""How the daemon is configured: by a TOML file, the environment and `--set` (`storage_backends.settings_file`).
 
-Owns: reading them, strictly: an unknown key, a value out of its range or settings that contradict each other are an
-error that names the setting.
-Does not own: the settings (`daemon.settings`) and what they do.
+Owns: which sections there are, and which settings contradict each other: an error that names them.
+Does not own: the settings (`daemon.settings`, `storage_backends.settings`), reading them, and what they do.
 """
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
-import os
-import re
 import socket
-import tomllib
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from daemon import errors
 from daemon.core import delay_levels
 from daemon.settings import (
-    S3,
-    Bucket,
-    Collection,
     Daemon,
     Deletion,
     DeletionObjectStore,
@@ -39,10 +28,9 @@ from daemon.settings import (
     Metrics,
     Ownership,
     Redelivery,
-    Store,
 )
-
-ENVIRONMENT_PREFIX = "TARRY_"
+from storage_backends import settings_file
+from storage_backends.settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -91,15 +79,11 @@ def load(
 
     Raises `InvalidArgument`: what is wrong, by the setting's path and where it was set.
     """
-    data: dict[str, Any] = {} if path is None else _read(path)
-    _refuse_unknown_keys(data, Config, path=())
-    for source, keys, text in _overrides(os.environ if environment is None else environment, overrides):
-        _set(data, source, keys, text)
     try:
-        config = msgspec.convert(data, Config)
-    except msgspec.ValidationError as error:
-        raise errors.InvalidArgument(f"configuration: {_explain(error, data)}") from error
-    _check(config)
+        config = settings_file.load(Config, path, environment=environment, overrides=overrides)
+        _check(config)
+    except SettingsError as error:
+        raise errors.InvalidArgument(f"configuration: {error}") from error
     return config
 
 
@@ -120,106 +104,6 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise errors.InvalidArgument(f"configuration: {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise errors.InvalidArgument(f"configuration: {path} is not TOML: {error}") from error
-
-
-def _fields(section: type[msgspec.Struct]) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.structs.fields(section)}
-
-
-def _is_section(declared: Any) -> bool:
-    return isinstance(declared, type) and issubclass(declared, msgspec.Struct)
-
-
-def table_of(declared: Any) -> type[msgspec.Struct] | None:
-    """The section of which the setting is an array; None where it is something else."""
-    if typing.get_origin(declared) is not tuple:
-        return None
-    item = typing.get_args(declared)[0]
-    return item if _is_section(item) else None
-
-
-def _unknown(keys: Iterable[str], known: Iterable[str], source: str = "") -> errors.InvalidArgument:
-    *parents, name = keys
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {'.'.join([*parents, nearest[0]])}?" if nearest else ""
-    return errors.InvalidArgument(f"configuration: {'.'.join(keys)}{source} is not a setting{hint}")
-
-
-def _refuse_unknown_keys(data: Mapping[str, Any], section: type[msgspec.Struct], path: tuple[str, ...]) -> None:
-    fields = _fields(section)
-    for name, value in data.items():
-        if name not in fields:
-            raise _unknown((*path, name), fields)
-        if _is_section(fields[name]):
-            if not isinstance(value, dict):
-                raise errors.InvalidArgument(f"configuration: {'.'.join((*path, name))} is a section, not a setting")
-            _refuse_unknown_keys(value, fields[name], (*path, name))
-        table = table_of(fields[name])
-        if table is not None:
-            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-                where = ".".join((*path, name))
-                raise errors.InvalidArgument(f"configuration: {where} is an array of tables: [[{where}]]")
-            for index, item in enumerate(value):
-                _refuse_unknown_keys(item, table, (*path, f"{name}[{index}]"))
-
-
-def _overrides(environment: Mapping[str, str], overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
-    """Source (for messages), path and text of each override, in the order in which they count."""
-    for name in sorted(environment):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
-            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            yield f" (from {name})", tuple(keys), environment[name]
-    for override in overrides:
-        left, equals, text = override.partition("=")
-        if not equals or not left.strip():
-            raise errors.InvalidArgument(f"configuration: --set {override} is not section.key=value")
-        yield f" (from --set {override})", tuple(left.strip().split(".")), text
-
-
-def _set(data: dict[str, Any], source: str, keys: tuple[str, ...], text: str) -> None:
-    """Puts one override into `data`, as the type that the setting has."""
-    section: type[msgspec.Struct] = Config
-    for depth, name in enumerate(keys):
-        fields = _fields(section)
-        if name not in fields:
-            raise _unknown(keys[: depth + 1], fields, source)
-        if table_of(fields[name]) is not None:
-            raise errors.InvalidArgument(
-                f"configuration: {'.'.join(keys[: depth + 1])}{source} is an array of tables, which only the file sets"
-            )
-        last = depth == len(keys) - 1
-        if _is_section(fields[name]) == last:
-            kind = "a section, not a setting" if last else "a setting, not a section"
-            raise errors.InvalidArgument(f"configuration: {'.'.join(keys[: depth + 1])}{source} is {kind}")
-        if last:
-            try:
-                data[name] = msgspec.convert(text, fields[name], strict=False)
-            except msgspec.ValidationError as error:
-                raise errors.InvalidArgument(f"configuration: {'.'.join(keys)}{source} is {text!r}: {error}") from error
-        else:
-            data = data.setdefault(name, {})
-            section = fields[name]
-
-
-def _explain(error: msgspec.ValidationError, data: dict[str, Any]) -> str:
-    """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
-    what, _, where = str(error).partition(" - at `$.")
-    value: Any = data
-    for key, index in re.findall(r"([^.\[\]`]+)|\[(\d+)\]", where):
-        if isinstance(value, dict):
-            value = value.get(key)
-        elif isinstance(value, list) and index:
-            value = value[int(index)]
-    return f"{where.rstrip('`')} is {value!r}: {what}"
-
-
 def _check(config: Config) -> None:
     """What no single setting shows."""
     for name, listen in (("grpc.listen", config.grpc.listen), ("metrics.listen", config.metrics.listen)):
@@ -229,36 +113,13 @@ def _check(config: Config) -> None:
                 "TLS nor tokens, so that whoever reaches the port could use it: listen on 127.0.0.1, or set "
                 "daemon.insecure = true where the network itself keeps strangers out"
             )
-    if config.store.kind == "s3" and not config.store.s3.bucket:
-        raise errors.InvalidArgument("configuration: store.s3.bucket is not set, and store.kind is 's3'")
+    check_store(config.store)
+    check_bucket(config.bucket)
     _check_deletion(config)
     try:
         config.read_delay_levels()
     except errors.InvalidArgument as error:
         raise errors.InvalidArgument(f"configuration: redelivery.delay_levels: {error}") from error
-    bucket = config.bucket
-    _refuse_above(
-        "bucket.min_index_count_per_bucket", bucket.min_index_count_per_bucket, "bucket.rows_max", bucket.rows_max
-    )
-    if bucket.max_indexes_per_bucket_snapshot_segment == 0:
-        raise errors.InvalidArgument(
-            "configuration: bucket.max_indexes_per_bucket_snapshot_segment is 0: "
-            "a segment has at least one row; -1 is no limit"
-        )
-    if bucket.max_num_buckets == 0:
-        raise errors.InvalidArgument("configuration: bucket.max_num_buckets is 0: it is at least 1; -1 is never")
-    if bucket.max_indexes_per_bucket_snapshot_segment > 0:
-        _refuse_above(
-            "bucket.min_indexes_per_bucket_snapshot_segment",
-            bucket.min_indexes_per_bucket_snapshot_segment,
-            "bucket.max_indexes_per_bucket_snapshot_segment",
-            bucket.max_indexes_per_bucket_snapshot_segment,
-        )
-
-
-def _refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value > limit:
-        raise errors.InvalidArgument(f"configuration: {name} is {value}, above {limit_name}, which is {limit}")
 
 
 def _check_deletion(config: Config) -> None:

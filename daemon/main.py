@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from daemon import config, errors, logs, memory, store_opening
-from storage_backends import object_store, probe
+from daemon import config, errors, logs, memory
+from storage_backends import object_store, opening, probe
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.configure(level=settings.log.level, form=settings.log.format)
     memory.keep_little()
     try:
-        with contextlib.closing(store_opening.open_store(settings.store)) as store:
+        with contextlib.closing(opening.open_store(settings.store)) as store:
             probed = _probe(store)
             if options.check:
                 probed.result()

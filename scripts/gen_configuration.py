@@ -1,4 +1,4 @@
-"""Writes docs/CONFIGURATION.md from daemon/settings.py, and with `--check` tells whether it is what settings.py says.
+"""Writes docs/CONFIGURATION.md from the declared settings, and with `--check` tells whether it is what they say.
 
 uv run scripts/gen_configuration.py [--check]
 """
@@ -19,13 +19,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from daemon import config, settings  # noqa: E402 - the repository is put on the path first
+from storage_backends import settings_file  # noqa: E402
 
 TARGET = REPOSITORY / "docs" / "CONFIGURATION.md"
 
 HEAD = """\
 # Configuration
 
-Made from `daemon/settings.py` by `scripts/gen_configuration.py`.
+Made from `daemon/settings.py` and `storage_backends/settings.py` by `scripts/gen_configuration.py`.
 
 `tarryd` needs no configuration: without arguments it serves on loopback and keeps its data in `./tarry-data`. A setting
 comes from, in this order, the later wins:
@@ -58,7 +59,7 @@ def sections(section: type[msgspec.Struct], path: str) -> Iterator[tuple[str, ty
     """Names, as headings, and sections; an array of tables has its name in two brackets, as in TOML."""
     for field in msgspec.structs.fields(section):
         name = f"{path}{field.name}"
-        table = config.table_of(field.type)
+        table = settings_file.table_of(field.type)
         if is_section(field.type):
             yield name, field.type
             yield from sections(field.type, f"{name}.")
@@ -69,7 +70,7 @@ def sections(section: type[msgspec.Struct], path: str) -> Iterator[tuple[str, ty
 
 def is_own_section(declared: Any) -> bool:
     """Whether it has a heading of its own."""
-    return is_section(declared) or config.table_of(declared) is not None
+    return is_section(declared) or settings_file.table_of(declared) is not None
 
 
 def is_section(declared: Any) -> bool:
@@ -132,12 +133,12 @@ def shown(value: Any) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/CONFIGURATION.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it is not what settings.py says")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it is not what the settings say")
     wanted = render()
     if parser.parse_args().check:
         if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != wanted:
             print(
-                f"{TARGET.relative_to(REPOSITORY)}: not what daemon/settings.py says; run {Path(__file__).name}",
+                f"{TARGET.relative_to(REPOSITORY)}: not what the settings say; run {Path(__file__).name}",
                 file=sys.stderr,
             )
             return 1

@@ -12,9 +12,9 @@ import hashlib
 import logging
 from collections.abc import Callable
 
-from daemon.durability.crash_points import crash_point
 from daemon.errors import Corruption
 from storage_backends import object_store
+from storage_backends.crash_points import crash_point
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import errors, manifest, names
 

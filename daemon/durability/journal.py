@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from daemon.durability import backoff, slot_put
-from daemon.durability.crash_points import crash_point
 from daemon.errors import InvariantViolated, OutcomeUnknown, Unavailable
 from storage_backends import object_store
+from storage_backends.crash_points import crash_point
 from storage_backends.formats import journal
 
 log = logging.getLogger(__name__)

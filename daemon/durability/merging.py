@@ -15,8 +15,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from daemon.durability import bucket_objects, progress
-from daemon.durability.crash_points import crash_point
 from storage_backends import object_store, topic_merge
+from storage_backends.crash_points import crash_point
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.segment import SegmentLimits
 

@@ -19,8 +19,8 @@ from daemon.core.mutable_bucket import MutableRows
 from daemon.core.positions import KeyedRows
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
-from daemon.durability.crash_points import crash_point
 from storage_backends import object_store
+from storage_backends.crash_points import crash_point
 from storage_backends.formats import bucket, index_ids, manifest
 from storage_backends.formats.segment import SegmentLimits
 

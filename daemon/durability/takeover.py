@@ -26,9 +26,9 @@ from daemon.durability import (
     shard_manifest,
     slot_put,
 )
-from daemon.durability.crash_points import crash_point
 from daemon.errors import Corruption
 from storage_backends import commit, object_store
+from storage_backends.crash_points import crash_point
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal
 from storage_backends.formats.manifest import ShardManifest

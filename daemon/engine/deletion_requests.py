@@ -22,7 +22,6 @@ from daemon.core.deletions.counting import DeletionCounts, KindCount
 from daemon.core.deletions.ledger_deletions import Recorded
 from daemon.core.deletions.listing import DeletionFilter as ShardFilter
 from daemon.core.deletions.listing import ListedState
-from daemon.durability.crash_points import crash_point
 from daemon.engine.deletion_calls import (
     DeletionCount,
     DeletionFilter,
@@ -41,6 +40,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.requests import Shards
 from daemon.engine.sweeping import Sweeping
 from daemon.errors import InvalidArgument, QuotaExceeded
+from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletions import (
     ChangeInUse,
     InUseChange,

@@ -22,11 +22,11 @@ import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from daemon.durability.crash_points import crash_point
 from daemon.engine.environment import Environment
 from daemon.engine.ledger_deleting import Attempt, ShardDeletions
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
+from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
 
 if TYPE_CHECKING:

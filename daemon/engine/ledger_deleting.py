@@ -28,11 +28,11 @@ from daemon.core.deletions.ledger_deletions import (
     Result,
     Retried,
 )
-from daemon.durability.crash_points import crash_point
 from daemon.engine.environment import Environment
 from daemon.engine.in_use_changing import InUseChanging
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
+from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletions import (
     AnswerDeletes,
     BeginDeletes,

@@ -17,6 +17,7 @@ from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.engine.environment import Environment
 from daemon.errors import InvalidArgument
+from storage_backends import settings
 from storage_backends.formats.manifest import (
     KeySharedPolicy,
     NackOrder,
@@ -98,10 +99,8 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
     # A default gives way to what was set: a small bucket has no more rows than it may have.
     rows_min, rows_max = effective["min_index_count_per_bucket"], effective["bucket_rows_max"]
     effective["min_index_count_per_bucket"] = min(rows_min, rows_max)
-    segment_rows_max = effective["max_indexes_per_bucket_snapshot_segment"]
-    if segment_rows_max > 0:
-        least = effective["min_indexes_per_bucket_snapshot_segment"]
-        effective["min_indexes_per_bucket_snapshot_segment"] = min(least, segment_rows_max)
+    segment_limits = settings.segment_limits(environment.config.bucket, policy)
+    effective["min_indexes_per_bucket_snapshot_segment"] = segment_limits.rows_min
     return TopicSettings(
         policy=policy,
         effective=TopicPolicy(**effective),
@@ -111,11 +110,7 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
             size_max_bytes=effective["bucket_bytes_max"],
             age_max_ms=effective["bucket_age_max_ms"],
         ),
-        segment_limits=SegmentLimits(
-            time_step_ms=effective["max_time_step_per_bucket_snapshot_segment_seconds"] * 1000,
-            rows_max=segment_rows_max,
-            rows_min=effective["min_indexes_per_bucket_snapshot_segment"],
-        ),
+        segment_limits=segment_limits,
         request_limits=dataclasses.replace(environment.request_limits, delay_max_ms=effective["delay_max_ms"]),
         quota_limits=QuotaLimits(**{field.name: effective[field.name] for field in dataclasses.fields(QuotaLimits)}),
         max_num_buckets=effective["max_num_buckets"],

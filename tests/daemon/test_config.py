@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from daemon import config, errors
+from storage_backends import settings_file
 
 REPOSITORY = Path(config.__file__).resolve().parent.parent
 
@@ -31,7 +32,7 @@ def file(tmp_path: Path, text: str) -> Path:
 def settings(section: type[msgspec.Struct] = config.Config, path: str = "") -> Iterator[tuple[str, Any]]:
     """Path and default of each; those of an array of tables with `[]`."""
     for field in msgspec.structs.fields(section):
-        table = config.table_of(field.type)
+        table = settings_file.table_of(field.type)
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             yield from settings(field.type, f"{path}{field.name}.")
         elif table is not None:
@@ -175,7 +176,8 @@ def test_an_address_is_split_into_host_and_port() -> None:
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    code = "\n".join(path.read_text() for path in (REPOSITORY / "daemon").rglob("*.py") if path.name != "config.py")
+    files = [file for folder in ("daemon", "storage_backends") for file in (REPOSITORY / folder).rglob("*.py")]
+    code = "\n".join(file.read_text() for file in files if file.name != "config.py")
     # These are read by `Config` itself.
     unread = {path for path, _ in settings() if not re.search(rf"\.{path.rpartition('.')[2]}\b", code)}
     assert unread <= {"daemon.id", "daemon.insecure", "redelivery.clamp_delay_level"}

@@ -21,9 +21,9 @@ from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any
 
 from daemon import config
-from daemon.durability import crash_points
 from daemon.engine.calls import DeadLetterFilter, HandedOut
 from daemon.errors import InvariantViolated, NotOwner, OutcomeUnknown, TarryError, Unavailable
+from storage_backends import crash_points
 from storage_backends.commit import CommitOutcomeUnknown, Refused
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest_asyncio
 
-from daemon.durability import crash_points
+from storage_backends import crash_points
 from tests.support.engine_fixture import EngineFixture
 from tests.support.virtual_loop import VirtualLoop
 

@@ -14,7 +14,6 @@ import pytest
 
 from daemon.durability import (
     checkpoint_store,
-    crash_points,
     journal_tail,
     ownership_lost,
     shard_manifest,
@@ -24,7 +23,7 @@ from daemon.durability import (
 from daemon.durability.journal import JournalWriter
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.errors import Corruption, NotOwner
-from storage_backends import commit, memory, object_store
+from storage_backends import commit, crash_points, memory, object_store
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest, names
 from storage_backends.formats.rows import Rows

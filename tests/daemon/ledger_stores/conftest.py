@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon import settings, store_opening
+from daemon import settings
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers, open_existing
@@ -117,7 +117,7 @@ def place(entry: settings.DeletionObjectStore) -> Iterator[Place]:
         return opened[-1]
 
     ledgers = OffloadedLedgers(entry, opening)
-    with store_opening.open_store(entry) as store:
+    with open_store(entry) as store:
         yield Place(entry, store, ledgers, LedgerStores(object_stores=[ledgers]), script, opened)
         for each in opened:
             each.inner.close()

@@ -1,18 +1,31 @@
-"""The object stores that the settings name.
+"""The object stores that settings name.
 
 Owns: the translation of settings into those of a store.
-Does not own: the settings (`daemon.settings`), the stores (`storage_backends`), and when one is opened and closed.
+Does not own: the settings (`settings`), the stores, and when one is opened and closed.
 """
 
 from __future__ import annotations
 
-from daemon import settings
+from typing import Literal, Protocol
+
 from storage_backends import local_directory, object_store
+from storage_backends.settings import S3
 
 
-def open_store(
-    place: settings.Store | settings.DeletionObjectStore, *, deletions_survive: bool = False
-) -> object_store.ObjectStore:
+class Place(Protocol):
+    """Settings that say where a store is: `path` of kind `local`, `s3` of kind `s3`."""
+
+    @property
+    def kind(self) -> Literal["local", "s3"]: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def s3(self) -> S3: ...
+
+
+def open_store(place: Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
     """The store of this place.
 
     `deletions_survive`: a power failure, too, which costs a local directory a synchronisation each.

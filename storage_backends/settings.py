@@ -1,0 +1,219 @@
+"""The settings that the daemon shares with offline jobs: where everything durable is, how buckets are written, and how
+long what has left a manifest stays.
+
+Owns: these sections, declared once, what they must be together, and what a topic's policy makes of them.
+Does not own: the other settings of the daemon (`daemon.settings`), how settings are read (`settings_file`), and what
+they do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.segment import SegmentLimits
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, out of its range, or contradicts another one; the message names it and where it was set."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of the TOML file."""
+
+
+class S3(Section, frozen=True):
+    """An S3 bucket; used when `kind` is `s3`. Credentials come from the AWS SDK's usual places."""
+
+    bucket: Annotated[str, Meta(description="Name of the bucket; required.")] = ""
+    prefix: Annotated[str, Meta(description="Key prefix of the root; empty: the bucket is the root.")] = ""
+    region: Annotated[str, Meta(min_length=1, description="Region of the bucket.")] = "us-east-1"
+    endpoint_url: (
+        Annotated[str, Meta(pattern=r"^https?://", description="For S3-compatible stores. Default: AWS.")] | None
+    ) = None
+    addressing: Annotated[
+        Literal["auto", "path", "virtual"],
+        Meta(
+            description="Where the bucket's name goes: into the path or the host name. `auto`: the path for an "
+            "`endpoint_url`, and what the AWS SDK chooses for AWS."
+        ),
+    ] = "auto"
+    checksums: Annotated[
+        Literal["auto", "when_supported", "when_required"],
+        Meta(
+            description="Checksums that the AWS SDK adds and verifies. `auto`: `when_required` for an `endpoint_url`, "
+            "since many S3-compatible stores refuse the others, and `when_supported` for AWS."
+        ),
+    ] = "auto"
+    connect_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time to connect, for each try.")] = 1.0
+    read_timeout_s: Annotated[float, Meta(gt=0, le=300, description="Time without a byte until a try fails.")] = 5.0
+    attempts: Annotated[
+        int, Meta(ge=1, le=100, description="Tries of a request; conditional writes are never repeated by the SDK.")
+    ] = 4
+    connections_max: Annotated[
+        int, Meta(ge=1, le=1000, description="Connections kept open; as many requests can be under way.")
+    ] = 32
+
+
+class Store(Section, frozen=True):
+    """Where everything durable is."""
+
+    kind: Annotated[Literal["local", "s3"], Meta(description="A local directory, or S3.")] = "local"
+    path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
+        "./tarry-data"
+    )
+    io_threads: Annotated[int, Meta(ge=1, le=256, description="Threads for requests to the store and for seals.")] = 16
+    s3: S3 = S3()
+
+
+class Bucket(Section, frozen=True):
+    """When the mutable bucket is sealed, and how a sealed one is cut and written (names of PIP-195)."""
+
+    min_index_count_per_bucket: Annotated[
+        int, Meta(ge=1, description="Rows from which it is sealed when a higher ledger arrives.")
+    ] = 50_000
+    rows_max: Annotated[int, Meta(ge=1, description="Rows at which it is sealed whatever the ledger.")] = 200_000
+    bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which it is sealed.")] = 16 << 20
+    age_max_s: Annotated[float, Meta(gt=0, description="Age of its oldest row at which it is sealed.")] = 1800.0
+    form: Annotated[
+        Literal["columnar", "compatible"],
+        Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
+    ] = "columnar"
+    max_time_step_per_bucket_snapshot_segment_seconds: Annotated[
+        int, Meta(ge=1, description="Span of due times of one segment.")
+    ] = 300
+    max_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=-1, description="Rows of one segment; -1: no limit.")
+    ] = 5000
+    min_indexes_per_bucket_snapshot_segment: Annotated[
+        int, Meta(ge=0, description="The span cuts only a segment that has as many rows; 0: PIP-195's rule.")
+    ] = 1000
+    max_num_buckets: Annotated[
+        int,
+        Meta(
+            ge=-1, description="Sealed buckets of one index above which neighbours are merged; at least 1; -1: never."
+        ),
+    ] = 50
+    merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads.")] = 10
+    merge_rows_max: Annotated[
+        int, Meta(ge=1, description="Rows of a merged bucket; a run of neighbours that has more stays as it is.")
+    ] = 2_000_000
+
+
+class Collection(Section, frozen=True):
+    """Deleting what no manifest needs any more."""
+
+    interval_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Time between two passes over a shard's tombstones and journal.")
+    ] = 600.0
+    orphan_interval_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=7 * 86_400,
+            description="Time between two listings of a shard, for orphans, old manifests and deleted topics.",
+        ),
+    ] = 21_600.0
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=30 * 86_400,
+            description="How long an object stays after it left its manifest. Whoever reads by an older one is done by "
+            "then, or looks at the newest.",
+        ),
+    ] = 3600.0
+    orphan_age_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=365 * 86_400,
+            description="How long an object may take from its beginning to the manifest that names it. What takes "
+            "longer is refused and begun again, never lost.",
+        ),
+    ] = 86_400.0
+    manifests_kept: Annotated[
+        int, Meta(ge=1, description="Manifests of a shard or topic that are kept whatever their age.")
+    ] = 1000
+    manifests_age_s: Annotated[
+        float,
+        Meta(
+            ge=86_400,
+            le=3650 * 86_400,
+            description="How long a manifest is kept after a later one; all but the last of a deleted topic go then.",
+        ),
+    ] = 86_400.0
+    attempts_max: Annotated[
+        int,
+        Meta(ge=1, le=1000, description="Failed deletions after which an object is given up, under `dead_objects/`."),
+    ] = 10
+    guard_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Part of a shard's bytes above which orphans stay until `tarry gc --force`: so many are more "
+            "likely a mistake.",
+        ),
+    ] = 0.2
+    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes go in any case.")] = 64 << 20
+
+
+def check_store(store: Store) -> None:
+    """Raises SettingsError for what no single setting shows."""
+    if store.kind == "s3" and not store.s3.bucket:
+        raise SettingsError("store.s3.bucket is not set, and store.kind is 's3'")
+
+
+def check_bucket(bucket: Bucket) -> None:
+    """Raises SettingsError for what no single setting shows."""
+    refuse_above(
+        "bucket.min_index_count_per_bucket", bucket.min_index_count_per_bucket, "bucket.rows_max", bucket.rows_max
+    )
+    if bucket.max_indexes_per_bucket_snapshot_segment == 0:
+        raise SettingsError(
+            "bucket.max_indexes_per_bucket_snapshot_segment is 0: a segment has at least one row; -1 is no limit"
+        )
+    if bucket.max_num_buckets == 0:
+        raise SettingsError("bucket.max_num_buckets is 0: it is at least 1; -1 is never")
+    if bucket.max_indexes_per_bucket_snapshot_segment > 0:
+        refuse_above(
+            "bucket.min_indexes_per_bucket_snapshot_segment",
+            bucket.min_indexes_per_bucket_snapshot_segment,
+            "bucket.max_indexes_per_bucket_snapshot_segment",
+            bucket.max_indexes_per_bucket_snapshot_segment,
+        )
+
+
+def refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value > limit:
+        raise SettingsError(f"{name} is {value}, above {limit_name}, which is {limit}")
+
+
+def segment_limits(bucket: Bucket, policy: TopicPolicy) -> SegmentLimits:
+    """How the buckets of a topic are cut into segments: by its policy, where that says nothing by the settings.
+
+    A default gives way to what was set: a segment need not have more rows than it may have.
+    """
+    seconds = policy.max_time_step_per_bucket_snapshot_segment_seconds
+    rows_max = policy.max_indexes_per_bucket_snapshot_segment
+    rows_min = policy.min_indexes_per_bucket_snapshot_segment
+    seconds = bucket.max_time_step_per_bucket_snapshot_segment_seconds if seconds is None else seconds
+    rows_max = bucket.max_indexes_per_bucket_snapshot_segment if rows_max is None else rows_max
+    rows_min = bucket.min_indexes_per_bucket_snapshot_segment if rows_min is None else rows_min
+    if rows_max > 0:
+        rows_min = min(rows_min, rows_max)
+    return SegmentLimits(time_step_ms=seconds * 1000, rows_max=rows_max, rows_min=rows_min)
+
+
+def compatible_form(bucket: Bucket, policy: TopicPolicy) -> bool:
+    """Whether the buckets of a topic are written in PIP-195's form."""
+    return bucket.form == "compatible" if policy.compatible_form is None else policy.compatible_form
+
+
+def merge_rows_max(bucket: Bucket, policy: TopicPolicy) -> int:
+    """Rows that a merged bucket of a topic may have."""
+    return bucket.merge_rows_max if policy.merge_rows_max is None else policy.merge_rows_max

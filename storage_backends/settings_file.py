@@ -1,0 +1,160 @@
+"""How settings are read: one TOML file, then `TARRY_SECTION__KEY` environment variables, then `section.key=value`
+overrides; the later wins.
+
+Owns: reading them into a declared struct, strictly: an unknown key or a value out of its range is an error that names
+the setting and where it was set.
+Does not own: which settings there are, and which contradict each other.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from storage_backends.settings import SettingsError
+
+ENVIRONMENT_PREFIX = "TARRY_"
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+def load(
+    settings: type[Settings],
+    path: Path | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    overrides: Sequence[str] = (),
+    others: bool = False,
+) -> Settings:
+    """Reads the file (None: defaults), the environment (None: the process's) and `section.key=value` overrides.
+
+    `others`: sections of file and environment that `settings` does not have are another program's, and passed over.
+
+    Raises SettingsError: what is wrong, by the setting's path and where it was set.
+    """
+    sections = _fields(settings)
+    data: dict[str, Any] = {} if path is None else _read(path)
+    if others:
+        data = {name: value for name, value in data.items() if name in sections}
+    _refuse_unknown_keys(data, settings, path=())
+    for source, keys, text in _of_environment(os.environ if environment is None else environment):
+        if not others or keys[0] in sections:
+            _set(data, settings, source, keys, text)
+    for source, keys, text in _of_overrides(overrides):
+        _set(data, settings, source, keys, text)
+    try:
+        return msgspec.convert(data, settings)
+    except msgspec.ValidationError as error:
+        raise SettingsError(_explain(error, data)) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from error
+
+
+def _fields(section: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(section)}
+
+
+def _is_section(declared: Any) -> bool:
+    return isinstance(declared, type) and issubclass(declared, msgspec.Struct)
+
+
+def table_of(declared: Any) -> type[msgspec.Struct] | None:
+    """The section of which the setting is an array; None where it is something else."""
+    if typing.get_origin(declared) is not tuple:
+        return None
+    item = typing.get_args(declared)[0]
+    return item if _is_section(item) else None
+
+
+def _unknown(keys: Iterable[str], known: Iterable[str], source: str = "") -> SettingsError:
+    *parents, name = keys
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {'.'.join([*parents, nearest[0]])}?" if nearest else ""
+    return SettingsError(f"{'.'.join(keys)}{source} is not a setting{hint}")
+
+
+def _refuse_unknown_keys(data: Mapping[str, Any], section: type[msgspec.Struct], path: tuple[str, ...]) -> None:
+    fields = _fields(section)
+    for name, value in data.items():
+        if name not in fields:
+            raise _unknown((*path, name), fields)
+        if _is_section(fields[name]):
+            if not isinstance(value, dict):
+                raise SettingsError(f"{'.'.join((*path, name))} is a section, not a setting")
+            _refuse_unknown_keys(value, fields[name], (*path, name))
+        table = table_of(fields[name])
+        if table is not None:
+            if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+                where = ".".join((*path, name))
+                raise SettingsError(f"{where} is an array of tables: [[{where}]]")
+            for index, item in enumerate(value):
+                _refuse_unknown_keys(item, table, (*path, f"{name}[{index}]"))
+
+
+def _of_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
+    """Source (for messages), path and text of each override."""
+    for name in sorted(environment):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            keys = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
+            yield f" (from {name})", tuple(keys), environment[name]
+
+
+def _of_overrides(overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
+    """As `_of_environment`."""
+    for override in overrides:
+        left, equals, text = override.partition("=")
+        if not equals or not left.strip():
+            raise SettingsError(f"--set {override} is not section.key=value")
+        yield f" (from --set {override})", tuple(left.strip().split(".")), text
+
+
+def _set(data: dict[str, Any], settings: type[msgspec.Struct], source: str, keys: tuple[str, ...], text: str) -> None:
+    """Puts one override into `data`, as the type that the setting has."""
+    section = settings
+    for depth, name in enumerate(keys):
+        fields = _fields(section)
+        if name not in fields:
+            raise _unknown(keys[: depth + 1], fields, source)
+        if table_of(fields[name]) is not None:
+            raise SettingsError(
+                f"{'.'.join(keys[: depth + 1])}{source} is an array of tables, which only the file sets"
+            )
+        last = depth == len(keys) - 1
+        if _is_section(fields[name]) == last:
+            kind = "a section, not a setting" if last else "a setting, not a section"
+            raise SettingsError(f"{'.'.join(keys[: depth + 1])}{source} is {kind}")
+        if last:
+            try:
+                data[name] = msgspec.convert(text, fields[name], strict=False)
+            except msgspec.ValidationError as error:
+                raise SettingsError(f"{'.'.join(keys)}{source} is {text!r}: {error}") from error
+        else:
+            data = data.setdefault(name, {})
+            section = fields[name]
+
+
+def _explain(error: msgspec.ValidationError, data: dict[str, Any]) -> str:
+    """msgspec says `Expected ... - at `$.journal.slot_bytes_max``; names the setting first, with its value."""
+    what, _, where = str(error).partition(" - at `$.")
+    value: Any = data
+    for key, index in re.findall(r"([^.\[\]`]+)|\[(\d+)\]", where):
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and index:
+            value = value[int(index)]
+    return f"{where.rstrip('`')} is {value!r}: {what}"
