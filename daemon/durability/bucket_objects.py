@@ -1,28 +1,21 @@
-"""Reading bucket objects: what a bucket holds, and its segments.
+"""Reading bucket objects, with the daemon's errors.
 
-Owns: which ranges are read, and that what is read is whole.
-Does not own: the format (`storage_backends.formats.bucket`), writing (`sealing`), and what is kept in memory.
+Owns: what damage of a bucket is to the daemon.
+Does not own: which ranges are read, and that what is read is whole (`storage_backends.bucket_objects`).
 
-Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset:
-when two reads, one after the other, have found it. What follows from it cannot be undone.
+Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 from daemon.errors import Corruption
-from storage_backends import object_store
-from storage_backends.formats import bucket, errors, manifest
+from storage_backends import bucket_objects, merging, object_store
+from storage_backends.formats import bucket, merge
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class BucketMissing(Corruption):
@@ -31,62 +24,33 @@ class BucketMissing(Corruption):
 
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads."""
-    return _twice_damaged(lambda: _open(store, live))
+    with _as_corruption():
+        return bucket_objects.open_bucket(store, live)
 
 
 def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
-    return _twice_damaged(lambda: _read(store, key, segments))
+    with _as_corruption():
+        return bucket_objects.read_segments(store, key, segments)
 
 
 def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
     """Entry 0 and all rows in due order, with one read of the whole object."""
-    return _twice_damaged(lambda: _whole(store, live))
+    with _as_corruption():
+        return bucket_objects.read_bucket(store, live)
 
 
-def _twice_damaged(read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except Corruption as error:
-        log.warning("reading again: %s", error)
-        return read()
-
-
-def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
-    key = live.object.name
-    with _naming(key):
-        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
-        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
-        entry = store.get_range(key, table.metadata.offset, table.metadata.length)
-        metadata = bucket.decode_metadata(entry, table.metadata)
-        bucket.check_head(metadata, table, live)
-        return table, metadata
-
-
-def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
-    with _naming(key):
-        start = segments[0].offset
-        data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))
-        return [
-            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info)
-            for info in segments
-        ]
-
-
-def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
-    with _naming(live.object.name):
-        body = store.get(live.object.name)
-        manifest.check_bytes(live.object, body, "bucket")
-        return bucket.decode_bucket(body)
+def read_source(store: object_store.ObjectStore, live: LiveBucket) -> merge.Source:
+    """A source of a merge as a whole, every check of it made."""
+    with _as_corruption():
+        return merging.read_source(store, live)
 
 
 @contextmanager
-def _naming(key: str) -> Iterator[None]:
+def _as_corruption() -> Iterator[None]:
     try:
         yield
-    except errors.FormatError as error:
-        raise Corruption(f"bucket {key}: {error}") from error
     except object_store.Damaged as error:
         raise Corruption(f"bucket {error}") from error
     except object_store.NotFound as error:
-        raise BucketMissing(f"bucket {key}: the object is missing") from error
+        raise BucketMissing(f"bucket {error.key}: the object is missing") from error

@@ -22,10 +22,11 @@ from typing import Final, Generic, TypeVar
 
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import NOTHING_DONE, Limits, Listed, Summary
-from storage_backends import collection, commit, object_store, topic_manifest
+from daemon.durability.garbage_rules import NOTHING_DONE, Limits, Summary
+from storage_backends import collection, commit, listing, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
+from storage_backends.listing import Listed
 
 log = logging.getLogger(__name__)
 
@@ -207,7 +208,7 @@ class Collector(Generic[M]):
         # Named is what a manifest names that was read after the floor: who brings in an object from here on is refused.
         floor = max(floor, tip.manifest.head.orphan_floor) if dry_run else tip.manifest.head.orphan_floor
         named = self._kind.named(tip.manifest) | given_up
-        found = garbage_rules.orphans(listed, named, floor)
+        found = listing.orphans(listed, named, floor)
         return Orphans(tip, found, _count(found))
 
     def _move_floor(self, floor: int, tip: commit.Tip[M]) -> commit.Tip[M]:
@@ -315,7 +316,7 @@ def _count(objects: Iterable[tuple[str, int]]) -> ObjectCount:
 
 
 TOPIC: Final[Kind[TopicManifest]] = Kind(named=topic_manifest.names_in, is_over=lambda newest: newest.deleted)
-SHARD: Final[Kind[ShardManifest]] = Kind(named=garbage_rules.named_by_shard, is_over=lambda newest: False)
+SHARD: Final[Kind[ShardManifest]] = Kind(named=listing.named_by_shard, is_over=lambda newest: False)
 
 
 # ---- objects that were given up

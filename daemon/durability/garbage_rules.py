@@ -1,8 +1,9 @@
 """What may be deleted, and when: decisions on what was read and listed.
 
-Owns: which tombstones are due, which objects are orphans, how far the orphan floor may move, which manifests have
-served, and when a pass would delete suspiciously much.
-Does not own: reading, listing, deleting (`garbage`) and when that is done (`daemon.engine.collection_pass`).
+Owns: which tombstones are due, how far the orphan floor may move, which manifests have served, and when a pass would
+delete suspiciously much.
+Does not own: which objects are orphans (`storage_backends.listing`), reading, listing, deleting (`garbage`) and when
+that is done (`daemon.engine.collection_pass`).
 
 R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
 object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a
@@ -11,16 +12,14 @@ listing only shows what there is to decide on.
 
 from __future__ import annotations
 
-import array
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Final
 
 from daemon.core.object_count import NOTHING, ObjectCount
-from storage_backends.formats import errors, names
-from storage_backends.formats.manifest import ShardManifest, Tombstone
-from storage_backends.object_store import ListedObject
+from storage_backends.formats.manifest import Tombstone
+from storage_backends.listing import Listed
 
 FIRST_RETRY_MS: Final = 600_000
 LAST_RETRY_MS: Final = 6 * 3_600_000
@@ -91,88 +90,7 @@ def count(tombstones: Iterable[Tombstone]) -> ObjectCount:
     return ObjectCount(len(sizes), sum(sizes))
 
 
-# ---- what was listed
-
-
-class Listed:
-    """The listed objects of one sequence of manifests: the manifests, and what they may name."""
-
-    def __init__(self) -> None:
-        self.manifests = array.array("Q")
-        self._manifest_bytes = array.array("Q")
-        # By key: the base and the size.
-        self.objects: dict[str, tuple[int, int]] = {}
-
-    def add_manifest(self, number: int, size_bytes: int) -> None:
-        self.manifests.append(number)
-        self._manifest_bytes.append(size_bytes)
-
-    def in_order(self) -> list[tuple[int, int]]:
-        """The numbers of the manifests, ascending, and their sizes: no listing is in order."""
-        return sorted(zip(self.manifests, self._manifest_bytes, strict=True))
-
-    def forget(self, deleted: Iterable[str]) -> None:
-        """These objects were deleted since."""
-        for key in deleted:
-            self.objects.pop(key, None)
-
-    def unnamed(self, named: Set[str]) -> dict[str, tuple[int, int]]:
-        """Objects that are on their way into a manifest, or never will be in one."""
-        return {key: found for key, found in self.objects.items() if key not in named}
-
-
-class ShardListing:
-    """Everything that was listed of one shard. `size_bytes`: all of it."""
-
-    def __init__(self, shard: int) -> None:
-        self.size_bytes = 0
-        self.shard = Listed()
-        self.topics: dict[str, Listed] = {}
-        self._prefix = names.shard_prefix(shard)
-
-    def add(self, entries: Iterable[ListedObject]) -> None:
-        """What is not of this layout counts, and is left alone."""
-        for entry in entries:
-            self.size_bytes += entry.size_bytes
-            parts = entry.key.removeprefix(self._prefix).split("/")
-            try:
-                self._add(parts, entry)
-            except errors.FormatError:
-                continue
-
-    def _add(self, parts: Sequence[str], entry: ListedObject) -> None:
-        match parts:
-            case ["manifest", _]:
-                self.shard.add_manifest(names.number_of(entry.key), entry.size_bytes)
-            case ["checkpoint", _]:
-                self.shard.objects[entry.key] = names.number_of(entry.key), entry.size_bytes
-            case ["topics", _, "manifest", _]:
-                number = names.number_of(entry.key)
-                self._topic(names.topic_id_of(entry.key)).add_manifest(number, entry.size_bytes)
-            case ["topics", _, "buckets" | "progress", _]:
-                found = names.number_of(entry.key), entry.size_bytes
-                self._topic(names.topic_id_of(entry.key)).objects[entry.key] = found
-
-    def _topic(self, topic_id: str) -> Listed:
-        return self.topics.setdefault(topic_id, Listed())
-
-
 # ---- orphans
-
-
-def named_by_shard(manifest: ShardManifest) -> frozenset[str]:
-    """Every object that the manifest names."""
-    checkpoints = (manifest.checkpoint, manifest.previous_checkpoint)
-    live = {each.object.name for each in checkpoints if each is not None}
-    return frozenset(live | {each.object.name for each in manifest.tombstones})
-
-
-def orphans(listed: Listed, named: Set[str], floor: int) -> list[tuple[str, int]]:
-    """Keys and sizes of the objects that no manifest will ever name again.
-
-    `named`: by a manifest that has the orphan floor `floor`, or was read after one that has.
-    """
-    return [(key, size_bytes) for key, (base, size_bytes) in listed.unnamed(named).items() if base < floor]
 
 
 def tip_at(numbers: Sequence[int], created_ms: Callable[[int], int | None], at_ms: int) -> int | None:

@@ -18,8 +18,8 @@ from daemon.core.positions import PageTable
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import redeliveries
 from daemon.errors import Corruption
-from storage_backends import object_store
-from storage_backends.formats import errors, manifest, merge
+from storage_backends import object_store, progress_objects
+from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress
 
@@ -80,14 +80,7 @@ def of_manifest(store: object_store.ObjectStore, tip: manifest.TopicManifest) ->
     """The progress as of the manifest's `applied`, inline or from its object. Raises Corruption when the object is
     damaged or missing, and the store's errors.
     """
-    if tip.progress_object is None:
-        return tip.progress or Progress()
-    key = tip.progress_object.name
     try:
-        body = store.get(key)
-        manifest.check_bytes(tip.progress_object, body, "progress")
-        return manifest.decode_progress(body)
-    except errors.FormatError as error:
-        raise Corruption(f"progress {key}: {error}") from error
+        return progress_objects.progress_of(store, tip)
     except (object_store.NotFound, object_store.Damaged) as error:
         raise Corruption(f"progress {error}") from error

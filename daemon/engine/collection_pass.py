@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import NOTHING_DONE, Listed, ShardListing, Summary
+from daemon.durability.garbage_rules import NOTHING_DONE, Summary
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import TarryError
 from storage_backends import commit
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
+from storage_backends.listing import Listed, ShardListing
 from storage_backends.object_store import Damaged, ListedObject, StoreError
 
 if TYPE_CHECKING:

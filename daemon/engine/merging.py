@@ -1,7 +1,7 @@
 """Merging the sealed buckets of one topic: above `max_num_buckets` of an index, or on request.
 
 Owns: when a merge is made and how it gives way, trying again, and what becomes of a damaged source.
-Does not own: which buckets are merged (`daemon.core.merging`), what is read and written (`daemon.durability.merging`),
+Does not own: which buckets are merged (`daemon.core.merging`), what is read and written (`storage_backends.merging`),
 and serving what was merged (`adoption`).
 
 A merge is made from the manifest alone, by a thread of low priority, one at a time in the daemon; rows are served from
@@ -21,8 +21,7 @@ from daemon.core import merging as core_merging
 from daemon.core.index import Index
 from daemon.core.merging import Candidate
 from daemon.core.topic import Topic
-from daemon.durability import backoff, bucket_objects, merging
-from daemon.durability.merging import MergePlan, WrittenMerge
+from daemon.durability import backoff, bucket_objects, progress
 from daemon.engine import manifests
 from daemon.engine.calls import Merged
 from daemon.engine.environment import Environment
@@ -30,8 +29,10 @@ from daemon.engine.manifests import TopicCommits
 from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
+from storage_backends import merging
 from storage_backends.formats import errors, merge, names
 from storage_backends.formats.manifest import TopicManifest
+from storage_backends.merging import MergePlan, WrittenMerge
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -293,7 +294,7 @@ class BucketMerging:
         environment, settings = self._environment, self._settings()
         sources = []
         for live in plan.sources:
-            read = functools.partial(merging.read_source, environment.store, live)
+            read = functools.partial(bucket_objects.read_source, environment.store, live)
             try:
                 sources.append(await environment.run_merging(read))
             except bucket_objects.BucketMissing as error:
@@ -308,9 +309,9 @@ class BucketMerging:
                 return "given_up"
         made = await environment.run_merging(
             lambda: merging.merged(
-                environment.store,
                 plan,
                 sources,
+                progress.of_manifest(environment.store, plan.tip),
                 limits=settings.segment_limits,
                 compatible=settings.compatible_form,
             )
@@ -319,7 +320,14 @@ class BucketMerging:
             return "given_up"
         delete_after_ms = environment.clock.now_ms() + environment.grace_ms
         written = await environment.run_merging(
-            lambda: merging.write(environment.store, plan, sources, made, delete_after_ms=delete_after_ms)
+            lambda: merging.write(
+                environment.store,
+                plan,
+                sources,
+                made,
+                progress_of=functools.partial(progress.of_manifest, environment.store),
+                delete_after_ms=delete_after_ms,
+            )
         )
         try:
             await self._commits.commit(lambda tip: written.operation)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from daemon import config, errors, settings
+from storage_backends import settings as storage_settings
 
 STORE = '[[deletion.object_stores]]\nname = "{name}"\ndrivers = ["{driver}"]\n'
 S3 = '[deletion.object_stores.s3]\nbucket = "{bucket}"\n'
@@ -32,7 +33,7 @@ def test_stores_and_owners_are_read_in_their_order(tmp_path: Path) -> None:
     more = 'in_use_url = "https://h:8443/u?x=1"\ndrivers = ["tape"]\nauthorization_file = "t"\ntimeout_s = 3\n'
     deletion = load(tmp_path, COLD + DISK.format(path=tmp_path / "offloaded") + BROKERS + more).deletion
     assert deletion.object_stores == (
-        settings.DeletionObjectStore(name="cold", drivers=("aws-s3",), s3=settings.S3(bucket="b1")),
+        settings.DeletionObjectStore(name="cold", drivers=("aws-s3",), s3=storage_settings.S3(bucket="b1")),
         settings.DeletionObjectStore(
             name="disk", drivers=("filesystem",), kind="local", path=str(tmp_path / "offloaded")
         ),

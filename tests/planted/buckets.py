@@ -13,15 +13,16 @@ from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import KeyedRows
 from daemon.core.withdrawals import Withdrawals
-from daemon.durability import garbage, garbage_rules, progress
+from daemon.durability import garbage, progress
 from daemon.engine.bucket_life import BucketLife
 from daemon.engine.merging import BucketMerging
 from daemon.engine.withdrawing import Withdrawing
-from storage_backends import topic_manifest, topic_merge
+from storage_backends import listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.journal import Record
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
+from storage_backends.listing import Listed
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
@@ -32,10 +33,10 @@ from tests.simulation.run import Directed
 def an_orphan_is_deleted_without_a_floor(patch: pytest.MonkeyPatch) -> None:
     """R4: what is on its way into a manifest goes."""
 
-    def orphans(listed: garbage_rules.Listed, named: Any, floor: int) -> list[tuple[str, int]]:
+    def orphans(listed: Listed, named: Any, floor: int) -> list[tuple[str, int]]:
         return [(key, size_bytes) for key, (_, size_bytes) in listed.unnamed(named).items()]
 
-    patch.setattr(garbage_rules, "orphans", orphans)
+    patch.setattr(listing, "orphans", orphans)
 
 
 def a_tombstone_is_dropped_before_its_object_is_deleted(patch: pytest.MonkeyPatch) -> None:

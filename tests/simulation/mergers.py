@@ -10,11 +10,9 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from daemon.durability import merging
-from daemon.errors import Corruption
-from storage_backends import commit
+from storage_backends import commit, merging
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.object_store import ObjectStore
+from storage_backends.object_store import Damaged, NotFound, ObjectStore
 from tests.simulation.history import History
 from tests.support.merging_process import MergingProcess
 
@@ -50,7 +48,7 @@ class Merger:
             return None
         try:
             return self._process.write(draw.choice(runs))
-        except Corruption:
+        except (Damaged, NotFound):
             return None
 
     def _commit(self, written: merging.WrittenMerge) -> None:

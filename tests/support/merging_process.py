@@ -6,11 +6,11 @@ Does not own: what happens between the steps (the tests).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from daemon.durability import merging
-from storage_backends import collection, commit, topic_manifest
+from storage_backends import collection, commit, merging, progress_objects, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
@@ -25,7 +25,7 @@ LIMITS = SegmentLimits(time_step_ms=10_000, rows_max=10, rows_min=0)
 class MergingProcess:
     """Merges buckets of one topic. `name`: no other process has it; `now_ms`: its wall clock.
 
-    A merge ends in commit.Refused when the newest manifest does not allow it, in Corruption when a source is damaged.
+    A merge ends in commit.Refused when the newest manifest does not allow it, in Damaged when a source is damaged.
     """
 
     _processes = itertools.count()
@@ -86,8 +86,9 @@ class MergingProcess:
         key = names.bucket_key(self._shard, self._topic_id, tip.head.number, self._new_id())
         plan = merging.MergePlan(tip, tuple(sources), key)
         read = [merging.read_source(self._store, live) for live in sources]
-        made = merging.merged(self._store, plan, read, limits=self._limits, compatible=False)
-        return merging.write(self._store, plan, read, made, delete_after_ms=self._now_ms())
+        progress_of = functools.partial(progress_objects.progress_of, self._store)
+        made = merging.merged(plan, read, progress_of(tip), limits=self._limits, compatible=False)
+        return merging.write(self._store, plan, read, made, progress_of=progress_of, delete_after_ms=self._now_ms())
 
     def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
         """The merged bucket, None when no row was left."""

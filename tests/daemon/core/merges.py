@@ -7,14 +7,15 @@ Does not own: which buckets are merged (the test says so) and what is right.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from daemon.core import merging as core_merging
 from daemon.core.index import Index
 from daemon.core.merging import MergedBucket
 from daemon.core.positions import KeyedRows
-from daemon.durability import bucket_objects, merging
-from storage_backends import topic_merge
+from daemon.durability import bucket_objects
+from storage_backends import merging, progress_objects, topic_merge
 from storage_backends.formats.manifest import LiveBucket
 from tests.daemon.core.journaled_topic import JournaledTopic
 
@@ -40,8 +41,11 @@ def plan(topic: JournaledTopic, run: list[LiveBucket]) -> Planned:
     """Everything but the commit, from the manifest as it is now."""
     planned = merging.MergePlan(topic.tip, tuple(run), f"buckets/merged-{next(_names):05}")
     sources = [merging.read_source(topic.store, live) for live in run]
-    made = merging.merged(topic.store, planned, sources, limits=topic._segment_limits, compatible=topic._compatible)
-    written = merging.write(topic.store, planned, sources, made, delete_after_ms=0)
+    progress_of = functools.partial(progress_objects.progress_of, topic.store)
+    made = merging.merged(
+        planned, sources, progress_of(topic.tip), limits=topic._segment_limits, compatible=topic._compatible
+    )
+    written = merging.write(topic.store, planned, sources, made, progress_of=progress_of, delete_after_ms=0)
     return Planned(tuple(live.object.name for live in run), written)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from daemon.durability import garbage, garbage_rules
+from daemon.durability import garbage
 from daemon.durability.garbage import Collector
-from daemon.durability.garbage_rules import ShardListing
-from storage_backends import commit, topic_manifest
+from storage_backends import commit, listing, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
+from storage_backends.listing import Listed, ShardListing
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import Seal, SetPolicy
 from tests.daemon.durability.topic_with_garbage import BODY, LIMITS, SHARD
@@ -189,10 +189,10 @@ def the_manifest_is_read_before_the_floor_is_committed(patch: pytest.MonkeyPatch
 def everything_that_is_listed_and_not_named_is_an_orphan(patch: pytest.MonkeyPatch) -> None:
     """R9: a listing alone decides."""
 
-    def by_listing(listed: garbage_rules.Listed, named: Any, floor: int) -> list[tuple[str, int]]:
+    def by_listing(listed: Listed, named: Any, floor: int) -> list[tuple[str, int]]:
         return [(key, size_bytes) for key, (_, size_bytes) in listed.unnamed(named).items()]
 
-    patch.setattr(garbage_rules, "orphans", by_listing)
+    patch.setattr(listing, "orphans", by_listing)
 
 
 def whoever_brings_in_an_object_does_not_look_at_the_floor(patch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import Limits, ShardListing, Summary
+from daemon.durability import garbage
+from daemon.durability.garbage_rules import Limits, Summary
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
+from storage_backends.listing import Listed, ShardListing
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import DeleteTopic, DropBuckets, Seal
@@ -122,7 +123,7 @@ class TopicWithGarbage:
     def collector(self, store: ObjectStore | None = None, limits: Limits = LIMITS) -> garbage.Collector[TopicManifest]:
         return garbage.Collector(self.log(store), garbage.TOPIC, self.tools(store, limits))
 
-    def listed(self, store: ObjectStore | None = None) -> garbage_rules.Listed:
+    def listed(self, store: ObjectStore | None = None) -> Listed:
         listing = ShardListing(SHARD)
         listing.add((self.store if store is None else store).list(names.shard_prefix(SHARD)))
         return listing.topics[TOPIC_ID]

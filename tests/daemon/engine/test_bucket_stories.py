@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
-from daemon.durability import merging
-from daemon.errors import Corruption
-from storage_backends import commit
+from storage_backends import commit, merging
 from storage_backends.formats.rows import U32
+from storage_backends.object_store import Damaged, NotFound
 from tests.daemon.engine.calling import trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.merging_process import MergingProcess
@@ -230,7 +229,7 @@ class Story:
             written = self.written.pop(self.random.randrange(len(self.written)))
             try:
                 self.other.commit(written)
-            except (commit.Refused, Corruption):
+            except (commit.Refused, Damaged, NotFound):
                 # A source has left since, or the progress was replaced while it was read.
                 return
 

@@ -16,6 +16,8 @@ from daemon.ledger_stores.offloaded import OffloadedLedgers, open_existing
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore
+from storage_backends.opening import open_store
+from storage_backends.settings import S3
 from tests.support import moto_server
 from tests.support.fault_store import FaultStore, Script
 
@@ -98,7 +100,7 @@ def entry(
     return settings.DeletionObjectStore(
         name="cold",
         drivers=(DRIVER,),
-        s3=settings.S3(
+        s3=S3(
             bucket="offloaded",
             prefix=f"tests/{next(_prefixes)}",
             endpoint_url=moto.endpoint_url,

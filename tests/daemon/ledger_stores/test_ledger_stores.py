@@ -23,6 +23,7 @@ from storage_backends.formats.deletions import (
 )
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore, StoreUnavailable
+from storage_backends.settings import S3
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.daemon.ledger_stores.scripted_owner import ScriptedOwner, answering, saying
 
@@ -60,7 +61,7 @@ def s3_store(name: str, bucket: str, *drivers: str) -> tuple[OffloadedLedgers, M
     memory = MemoryStore()
     for key in (NAME.data, NAME.index):
         memory.put(key, b"", metadata=LEDGER_METADATA)
-    entry = settings.DeletionObjectStore(name=name, drivers=drivers, s3=settings.S3(bucket=bucket))
+    entry = settings.DeletionObjectStore(name=name, drivers=drivers, s3=S3(bucket=bucket))
     return OffloadedLedgers(entry, lambda _: memory), memory
 
 
@@ -235,7 +236,7 @@ def test_an_object_store_is_found_by_its_name_and_opened_once() -> None:
         opened.append(entry.name)
         return MemoryStore()
 
-    s3 = settings.DeletionObjectStore(name="cold", drivers=(DRIVER, "s3"), s3=settings.S3(bucket="b1"))
+    s3 = settings.DeletionObjectStore(name="cold", drivers=(DRIVER, "s3"), s3=S3(bucket="b1"))
     local = settings.DeletionObjectStore(name="disk", drivers=("filesystem",), kind="local", path="offloaded")
     stores = LedgerStores(object_stores=[OffloadedLedgers(entry, opening) for entry in (s3, local)])
     assert opened == []

@@ -19,6 +19,7 @@ from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent,
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore, StoreUnavailable
 from storage_backends.s3 import S3Store
+from storage_backends.settings import S3
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.support.fault_store import Fault
 from tests.support.lost_answer_proxy import Loss, lost_answer_proxy
@@ -271,7 +272,7 @@ def test_what_kills_a_thread_is_not_held_up(place: Place) -> None:
 @pytest.mark.parametrize("entry", ["s3"], indirect=True)
 def test_a_bucket_that_does_not_exist_is_no_empty_one(entry: settings.DeletionObjectStore) -> None:
     nowhere = settings.DeletionObjectStore(
-        name="cold", drivers=(DRIVER,), s3=settings.S3(bucket="nowhere", endpoint_url=entry.s3.endpoint_url, attempts=1)
+        name="cold", drivers=(DRIVER,), s3=S3(bucket="nowhere", endpoint_url=entry.s3.endpoint_url, attempts=1)
     )
     stores = LedgerStores(object_stores=[OffloadedLedgers(nowhere)])
     with pytest.raises(DeletionFailed, match="NoSuchBucket") as failed:
@@ -330,7 +331,7 @@ def test_a_deletion_whose_answer_is_lost_may_have_deleted_and_the_next_attempt_e
     for key in BOTH:
         writer.put(key, b"entries", metadata=LEDGER_METADATA)
     with lost_answer_proxy(moto.endpoint_url) as proxy:
-        s3 = settings.S3(bucket=bucket, endpoint_url=proxy.endpoint_url, attempts=1, read_timeout_s=1)
+        s3 = S3(bucket=bucket, endpoint_url=proxy.endpoint_url, attempts=1, read_timeout_s=1)
         stores = LedgerStores(
             object_stores=[OffloadedLedgers(settings.DeletionObjectStore(name="cold", drivers=(DRIVER,), s3=s3))]
         )

@@ -2,22 +2,22 @@
 their place.
 
 Owns: what is read and written for a merge, and the operation that commits it.
-Does not own: the merge of the rows (`storage_backends.formats.merge`), the operation's precondition
-(`storage_backends.topic_merge`), which buckets are merged and when (`daemon.core.merging`, the engine).
+Does not own: the merge of the rows (`formats.merge`), the operation's precondition (`topic_merge`), which buckets are
+merged and when.
 
-Nothing of the owner's memory goes into it: any process that reads manifests can do the same. Everything is synchronous
-and runs in a thread. A crash before the commit leaves an object that no manifest names.
+Nothing of the owner's memory goes into it: the owner does it, and any process that reads manifests. Everything is
+synchronous. A crash before the commit leaves an object that no manifest names.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from daemon.durability import bucket_objects, progress
-from storage_backends import object_store, topic_merge
+from storage_backends import bucket_objects, object_store, topic_merge
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import manifest, merge
+from storage_backends.formats.manifest import Progress
 from storage_backends.formats.segment import SegmentLimits
 
 
@@ -51,26 +51,25 @@ class WrittenMerge:
 
 
 def read_source(store: object_store.ObjectStore, live: manifest.LiveBucket) -> merge.Source:
-    """A source as a whole, every check of it made. Raises Corruption when it is damaged or missing."""
+    """A source as a whole, every check of it made. Raises Damaged, NotFound."""
     metadata, rows = bucket_objects.read_bucket(store, live)
     return merge.Source(live=live, metadata=metadata, rows=rows)
 
 
 def merged(
-    store: object_store.ObjectStore,
     plan: MergePlan,
     sources: Sequence[merge.Source],
+    progress: Progress,
     *,
     limits: SegmentLimits,
     compatible: bool,
 ) -> merge.Merged:
-    """The rows of the sources that are not gone by the plan's manifest, as one bucket.
-
-    Raises Corruption when the progress is damaged, or missing since a newer manifest has taken its place.
+    """The rows of the sources that are not gone by the plan's manifest, as one bucket; `progress` is that of this
+    manifest. Raises what `formats.merge.merged` raises.
     """
     return merge.merged(
         sources,
-        progress.of_manifest(store, plan.tip),
+        progress,
         topic=plan.tip.topic,
         subscription_id=plan.sources[0].subscription_id,
         limits=limits,
@@ -84,11 +83,12 @@ def write(
     sources: Sequence[merge.Source],
     made: merge.Merged,
     *,
+    progress_of: Callable[[manifest.TopicManifest], Progress],
     delete_after_ms: int,
 ) -> WrittenMerge:
     """Puts the object, if a row is left. May be repeated: the object is the same.
 
-    `delete_after_ms`: Unix time after which the sources may be deleted.
+    `progress_of`, `delete_after_ms`: as of `topic_merge.Merge`.
     """
     encoded = made.encoded
     live = None
@@ -114,7 +114,7 @@ def write(
         bucket=live,
         dropped_hash=made.dropped_hash,
         incarnation=plan.tip.incarnation,
-        progress_of=lambda tip: progress.of_manifest(store, tip),
+        progress_of=progress_of,
         delete_after_ms=delete_after_ms,
     )
     rows, size_bytes = (0, 0) if live is None else (live.rows, live.object.size_bytes)

@@ -1,0 +1,83 @@
+"""Reading bucket objects: what a bucket holds, and its segments.
+
+Owns: which ranges are read, and that what is read is whole.
+Does not own: the format (`formats.bucket`), and what is kept in memory.
+
+Everything here is synchronous. Damage raises object_store.Damaged with the object's key and the offset, a missing
+object NotFound: when two reads, one after the other, have found it. What follows from it cannot be undone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from storage_backends import object_store
+from storage_backends.formats import bucket, errors, manifest
+from storage_backends.formats.manifest import LiveBucket
+from storage_backends.formats.rows import Rows
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+    """The table of a live bucket and its entry 0: two ranged reads."""
+    return _twice_damaged(lambda: _open(store, live))
+
+
+def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+    """The rows of consecutive segments, with one ranged read."""
+    return _twice_damaged(lambda: _read(store, key, segments))
+
+
+def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+    """Entry 0 and all rows in due order, with one read of the whole object."""
+    return _twice_damaged(lambda: _whole(store, live))
+
+
+def _twice_damaged(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except (object_store.Damaged, object_store.NotFound) as error:
+        log.warning("reading again: bucket %s", error)
+        return read()
+
+
+def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+    key = live.object.name
+    with _naming(key):
+        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
+        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
+        entry = store.get_range(key, table.metadata.offset, table.metadata.length)
+        metadata = bucket.decode_metadata(entry, table.metadata)
+        bucket.check_head(metadata, table, live)
+        return table, metadata
+
+
+def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+    with _naming(key):
+        start = segments[0].offset
+        data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))
+        return [
+            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info)
+            for info in segments
+        ]
+
+
+def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+    with _naming(live.object.name):
+        body = store.get(live.object.name)
+        manifest.check_bytes(live.object, body, "bucket")
+        return bucket.decode_bucket(body)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    try:
+        yield
+    except errors.FormatError as error:
+        raise object_store.Damaged(key, str(error)) from error
