@@ -15,6 +15,7 @@ COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY client/pyproject.toml client/README.md client/LICENSE client/
 RUN uv sync --locked --no-dev --no-install-workspace
 COPY client client
+COPY compaction compaction
 COPY daemon daemon
 COPY storage_backends storage_backends
 RUN uv sync --locked --no-dev --no-editable
