@@ -1,6 +1,6 @@
 """The object FORMAT: created once, it fixes what holds for the whole root.
 
-Owns: creating it, and refusing a root that this release cannot serve.
+Owns: creating it, reading it, and refusing a root that this release cannot serve.
 Does not own: its bytes (`formats.manifest`).
 """
 
@@ -28,7 +28,7 @@ def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms:
     Raises Damaged when FORMAT cannot be read, is of another version, or is missing from a root that has shards; and
     the store's errors.
     """
-    found = _read(store)
+    found = read(store)
     if found is not None:
         return found
     if next(store.list(_SHARDS_PREFIX), None) is not None:
@@ -37,13 +37,13 @@ def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms:
     try:
         store.put_if_absent(names.FORMAT_KEY, manifest.encode_root_format(made), metadata={commit.COMMIT_ID: root_id})
     except AlreadyExists as error:
-        found = _read(store)
+        found = read(store)
         if found is None:
             # 409 is answered also while nobody has won: a later try may.
             raise StoreUnavailable(names.FORMAT_KEY, f"{error.reason}, and it is not there yet") from error
         return found
     except OutcomeUnknown:
-        found = _read(store)
+        found = read(store)
         if found is None:
             raise
         return found
@@ -52,13 +52,17 @@ def read_or_create(store: ObjectStore, *, shards: int, root_id: str, created_ms:
 
 def _created_meanwhile(store: ObjectStore, otherwise: str) -> RootFormat:
     """What this or another daemon has created. Raises Damaged with the reason `otherwise` when it is not there."""
-    found = _read(store)
+    found = read(store)
     if found is None:
         raise Damaged(names.FORMAT_KEY, otherwise)
     return found
 
 
-def _read(store: ObjectStore) -> RootFormat | None:
+def read(store: ObjectStore) -> RootFormat | None:
+    """The FORMAT of a root; None when there is none. Nothing is created.
+
+    Raises Damaged when it cannot be read or is of another version, and the store's errors.
+    """
     try:
         body = store.get(names.FORMAT_KEY)
     except NotFound:

@@ -1,54 +1,16 @@
 """The operations on a shard's manifest: who owns it, and where replay begins.
 
 Owns: precondition and effect of each operation but those of collection (`storage_backends.collection`).
-Does not own: committing (`storage_backends.commit`), the order of a takeover (`takeover`), what a checkpoint holds.
+Does not own: the sequence of them (`storage_backends.shard_manifests`), committing (`storage_backends.commit`), the
+order of a takeover (`takeover`), what a checkpoint holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from storage_backends import commit
-from storage_backends.formats import errors, framing, manifest, names
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Tombstone
-from storage_backends.object_store import ObjectStore
-
-CODEC = commit.Codec(
-    encode=manifest.encode_shard_manifest,
-    decode=manifest.decode_shard_manifest,
-    with_head=lambda value, head: dataclasses.replace(value, head=head),
-)
-
-
-def shard_log(
-    store: ObjectStore,
-    shard: int,
-    *,
-    monotonic: Callable[[], float],
-    sleep: Callable[[float], None],
-    jitter: Callable[[], float],
-    new_id: Callable[[], str],
-    observer: commit.Observer | None = None,
-) -> commit.ManifestLog[ShardManifest]:
-    """The manifests of one shard; one of another shard among them is damage."""
-
-    def decode(body: bytes) -> ShardManifest:
-        found = CODEC.decode(body)
-        if found.shard != shard:
-            raise errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
-        return found
-
-    return commit.ManifestLog(
-        store,
-        names.shard_manifest_prefix(shard),
-        dataclasses.replace(CODEC, decode=decode),
-        monotonic=monotonic,
-        sleep=sleep,
-        jitter=jitter,
-        new_id=new_id,
-        observer=observer,
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.durability import backoff, shard_manifest, takeover
+from daemon.durability import backoff, takeover
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption, InvariantViolated
-from storage_backends import commit, topic_manifest
+from storage_backends import commit, shard_manifests, topic_manifest
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import Damaged, StoreError
 
@@ -31,7 +31,7 @@ Operation = commit.Operation[TopicManifest]
 
 def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardManifest]:
     """The manifests of a shard."""
-    return shard_manifest.shard_log(
+    return shard_manifests.shard_log(
         environment.store,
         shard,
         monotonic=environment.clock.elapsed_s,

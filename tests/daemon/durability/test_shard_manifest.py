@@ -7,9 +7,8 @@ import itertools
 
 import pytest
 
-from daemon.durability import shard_manifest
 from daemon.durability.shard_manifest import Claim, Release, WriteCheckpoint
-from storage_backends import commit
+from storage_backends import commit, shard_manifests
 from storage_backends.collection import CollectTombstones, SetFloor
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import (
@@ -173,7 +172,7 @@ def test_a_release_finds_itself_only_in_its_own_epoch() -> None:
 
 def log_of(store: ObjectStore, name: str = "id") -> commit.ManifestLog[ShardManifest]:
     clock, ids = VirtualClock(), (f"{name}-{number}" for number in itertools.count())
-    return shard_manifest.shard_log(
+    return shard_manifests.shard_log(
         store, SHARD, monotonic=clock.now, sleep=clock.block, jitter=lambda: 0.5, new_id=lambda: next(ids)
     )
 

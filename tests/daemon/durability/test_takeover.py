@@ -23,7 +23,7 @@ from daemon.durability import (
 from daemon.durability.journal import JournalWriter
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.errors import Corruption, NotOwner
-from storage_backends import commit, crash_points, memory, object_store
+from storage_backends import commit, crash_points, memory, object_store, shard_manifests
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest, names
 from storage_backends.formats.rows import Rows
@@ -49,7 +49,7 @@ def shard_log_of(
     store: object_store.ObjectStore, name: str = "x", clock: VirtualClock | None = None
 ) -> commit.ManifestLog[manifest.ShardManifest]:
     clock = clock or VirtualClock()
-    return shard_manifest.shard_log(
+    return shard_manifests.shard_log(
         store, SHARD, monotonic=clock.now, sleep=clock.block, jitter=lambda: 0.5, new_id=Ids(f"commit-{name}")
     )
 

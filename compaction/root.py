@@ -1,0 +1,126 @@
+"""A root as jobs find it: how many shards it has, which topics, and the newest manifest of each.
+
+Owns: refusing what is no root, finding topics by name or by listing, and the logs of manifests as a job uses them.
+Does not own: what a manifest says (`storage_backends.formats.manifest`), and what a topic holds (`topic_state`).
+
+Nothing here writes: a job creates no root, and a log that it gets here writes only what is committed through it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import ulid
+
+from storage_backends import commit, root_format, shard_manifests, topic_manifest
+from storage_backends.formats import errors, names
+from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
+from storage_backends.object_store import ObjectStore
+
+_ABSENT: Final = "there is no root: the object FORMAT is missing; a daemon creates it when it serves this store first"
+
+
+class RootAbsent(Exception):
+    """The store holds no root; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class TopicPlace:
+    """Where a topic is in a root."""
+
+    shard: int
+    topic_id: str
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the topic begins with."""
+        return names.topic_prefix(self.shard, self.topic_id)
+
+
+class Root:
+    """One root. Thread-safe: it holds no state beside FORMAT."""
+
+    def __init__(self, store: ObjectStore, found: RootFormat) -> None:
+        self.store = store
+        self.format = found
+
+    @staticmethod
+    def open(store: ObjectStore) -> Root:
+        """Raises RootAbsent, Damaged when FORMAT cannot be read or is of another version, and the store's errors."""
+        found = root_format.read(store)
+        if found is None:
+            raise RootAbsent(_ABSENT)
+        return Root(store, found)
+
+    @property
+    def shards(self) -> int:
+        """How many shards the root has."""
+        return self.format.shards
+
+    # ---- topics
+
+    def place_of(self, name: str) -> TopicPlace:
+        """Where the topic of that name is, or would be."""
+        return TopicPlace(names.shard_of(name, self.shards), names.topic_id(name))
+
+    def topics(self, named: Sequence[str] | None = None) -> list[TopicPlace]:
+        """The places of the topics of those names, which need not exist, or, None, of all that the shards list; by
+        shard. What was deleted is listed as well as long as its manifest is there.
+
+        To list takes as many requests as the topics have objects, by the page; names take none.
+        """
+        if named is not None:
+            return sorted({self.place_of(name) for name in named})
+        return [place for shard in range(self.shards) for place in self.listed(shard)]
+
+    def listed(self, shard: int) -> list[TopicPlace]:
+        """The topics that a shard lists. Objects that are not of a topic are passed over."""
+        return [TopicPlace(shard, topic_id) for topic_id in sorted(set(self._listed_ids(shard)))]
+
+    def _listed_ids(self, shard: int) -> Iterator[str]:
+        for entry in self.store.list(names.topics_prefix(shard)):
+            try:
+                yield names.topic_id_of(entry.key)
+            except errors.FormatError:
+                continue
+
+    def log(self, place: TopicPlace) -> commit.ManifestLog[TopicManifest]:
+        """The manifests of a topic."""
+        return topic_manifest.topic_log(
+            self.store,
+            place.shard,
+            place.topic_id,
+            monotonic=_elapsed_s,
+            sleep=time.sleep,
+            jitter=random.random,
+            new_id=_new_id,
+        )
+
+    def tip(self, place: TopicPlace) -> commit.Tip[TopicManifest] | None:
+        """The newest manifest of a topic, also of a deleted one; None when there never was one.
+
+        Raises Damaged and the store's errors.
+        """
+        return self.log(place).read_tip()
+
+    # ---- shards
+
+    def shard_tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
+        """The newest manifest of a shard; None before its first owner. Raises Damaged and the store's errors."""
+        log = shard_manifests.shard_log(
+            self.store, shard, monotonic=_elapsed_s, sleep=time.sleep, jitter=random.random, new_id=_new_id
+        )
+        return log.read_tip()
+
+
+def _elapsed_s() -> float:
+    """Seconds, counting while the machine is suspended where the system tells that."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+def _new_id() -> str:
+    return str(ulid.ULID())

@@ -1,0 +1,51 @@
+"""The manifests of a shard, as a sequence.
+
+Owns: which manifests are of a shard. Does not own: the operations of its owners (the daemon) and of collection
+(`collection`), and the stored form (`formats.manifest`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from storage_backends import commit
+from storage_backends.formats import errors, framing, manifest, names
+from storage_backends.formats.manifest import ShardManifest
+from storage_backends.object_store import ObjectStore
+
+CODEC = commit.Codec(
+    encode=manifest.encode_shard_manifest,
+    decode=manifest.decode_shard_manifest,
+    with_head=lambda value, head: dataclasses.replace(value, head=head),
+)
+
+
+def shard_log(
+    store: ObjectStore,
+    shard: int,
+    *,
+    monotonic: Callable[[], float],
+    sleep: Callable[[float], None],
+    jitter: Callable[[], float],
+    new_id: Callable[[], str],
+    observer: commit.Observer | None = None,
+) -> commit.ManifestLog[ShardManifest]:
+    """The manifests of one shard; one of another shard among them is damage."""
+
+    def decode(body: bytes) -> ShardManifest:
+        found = CODEC.decode(body)
+        if found.shard != shard:
+            raise errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
+        return found
+
+    return commit.ManifestLog(
+        store,
+        names.shard_manifest_prefix(shard),
+        dataclasses.replace(CODEC, decode=decode),
+        monotonic=monotonic,
+        sleep=sleep,
+        jitter=jitter,
+        new_id=new_id,
+        observer=observer,
+    )
