@@ -29,6 +29,11 @@ def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[buck
     return _twice_damaged(lambda: _open(store, live))
 
 
+def read_table(store: object_store.ObjectStore, live: LiveBucket) -> bucket.BucketTable:
+    """The table of a live bucket alone: one ranged read. It has as many rows, due when the manifest says."""
+    return _twice_damaged(lambda: _table(store, live))
+
+
 def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     return _twice_damaged(lambda: _read(store, key, segments))
@@ -56,6 +61,15 @@ def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.Buc
         metadata = bucket.decode_metadata(entry, table.metadata)
         bucket.check_head(metadata, table, live)
         return table, metadata
+
+
+def _table(store: object_store.ObjectStore, live: LiveBucket) -> bucket.BucketTable:
+    key = live.object.name
+    with _naming(key):
+        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
+        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
+        bucket.check_table(table, live)
+        return table
 
 
 def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:

@@ -397,6 +397,16 @@ def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -
         raise errors.FormatError(what, offset, detail)
 
 
+def check_table(table: BucketTable, live: LiveBucket) -> None:
+    """As `check_head`, where the table is all that was read."""
+    info = table.metadata
+    found = (info.rows, info.min_deliver_at_ms, info.max_deliver_at_ms)
+    named = (live.rows, live.min_deliver_at_ms, live.max_deliver_at_ms)
+    if found != named:
+        detail = f"rows and the range of deliver_at_ms are {found}, the manifest says {named}"
+        raise errors.FormatError("bucket offset table", info.offset, detail)
+
+
 def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
     """Metadata and all rows in due order, from the whole object. Raises FormatError at the first part that is wrong."""
     start, _ = footer_range(len(body))
