@@ -17,6 +17,10 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class EngineUnusable(Exception):
+    """The engine does not start, or is not to be used in this way; the message says why and what to do."""
+
+
 class WorkFailed(Exception):
     """A task failed with what it does not expect, or a worker was lost for good; the message says with what."""
 
