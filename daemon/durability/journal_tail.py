@@ -1,21 +1,20 @@
-"""Reads the end of a journal: every slot from a given one up to the first that is absent.
+"""Reads the end of a journal for whoever takes the shard over: what is wrong with it refuses the shard.
 
-Owns: reading slots ahead, and the checks between neighbours: no gap, no epoch below an earlier one.
-Does not own: where reading begins (`takeover`), what the records do (recovery).
+Owns: that damage is Corruption. Does not own: reading and checking slots (`storage_backends.journal_slots`), where
+reading begins (`takeover`), what the records do (recovery).
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterator
 
 from daemon.errors import Corruption
-from storage_backends import object_store
-from storage_backends.formats import errors, journal, names
-
-# On a remote store a slot takes a round trip; this many are under way at once.
-READ_AHEAD_SLOTS = 16
+from storage_backends import journal_slots, object_store
+from storage_backends.formats import journal
+from storage_backends.journal_slots import READ_AHEAD_SLOTS
+from storage_backends.journal_slots import Slot as Slot
 
 
 class SlotDamaged(Corruption):
@@ -28,30 +27,10 @@ class SlotDamaged(Corruption):
         self.offset = offset
 
 
-class Slot(NamedTuple):
-    """A slot as it was read; its records in the order in which they are applied, those on topics not decoded yet."""
-
-    header: journal.SlotHeader
-    records: tuple[journal.StoredRecord, ...]
-    deletions: tuple[journal.DeletionRecord, ...]
-    size_bytes: int
-
-
 def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | None:
     """None when it is absent. Raises SlotDamaged."""
-    key = names.journal_slot_key(shard, slot)
-    try:
-        body = store.get(key)
-        header, records, deletions = journal.read_slot(body)
-    except object_store.NotFound:
-        return None
-    except object_store.Damaged as error:
-        raise SlotDamaged(key, None, error.reason) from error
-    except errors.FormatError as error:
-        raise SlotDamaged(key, error.offset, error.detail) from error
-    if (header.shard, header.slot) != (shard, slot):
-        raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
-    return Slot(header, records, deletions, len(body))
+    with _refused():
+        return journal_slots.read_slot(store, shard, slot)
 
 
 def read_tail(
@@ -67,36 +46,21 @@ def read_tail(
     An owner that still lives may write meanwhile: only a fence makes the end final. Raises SlotDamaged, and Corruption
     for a gap or an epoch that falls; both refuse the shard. `executor` must not be the one that runs this call.
     """
-    slots: list[Slot] = []
-    ahead: collections.deque[concurrent.futures.Future[Slot | None]] = collections.deque()
-    next_slot = from_slot
-    try:
-        while True:
-            while len(ahead) < read_ahead_slots:
-                ahead.append(executor.submit(read_slot, store, shard, next_slot + len(ahead)))
-            slot = ahead.popleft().result()
-            if slot is None and any(later.result() is not None for later in ahead):
-                # A living owner may have written this slot and a later one after the first look.
-                slot = read_slot(store, shard, next_slot)
-                if slot is None:
-                    key = names.journal_slot_key(shard, next_slot)
-                    raise Corruption(f"journal slot {key} is missing though a later one exists: the store has lost it")
-                ahead.clear()
-            if slot is None:
-                return slots
-            if slots:
-                check_epochs(slots[-1].header, slot.header)
-            slots.append(slot)
-            next_slot += 1
-    finally:
-        for later in ahead:
-            later.cancel()
+    with _refused():
+        return journal_slots.read_tail(store, shard, from_slot, executor=executor, read_ahead_slots=read_ahead_slots)
 
 
 def check_epochs(earlier: journal.SlotHeader, later: journal.SlotHeader) -> None:
     """Raises Corruption when the epoch falls from a slot to the next: a fence should have made that impossible."""
-    if later.epoch < earlier.epoch:
-        raise Corruption(
-            f"shard {later.shard}: slot {later.slot} of epoch {later.epoch} follows slot {earlier.slot} of epoch "
-            f"{earlier.epoch}: the store does not honour conditional writes"
-        )
+    with _refused():
+        journal_slots.check_epochs(earlier, later)
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except journal_slots.SlotDamaged as error:
+        raise SlotDamaged(error.key, error.offset, error.detail) from error
+    except object_store.Damaged as error:
+        raise Corruption(f"journal slot {error}") from error

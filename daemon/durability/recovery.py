@@ -1,21 +1,14 @@
 """Recovery of one topic: from its manifest, its part of the shard checkpoint and the journal's tail.
 
-Owns: which of them counts for what, the topic in memory that results, and what a checkpoint carries over of a topic
-that is not in memory.
-Does not own: taking the shard over (`takeover`), claiming the topic's manifest (the caller, before this reads it), and
-serving.
+Owns: the topic in memory that results, and what a checkpoint carries over of a topic that is not in memory.
+Does not own: which of them counts for what (`storage_backends.topic_tails`), taking the shard over (`takeover`),
+claiming the topic's manifest (the caller, before this reads it), and serving.
 
-    state as of max(applied, p)  =  manifest, and where `applied` < p and the checkpoint has a part for the topic,
-                                    that part in place of the manifest's progress
-    state now                    =  that, and the decisions of the slots above: those that the part carries, then those
-                                    of the journal above the checkpoint's slot
-
-`p` is the part's slot: the checkpoint's, or, of a part that was carried over, that of the checkpoint it was written
-for; 0 where there is none. A bucket whose seal was cut before `p` and is not in the manifest by then is in the part
-with its rows: if `applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they
-are rows of the mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What
-progress says of redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription
-that is no more are owed to nobody: they are left out.
+A bucket whose seal was cut before the part's slot and is not in the manifest by then is in the part with its rows: if
+`applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they are rows of the
+mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What progress says of
+redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription that is no more
+are owed to nobody: they are left out.
 """
 
 from __future__ import annotations
@@ -36,30 +29,15 @@ from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
 from daemon.durability import bucket_objects, progress, redeliveries
 from daemon.errors import Corruption, InvariantViolated
-from storage_backends import object_store
+from storage_backends import object_store, topic_tails
 from storage_backends.formats import bucket, checkpoint, errors, index_ids, journal, manifest
 from storage_backends.formats.checkpoint import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.formats.rows import Rows
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class TopicTail:
-    """What checkpoint and journal hold of a topic beside its manifest.
-
-    `part`: its part of the checkpoint, which always says its slot; None when there is none. `slots`: the decisions
-    above it, ascending. Most are never decoded: a later seal holds the rows.
-    """
-
-    part: checkpoint.TopicPart | None = None
-    slots: tuple[CarriedSlot, ...] = ()
-
-    @property
-    def part_slot(self) -> int:
-        return 0 if self.part is None or self.part.slot is None else self.part.slot
-
-
-NOTHING = TopicTail()
+from storage_backends.topic_tails import NOTHING as NOTHING
+from storage_backends.topic_tails import TopicTail as TopicTail
+from storage_backends.topic_tails import counting_part as counting_part
+from storage_backends.topic_tails import tails_of as tails_of
 
 
 def deletion_records(
@@ -80,28 +58,6 @@ def deletions_of(
     for record in deletion_records(loaded, slots):
         restored.apply(record)
     return restored
-
-
-def tails_of(
-    loaded: checkpoint.Checkpoint | None, slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.AnyRecord]]]
-) -> dict[str, TopicTail]:
-    """By topic, all topics that the checkpoint or the slots name."""
-    parts: dict[str, checkpoint.TopicPart] = {}
-    above: dict[str, list[CarriedSlot]] = {}
-    covered = 0 if loaded is None else loaded.slot
-    for part in () if loaded is None else loaded.topics:
-        above[part.topic_id] = list(part.carried)
-        slot = covered if part.slot is None else part.slot
-        parts[part.topic_id] = dataclasses.replace(part, slot=slot, carried=())
-    for header, records in slots:
-        if header.slot <= covered:
-            continue
-        named: dict[str, list[journal.AnyRecord]] = {}
-        for record in records:
-            named.setdefault(record.topic_id, []).append(record)
-        for topic_id, own in named.items():
-            above.setdefault(topic_id, []).append(CarriedSlot(header.slot, tuple(own)))
-    return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
 
 
 def carried_part(topic_id: str, tail: TopicTail) -> checkpoint.TopicPart:
@@ -154,14 +110,6 @@ def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> Opene
         return OpenedBucket(None, str(error))
 
 
-def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint.TopicPart | None:
-    """The topic's part of the checkpoint, if it is newer than the manifest."""
-    part = tail.part
-    if part is None or tip.applied >= tail.part_slot or part.incarnation != tip.incarnation:
-        return None
-    return part
-
-
 def restore(
     topic: Topic,
     tip: manifest.TopicManifest,
@@ -190,10 +138,9 @@ def restore(
         _restore_rows(topic, 0, part.mutable_rows, by_bucket.get(""), elapsed_ms)
         for own in part.own_rows:
             _restore_rows(topic, own.subscription_id, own.rows, None, elapsed_ms)
-        for sealing in part.sealing:
-            if tip.applied < sealing.slot:
-                bits = by_bucket.get(sealing.bucket)
-                _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
+        for sealing in topic_tails.still_sealing(tip, part):
+            bits = by_bucket.get(sealing.bucket)
+            _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
     entitlement.dismiss_all_but(topic.index, topic.subscriptions)
     redeliveries.restore(topic, objects.progress)
 
@@ -267,11 +214,8 @@ def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapse
 
     Raises Corruption when one of them cannot be decoded.
     """
-    state_slot = max(tip.applied, tail.part_slot)
     rows = 0
-    for slot in tail.slots:
-        if slot.slot <= state_slot:
-            continue
+    for slot in tail.slots_above(tip):
         for record in _decoded(slot):
             topic.apply(record, slot.slot, elapsed_ms=elapsed_ms)
             rows += record.row_count

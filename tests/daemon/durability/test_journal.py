@@ -340,7 +340,7 @@ def test_a_slot_that_the_store_lost_is_not_taken_for_the_end(reads: concurrent.f
     for slot in range(4, 9):
         if slot != missing:
             put_slot(store, slot, epoch=1)
-    with pytest.raises(Corruption, match=f"{missing:020d} is missing"):
+    with pytest.raises(Corruption, match=f"{missing:020d}: it is missing"):
         read(store, reads)
 
 

@@ -1,0 +1,66 @@
+"""Reading the checkpoints of a shard.
+
+Owns: that what is read is whole, and falling back to the checkpoint before a damaged one.
+Does not own: writing one, the form of its bytes (`formats.checkpoint`), and the slots kept for the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from storage_backends import object_store
+from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import errors, manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """The newest checkpoint that can be read, and the slot above which the journal is to be replayed with it.
+
+    `checkpoint` is None before the first one.
+    """
+
+    checkpoint: checkpoint_format.Checkpoint | None
+    replay_from: int
+
+
+def read_checkpoint(
+    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference
+) -> checkpoint_format.Checkpoint:
+    """Raises Damaged, NotFound when it is missing, and what the store raises when it cannot be reached."""
+    key = reference.object.name
+    body = store.get(key)
+    try:
+        manifest.check_bytes(reference.object, body, "checkpoint")
+        checkpoint = checkpoint_format.decode_checkpoint(body)
+    except errors.FormatError as error:
+        raise object_store.Damaged(key, str(error)) from error
+    if (checkpoint.shard, checkpoint.slot) != (shard, reference.slot):
+        raise object_store.Damaged(key, f"it is of slot {checkpoint.slot} of shard {checkpoint.shard}")
+    return checkpoint
+
+
+def read_newest(
+    store: object_store.ObjectStore, tip: manifest.ShardManifest, *, damaged: Callable[[str], None]
+) -> LoadedCheckpoint:
+    """The checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of its
+    key.
+
+    Before the second checkpoint no slot was deleted, so that the whole journal stands in for a damaged first one.
+    Raises Damaged or NotFound when the predecessor cannot be read either, and the store's errors.
+    """
+    if tip.checkpoint is None:
+        return LoadedCheckpoint(None, tip.replay_from)
+    try:
+        return LoadedCheckpoint(read_checkpoint(store, tip.shard, tip.checkpoint), tip.replay_from)
+    except (object_store.Damaged, object_store.NotFound) as error:
+        damaged(error.key)
+        log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
+    previous = tip.previous_checkpoint
+    if previous is None:
+        return LoadedCheckpoint(None, 0)
+    return LoadedCheckpoint(read_checkpoint(store, tip.shard, previous), previous.replay_from)
