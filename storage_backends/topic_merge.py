@@ -104,7 +104,7 @@ class Merge:
     def _not_gone(self, tip: TopicManifest) -> str | None:
         if not any(source.dropped for source in self.sources):
             return None
-        progress = self.progress_of(tip)
+        progress = merge.concerning(self.progress_of(tip), ((source.name, source.kept) for source in self.sources))
         for source in self.sources:
             waiting = source.dropped - merge.bits_of(source.name, source.kept, progress).gone
             if waiting:

@@ -56,6 +56,15 @@ def bits_of(bucket: str, kept: Sequence[KeptRows], progress: Progress) -> Bits:
     return Bits(gone, {number: positions for number, positions in acknowledged.items() if positions})
 
 
+def concerning(progress: Progress, buckets: Iterable[tuple[str, Sequence[KeptRows]]]) -> Progress:
+    """What progress says under the names that `bits_of` looks for: of each bucket its own and those in its `kept`.
+
+    Of some buckets among many, the bits are read from this: to look for each of them in all would take a product.
+    """
+    names = {name for bucket, kept in buckets for name in (bucket, *(each.source for each in kept))}
+    return Progress(buckets=tuple(part for part in progress.buckets if part.bucket in names))
+
+
 def _within(part: BucketProgress, within: PositionSet | None) -> Bits:
     """What a part of progress says; of those positions only, None = of all."""
 
@@ -122,6 +131,7 @@ def merged(
     Raises FormatError, naming the source, when a source is not what the manifest or its metadata says; NotConserved
     when a position is held by two sources, or the hashes do not balance.
     """
+    progress = concerning(progress, ((source.name, source.metadata.kept) for source in sources))
     parts = [_part(source, progress, subscription_id) for source in sources]
     kept_positions = _disjoint_union(parts)
     rows = Rows.concat([part.rows for part in parts]).sorted_by_due()

@@ -124,7 +124,7 @@ async def test_within_the_limit_nothing_is_merged_or_read(machines: EngineFixtur
     await asyncio.sleep(30)
     assert (asked.merges, asked.buckets) == (0, 4)
     assert live_objects(machines) == before
-    assert not [call for call in one.store.calls if call.operation == "get_with_metadata" and BUCKETS in call.key]
+    assert not [call for call in one.store.calls if call.operation == "get_range" and BUCKETS in call.key]
 
 
 # ---- a clear beside a merge
@@ -156,7 +156,7 @@ async def nothing_is_left(machines: EngineFixture, one: Daemon, rows: list[Row])
 
 @pytest.mark.parametrize(
     ("operation", "part"),
-    [("get_with_metadata", BUCKETS), ("put", BUCKETS), ("put_if_absent", MANIFESTS)],
+    [("get_range", BUCKETS), ("put", BUCKETS), ("put_if_absent", MANIFESTS)],
     ids=["a source is read", "the merged bucket is written", "the sources leave"],
 )
 async def test_a_clear_while_buckets_are_merged_leaves_nothing(

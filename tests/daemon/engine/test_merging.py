@@ -245,7 +245,7 @@ async def test_the_own_index_of_a_subscription_leaves_while_it_is_merged(machine
 async def test_a_merge_is_tried_again_when_the_store_fails(machines: EngineFixture, fault: Fault) -> None:
     one = await machines.served_by("one", *SMALL, limit(-1))
     await fill(one, 5)
-    for operation, part in (("get_with_metadata", BUCKETS), ("put", BUCKETS), ("put_if_absent", MANIFESTS)):
+    for operation, part in (("get_range", BUCKETS), ("put", BUCKETS), ("put_if_absent", MANIFESTS)):
         one.script.plan(operation, fault, key_part=part)
     assert (await merge(one, 2)).buckets == 2
     assert len(machines.topic_tip().live) == 2
@@ -287,7 +287,7 @@ async def test_a_topic_is_deleted_while_its_buckets_are_merged(machines: EngineF
 async def test_the_orderly_end_does_not_wait_for_a_merge(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SMALL, limit(-1))
     await fill(one, 4)
-    held = one.pause("get_with_metadata", BUCKETS)
+    held = one.pause("get_range", BUCKETS)
     asked = merge(one, 1)
     await held.reached()
     await one.stop()
