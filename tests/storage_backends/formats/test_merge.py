@@ -331,6 +331,15 @@ def test_what_is_told_of_a_source_counts_only_for_the_rows_that_were_copied() ->
     assert {number: plain(positions) for number, positions in bits.acknowledged.items()} == {4: {A}}
 
 
+def test_what_concerns_some_buckets_says_of_them_what_all_of_it_says() -> None:
+    first = merged([source_of("a", rows_at(A, B)), source_of("b", rows_at(C))], gone(a=[A]))
+    told = gone(a=[A, B], b=[C], d=[], x=[A, B, C])
+    some = merge.concerning(told, [("d", first.kept), ("y", ())])
+    assert [part.bucket for part in some.buckets] == ["a", "b", "d"]
+    assert merge.bits_of("d", first.kept, some).gone == merge.bits_of("d", first.kept, told).gone
+    assert plain(merge.bits_of("d", first.kept, some).gone) == {B, C}
+
+
 def kept_of_sources_only(parts: Sequence[merge._Part]) -> tuple[KeptRows, ...]:
     """A name two merges old says nothing any more."""
     return tuple(KeptRows(source=part.source.name, positions=part.kept.bitmaps()) for part in parts)
