@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 # The gate must give the same verdict twice: examples are derived from the test, not from the clock. A longer search,
 # with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
 hypothesis.settings.register_profile("gate", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("gate")
+# Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
+NO_CONSTANTS = providers.Constants()
 
 
 class NotLoopback(AssertionError):
@@ -40,6 +43,11 @@ def _refuse_other_machines(event: str, arguments: tuple[object, ...]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_other_machines)
+
+
+def pytest_collection_finish() -> None:
+    if hypothesis.settings.get_current_profile_name() == "gate":
+        providers._get_local_constants = lambda: NO_CONSTANTS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,11 +24,10 @@ from storage_backends.formats.manifest import Progress
 from storage_backends.formats.merge import Bits
 from tests.daemon.core import test_merging
 from tests.daemon.core.merging_machine import MergingMachine
-from tests.daemon.core.test_planted_bugs import found_by_the_state_machine
+from tests.daemon.core.test_planted_bugs import found_by_the_state_machine, search
 from tests.daemon.core.test_topic_states import run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-RUNS = 1_000
 
 
 @pytest.mark.timeout(0)
@@ -195,7 +194,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found_by_the_state_machine(MergingMachine, runs=RUNS)
+    found_by_the_state_machine(MergingMachine)
 
 
 @pytest.mark.parametrize(("plant", "story"), BY_A_STORY, ids=lambda each: each.__name__)
@@ -205,3 +204,7 @@ def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         story()
+
+
+def test_a_search_finds_nothing_where_no_bug_is_planted() -> None:
+    search(MergingMachine, seed=0)

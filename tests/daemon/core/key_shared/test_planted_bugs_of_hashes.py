@@ -4,12 +4,8 @@ is found by any order of events.
 
 from __future__ import annotations
 
-import contextlib
-
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from pyroaring import BitMap64
 
 from daemon.core.in_flight import Mask, Places
@@ -18,16 +14,12 @@ from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.positions import KeyRange, PageTable
-from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U64
 from tests.daemon.core.key_shared import last_sent_machine, test_nack_blocks
 from tests.daemon.core.key_shared.last_sent_machine import LastSentMachine
 from tests.daemon.core.key_shared.test_draining_hashes import DrainingHashesMachine
 from tests.daemon.core.key_shared.test_nack_blocks import NackBlocksMachine
-from tests.daemon.core.test_planted_bugs import Plant
-
-# More than any of them needs: which runs are tried depends on the order of sets.
-RUNS = 1200
+from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 
 # ---- draining hashes
 
@@ -249,33 +241,22 @@ OF_BLOCKED_HASHES: tuple[Plant, ...] = (
 )
 
 
-def found_by(machine: type[RuleBasedStateMachine], inside: contextlib.AbstractContextManager[None]) -> None:
-    settings = hypothesis.settings(
-        max_examples=RUNS,
-        stateful_step_count=50,
-        phases=(hypothesis.Phase.generate,),
-        suppress_health_check=list(hypothesis.HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-    )
-    with inside, pytest.raises((AssertionError, KeyError, InvariantViolated, pytest.fail.Exception)):
-        run_state_machine_as_test(machine, settings=settings)
-
-
 @pytest.mark.parametrize("plant", OF_DRAINING_HASHES, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_draining_hashes_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found_by(DrainingHashesMachine, contextlib.nullcontext())
+    found_by_the_state_machine(DrainingHashesMachine)
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("plant", OF_THE_LAST_SENT_POSITION, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_the_last_sent_position_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found_by(LastSentMachine, last_sent_machine.small())
+    with last_sent_machine.small():
+        found_by_the_state_machine(LastSentMachine)
 
 
 @pytest.mark.parametrize("plant", OF_BLOCKED_HASHES, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_blocked_hashes_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    found_by(NackBlocksMachine, test_nack_blocks.small())
+    with test_nack_blocks.small():
+        found_by_the_state_machine(NackBlocksMachine)
