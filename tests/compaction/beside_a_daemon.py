@@ -1,0 +1,138 @@
+"""A daemon with a few topics of small buckets under traffic, and a job beside it that is killed, stopped or refused.
+
+Owns: the daemon, the topics, and what must be true after whatever happened to a job.
+Does not own: what happens to it (the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import tarry
+from examples import processes
+from tests.compaction import live_topic, stored
+from tests.compaction.live_topic import LiveTopic, Shape
+from tests.support.jobs import Jobs
+from tests.support.processes import Daemons
+
+# Each topic is one run.
+SHAPES = {
+    "flights": Shape(buckets=12, rows=40, seal_every=10),
+    "trains": Shape(buckets=8, rows=40, own=True, seal_every=10),
+    "ferries": Shape(buckets=8, rows=40, seal_every=10),
+}
+# What no manifest needs is deleted when somebody asks for it, and then at once.
+SETTINGS: dict[str, object] = {
+    "daemon.shards": 2,
+    "collection.interval_s": 86_400,
+    "collection.orphan_interval_s": 86_400,
+    "collection.orphan_age_s": 0,
+    "collection.grace_s": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """Objects that a job wrote, by whether a manifest names them."""
+
+    orphans: frozenset[str]
+    committed: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """`before`: the bucket objects that were there before any job. `open`: what ends with the scene."""
+
+    daemon: processes.DaemonProcess
+    client: tarry.Client
+    topics: list[LiveTopic]
+    jobs: Jobs
+    root: Path
+    before: stored.Stored
+    open: contextlib.ExitStack
+
+    def begin(self) -> None:
+        for topic in self.topics:
+            topic.begin()
+
+    def go_on(self, turns: int = 8) -> None:
+        """The traffic goes on; each topic has committed something since, and so knows every merge before."""
+        for topic in self.topics:
+            topic.wait_for_turns(turns)
+            topic.seal()
+
+    def left_by_a_job(self) -> Left:
+        """What a job that ended, or does nothing just now, has written: nothing but bucket objects. Raises
+        AssertionError.
+        """
+        for topic in self.topics:
+            topic.wait_for_turns(2)
+            topic.account.check_so_far()
+        first = stored.look(self.root)
+        # Seals that are under way are done then: their objects are no orphans.
+        for topic in self.topics:
+            topic.seal()
+        now = stored.look(self.root)
+        assert not now.lost, "a manifest names what is not there"
+        assert self.before.files <= now.files, "an object was deleted, and nobody collected"
+        foreign = [path for path in stored.everything(self.root) if not is_known(path)]
+        assert not foreign, "a job left something else than objects"
+        return Left(orphans=first.orphans & now.orphans, committed=now.merged - self.before.merged)
+
+    def collect(self, orphans: frozenset[str]) -> None:
+        """Collection removes these orphans, and nothing that is served."""
+        # The floor rises to the tip, and these orphans are below it by now.
+        self.go_on(turns=1)
+        self.collect_garbage()
+        left = stored.look(self.root)
+        assert not left.lost
+        assert not orphans & left.files, "orphans are still there"
+
+    def collect_garbage(self) -> None:
+        """Two passes: the floor that the first one sets counts for the second at the latest."""
+        for _ in range(2):
+            steps = list(self.client.collect_garbage())
+            assert steps[-1].done
+            assert not steps[-1].failed.objects
+
+    def check_settled(self) -> None:
+        """Every row is accounted for, and on the store is what manifests name, and nothing else."""
+        for topic in self.topics:
+            topic.check_settled()
+        self.collect_garbage()
+        left = stored.look(self.root)
+        assert left.files == left.live | left.buried, left.orphans
+
+    def finish(self) -> None:
+        """A later job does what is left to do."""
+        summary = self.jobs.compact("local").expect(0)
+        assert {run["outcome"] for run in summary["runs"]} <= {"committed"}, summary
+        self.go_on(turns=3)
+        for topic in self.topics:
+            merged = sorted(self.before.live & topic.bucket_names())
+            assert not merged, f"{topic.name}: small buckets are left: {merged}"
+        self.check_settled()
+
+
+@contextlib.contextmanager
+def scene(daemons: Daemons, jobs: Jobs, root: Path, seed: int) -> Iterator[Scene]:
+    """A daemon that serves filled topics; the traffic has begun."""
+    daemon = daemons.make("tarryd", SETTINGS | processes.local_store(root))
+    daemon.start_serving()
+    with contextlib.ExitStack() as open_until_the_end:
+        topics = open_until_the_end.enter_context(live_topic.filled(daemon.address, SHAPES, seed))
+        client = open_until_the_end.enter_context(tarry.Client(daemon.address))
+        made = Scene(daemon, client, topics, jobs, root, stored.look(root), open_until_the_end)
+        made.begin()
+        yield made
+
+
+def is_known(path: str) -> bool:
+    """Whether a file is of the layout, and no temporary."""
+    parts = path.split("/")
+    return path == "FORMAT" or (
+        parts[0] == "shards" and (parts[2:3] == ["manifest"] or parts[4:5] in (["manifest"], ["buckets"], ["progress"]))
+    )
