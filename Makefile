@@ -12,7 +12,7 @@ FIRST ?= 0
 JOBS ?= 2
 # Processes that share the tests: one more than there are cores, since some tests wait for most of their time.
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# More arguments for test, run, bench and demo: make test ARGS='-k journal'
+# More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
 ARGS ?=
 
 SYNCED := .venv/.synced
@@ -48,6 +48,10 @@ run: $(SYNCED) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; ARGS
 .PHONY: bench
 bench: $(SYNCED) ## measure; ARGS goes to the benchmarks
 	$(RUN) python -m benchmarks $(ARGS)
+
+.PHONY: spark-env
+spark-env: $(SYNCED) ## pack what executors of Spark need into dist/: the code, and its libraries; ARGS='--python 3.12'
+	$(RUN) python scripts/build_spark_env.py $(ARGS)
 
 .PHONY: check
 check: lock lint types imports protos generated test ## the gate: everything that must hold before a change lands

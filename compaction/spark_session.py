@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from compaction import java
+from compaction import engine, java
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +62,11 @@ LOCAL_DEFAULTS = {
     "spark.driver.host": _LOOPBACK,
     "spark.driver.bindAddress": _LOOPBACK,
 }
+_VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP")
 _STOP_SECONDS = 30
 
 
-class SparkUnusable(Exception):
+class SparkUnusable(engine.EngineUnusable):
     """Spark did not start, or is not to be used in this way; the message says why."""
 
 
@@ -83,7 +86,7 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
                 "how many tasks a master runs at once is said to Spark (spark.executor.cores, local[N])"
             )
         master = f"local[{parallelism}]"
-    with tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
+    with _as_before(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
         started = not _submitted()
         if started:
             _choose_java(Path(directory))
@@ -128,6 +131,24 @@ def configured(conf: SparkConf, name: str, master: str | None) -> SparkConf:
     for key, value in defaults.items():
         conf.setIfMissing(key, value)
     return conf
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Gives back what a session changes in this process: variables, and what SIGINT does."""
+    variables = {name: os.environ.get(name) for name in _VARIABLES}
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    interrupted = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if in_main_thread:
+            signal.signal(signal.SIGINT, interrupted)
 
 
 def _start(name: str, master: str | None) -> SparkSession:

@@ -1,0 +1,5 @@
+"""What spark-submit is given: `spark-submit [options of Spark] tarry_spark.py compact|forecast|audit [options]`."""
+
+from compaction import main
+
+main.main()
