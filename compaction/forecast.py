@@ -60,7 +60,7 @@ class Steps:
         return self.now_ms // self.step_ms * self.step_ms + step * self.step_ms
 
     def begins_ms(self, steps: I64) -> I64:
-        return np.int64(self.begin_ms(0)) + steps * np.int64(self.step_ms)
+        return np.asarray(steps * self.step_ms + self.begin_ms(0), np.int64)
 
     @property
     def until_ms(self) -> int:
@@ -71,12 +71,9 @@ class Steps:
         """The step of each time; `OVERDUE` and `count` for what is due by now and for what lies behind the last."""
         first = np.uint64(self.begin_ms(0))
         steps = np.minimum((np.maximum(times, first) - first) // np.uint64(self.step_ms), np.uint64(self.count))
-        steps = steps.astype(np.int64)
-        steps[times <= np.uint64(self.now_ms)] = OVERDUE
-        return steps
-
-    def of_one(self, time_ms: int) -> int:
-        return int(self.of(np.array([time_ms], np.uint64))[0])
+        found: I64 = steps.astype(np.int64)
+        found[times <= np.uint64(self.now_ms)] = OVERDUE
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
