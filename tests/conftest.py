@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 # The gate must give the same verdict twice: examples are derived from the test, not from the clock. A longer search,
 # with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
@@ -17,7 +18,7 @@ hypothesis.settings.register_profile("gate", derandomize=True, deadline=None, pr
 hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("gate")
 # Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
-NO_CONSTANTS = providers.Constants()
+NO_CONSTANTS = Constants()
 
 
 class NotLoopback(AssertionError):

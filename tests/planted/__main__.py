@@ -14,13 +14,13 @@ SEEDS_MAX = 200
 def main() -> int:
     """0 when every planted bug is found."""
     missed = 0
-    say(f"{'breaks':<15}{'planted bug':<68}{'found by':<24}{'after':<26}broken first")
+    say(f"{'breaks':<15}{'planted bug':<68}{'found by':<24}{'after':<34}broken first")
     for planted in table.BUGS:
         found = bug.search(planted, SEEDS_MAX)
         how = "simulation" if planted.directed is AS_IT_COMES else "simulation, directed"
-        after = "NOT FOUND" if found is None else f"{found.seeds} seeds, {found.steps} steps"
+        after = "NOT FOUND" if found is None else f"{found.seeds} runs, seed {found.seed}, {found.steps} steps"
         breach = "" if found is None else found.breach
-        say(f"{planted.breaks:<15}{planted.name:<68}{how:<24}{after:<26}{breach[:90]}")
+        say(f"{planted.breaks:<15}{planted.name:<68}{how:<24}{after:<34}{breach[:90]}")
         missed += found is None
     for rule, suite in table.BY_OTHERS.items():
         say(f"{rule}: found by {suite}")

@@ -19,36 +19,43 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 class Bug:
     """`plant` breaks one rule of the real code. `breaks`: which rule, invariant, or kind of state.
 
-    `directed`: what its runs have, where runs as they come meet the bug too seldom.
+    `directed`: what its runs have, where runs as they come meet the bug too seldom. `seed`: of the run that is tried
+    first, since it meets the bug; any other may, when what happens in it has changed.
     """
 
     breaks: str
     plant: Plant
     directed: Directed = AS_IT_COMES
+    seed: int = 0
 
     @property
     def name(self) -> str:
         return self.plant.__name__
 
+    @property
+    def course(self) -> Directed:
+        """What its runs have. Ledgers have owners where the bug is about them."""
+        return dataclasses.replace(self.directed, owners=bool(self.directed.owners))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """`seeds`: how many were run until one broke a rule, `steps`: how many the last took. `breach`: the rule."""
+    """`seed`: of the run that broke a rule, `seeds`: how many were run until then, `steps`: how many the last took.
+    `breach`: the rule.
+    """
 
+    seed: int
     seeds: int
     steps: int
     breach: str
 
 
 def search(bug: Bug, seeds_max: int) -> Found | None:
-    """Runs seeds with the bug planted until one breaks a rule; None when none does. Ledgers have owners where the bug
-    is about them.
-    """
-    directed = dataclasses.replace(bug.directed, owners=bool(bug.directed.owners))
+    """Runs seeds with the bug planted, its own first, until one breaks a rule; None when none does."""
     with pytest.MonkeyPatch.context() as patch:
         bug.plant(patch)
-        for seed in range(seeds_max):
-            result = run(seed, directed=directed)
+        for tried, seed in enumerate(dict.fromkeys((bug.seed, *range(seeds_max))), 1):
+            result = run(seed, directed=bug.course)
             if result.breaches:
-                return Found(seed + 1, result.steps, result.breaches[0])
+                return Found(seed, tried, result.steps, result.breaches[0])
     return None
