@@ -7,8 +7,8 @@ Does not own: how they are read from a store (`topic_reading`), and what jobs do
     a subscription   =  is owed rows of the shared index and of its own ones (`formats.index_ids`) that it has not
                         acknowledged, those of the shared one only when they are due after its `since_ms`
 
-What comes due is not looked at: whether a row waits or is due follows from a clock. What is in a dispatcher's hand is in
-no store. All values are frozen, can be pickled, and hold columns and bitmaps, never an object for a row.
+What comes due is not looked at: whether a row waits or is due follows from a clock. What is in a dispatcher's hand is
+in no store. All values are frozen, can be pickled, and hold columns and bitmaps, never an object for a row.
 """
 
 from __future__ import annotations

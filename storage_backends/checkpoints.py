@@ -21,11 +21,12 @@ log = logging.getLogger(__name__)
 class LoadedCheckpoint:
     """The newest checkpoint that can be read, and the slot above which the journal is to be replayed with it.
 
-    `checkpoint` is None before the first one.
+    `checkpoint` is None before the first one. `key`: of the object that it was read from.
     """
 
     checkpoint: checkpoint_format.Checkpoint | None
     replay_from: int
+    key: str = ""
 
 
 def read_checkpoint(
@@ -56,11 +57,17 @@ def read_newest(
     if tip.checkpoint is None:
         return LoadedCheckpoint(None, tip.replay_from)
     try:
-        return LoadedCheckpoint(read_checkpoint(store, tip.shard, tip.checkpoint), tip.replay_from)
+        return _loaded(store, tip.shard, tip.checkpoint, tip.replay_from)
     except (object_store.Damaged, object_store.NotFound) as error:
         damaged(error.key)
         log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
     previous = tip.previous_checkpoint
     if previous is None:
         return LoadedCheckpoint(None, 0)
-    return LoadedCheckpoint(read_checkpoint(store, tip.shard, previous), previous.replay_from)
+    return _loaded(store, tip.shard, previous, previous.replay_from)
+
+
+def _loaded(
+    store: object_store.ObjectStore, shard: int, reference: manifest.CheckpointReference, replay_from: int
+) -> LoadedCheckpoint:
+    return LoadedCheckpoint(read_checkpoint(store, shard, reference), replay_from, reference.object.name)
