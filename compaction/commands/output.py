@@ -39,8 +39,7 @@ class _ToConsole(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self.console.print(self.format(record), soft_wrap=True, markup=False, highlight=False)
 
 
 def console() -> Console:
@@ -57,8 +56,9 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar for work that is under way: the function is called with (done, total), from any thread.
+def progress(what: str, *, shown: bool) -> Iterator[Callable[..., None]]:
+    """A bar for work that is under way: the function is called with (done, total) and, if that has changed, what it is
+    that is done; from any thread.
 
     Nothing is drawn where standard error is no terminal, or if not `shown`.
     """
@@ -66,4 +66,8 @@ def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=to, transient=True, disable=not (shown and to.is_terminal)) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def advance(done: int, total: int, description: str | None = None) -> None:
+            bar.update(task, completed=done, total=total, description=description)
+
+        yield advance

@@ -27,6 +27,7 @@ from storage_backends.topic_merge import MergeSource
 
 HOUR_MS = 3_600_000
 NOW_MS = 100 * HOUR_MS
+LATER_MS = (NOW_MS + HOUR_MS, NOW_MS + 24 * HOUR_MS)
 PARAMETERS = Parameters(now_ms=NOW_MS, rows_max=2_000_000)
 
 
@@ -35,7 +36,7 @@ def bucket(
     rows: int = 5000,
     *,
     index: int = 0,
-    due_ms: tuple[int, int] = (NOW_MS + HOUR_MS, NOW_MS + 24 * HOUR_MS),
+    due_ms: tuple[int, int] = LATER_MS,
     row_bytes: int = 5,
     quarantined: bool = False,
 ) -> LiveBucket:
@@ -150,7 +151,7 @@ buckets_of_a_topic = st.lists(
             rows,
             index=index,
             quarantined=kind == "quarantined",
-            **({"due_ms": (NOW_MS, NOW_MS + 10)} if kind == "soon" else {}),
+            due_ms=(NOW_MS, NOW_MS + 10) if kind == "soon" else LATER_MS,
         )
         for place, (rows, index, kind) in enumerate(drawn)
     ]
