@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from storage_backends import object_store
-from storage_backends.formats import bucket, errors, manifest
+from storage_backends.formats import bucket, errors, manifest, segment
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 
@@ -76,8 +76,9 @@ def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.S
     with _naming(key):
         start = segments[0].offset
         data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))
+        zstd = segment.decompressor()
         return [
-            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info)
+            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info, zstd)
             for info in segments
         ]
 

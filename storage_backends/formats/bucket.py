@@ -23,6 +23,7 @@ from typing import overload
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 
 from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
@@ -360,10 +361,10 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
     return mirror.made_from(BucketMetadata, message)
 
 
-def decode_segment(entry: bytes, info: SegmentInfo) -> Rows:
-    """The rows of a segment of either form, from the bytes of its range."""
+def decode_segment(entry: bytes, info: SegmentInfo, zstd: zstandard.ZstdDecompressor | None = None) -> Rows:
+    """The rows of a segment of either form, from the bytes of its range. `zstd`: as of `segment.decode`."""
     offset = info.offset + _ENTRY.size
-    rows = segment.decode(_payload(entry, info), info.rows, what=info.what, offset=offset)
+    rows = segment.decode(_payload(entry, info), info.rows, what=info.what, offset=offset, zstd=zstd)
     if info.rows and (
         int(rows.deliver_at_ms[0]) != info.min_deliver_at_ms or int(rows.deliver_at_ms[-1]) != info.max_deliver_at_ms
     ):
@@ -418,7 +419,8 @@ def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
         raise errors.UnsupportedVersion("bucket", 4, found=version, supported=FORMAT_VERSION)
     table = decode_table(body[table_range.offset : start], table_range)
     metadata = decode_metadata(_slice(body, table.metadata), table.metadata)
-    rows = Rows.concat([decode_segment(_slice(body, info), info) for info in table.segments])
+    zstd = segment.decompressor()
+    rows = Rows.concat([decode_segment(_slice(body, info), info, zstd) for info in table.segments])
     if row_hash(rows) != (metadata.hash_low, metadata.hash_high):
         raise errors.FormatError("bucket", 0, "the hash of its rows is not the one in its metadata")
     if bool(np.any(rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1])):

@@ -15,6 +15,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from storage_backends.formats import bucket, errors
 from storage_backends.formats.bucket import BucketMetadata, EncodedBucket, KeptRows, SegmentLimits
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress
@@ -134,7 +136,7 @@ def merged(
     progress = concerning(progress, ((source.name, source.metadata.kept) for source in sources))
     parts = [_part(source, progress, subscription_id) for source in sources]
     kept_positions = _disjoint_union(parts)
-    rows = Rows.concat([part.rows for part in parts]).sorted_by_due()
+    rows = Rows.merged_by_due([part.rows for part in parts])
     dropped_hash = _hash_sum(row_hash(part.dropped_rows) for part in parts)
     kept = _kept(parts)
     encoded = None
@@ -193,7 +195,7 @@ def _part(source: Source, progress: Progress, subscription_id: int) -> _Part:
         raise errors.FormatError(f"bucket {source.name}", 0, detail)
     if not dropped:
         return _Part(source, kept, dropped, rows, Rows.empty())
-    return _Part(source, kept, dropped, rows.take(mask), rows.take(~mask))
+    return _Part(source, kept, dropped, rows.take(np.flatnonzero(mask)), rows.take(np.flatnonzero(~mask)))
 
 
 def _disjoint_union(parts: Sequence[_Part]) -> PositionSet:

@@ -181,13 +181,16 @@ class PositionSet:
         mask = np.zeros(len(ledger_id), np.bool_)
         if not self._pages or not len(mask):
             return mask
-        order, places = _by_page(ledger_id, entry_id, paged=bool(entry_id.max() > _LOW_MASK))
+        paged = bool(entry_id.max() > _LOW_MASK)
+        if not paged and bool((ledger_id == ledger_id[0]).all()):
+            bitmap = self._pages.get((int(ledger_id[0]), 0))
+            return mask if bitmap is None else _are_in(bitmap, entry_id)
+        order, places = _by_page(ledger_id, entry_id, paged=paged)
         for place, start, end in places:
             bitmap = self._pages.get(place)
             if bitmap is not None:
                 rows = order[start:end]
-                low = (entry_id[rows] & _LOW_MASK).astype(np.uint32)
-                mask[rows] = np.isin(low, np.frombuffer(bitmap.to_array(), np.uint32))
+                mask[rows] = _are_in(bitmap, entry_id[rows] & _LOW_MASK)
         return mask
 
     def __len__(self) -> int:
@@ -227,6 +230,11 @@ class PositionSet:
 
 
 NO_POSITIONS = PositionSet({})
+
+
+def _are_in(bitmap: pyroaring.BitMap, low_entry_ids: U64) -> npt.NDArray[np.bool_]:
+    """Which entry ids below 2^32, in any order, the bitmap has."""
+    return np.isin(low_entry_ids.astype(np.uint32), np.frombuffer(bitmap.to_array(), np.uint32))
 
 
 def union_of(sets: Iterable[Iterable[PositionBitmap]]) -> tuple[PositionBitmap, ...]:

@@ -86,6 +86,15 @@ class Rows:
             key_hash,
         )
 
+    @staticmethod
+    def merged_by_due(parts: Sequence[Rows]) -> Rows:
+        """All rows of the parts in the order (deliver_at, ledger, entry); each part is in this order."""
+        parts = [part for part in parts if len(part)]
+        merged = None
+        if len(parts) > 1 and all(part.key_hash is None for part in parts):
+            merged = _packed_merge(parts)
+        return Rows.concat(parts).sorted_by_due() if merged is None else merged
+
     def in_position_order(self) -> bool:
         """Whether (ledger, entry) never falls."""
         ledger, entry = self.ledger_id, self.entry_id
@@ -135,6 +144,44 @@ def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
     packed.sort()
     packed &= np.uint64((1 << index_bits) - 1)
     return packed.astype(np.int64)
+
+
+def _packed_merge(parts: Sequence[Rows]) -> Rows | None:
+    """As `Rows.merged_by_due`, of rows without key hashes: one integer a row is the row, and what is sorted.
+
+    None when the offsets need more than 64 bits.
+    """
+    dues = _span([part.deliver_at_ms for part in parts])
+    ledgers = _span([part.ledger_id for part in parts])
+    entries = _span([part.entry_id for part in parts])
+    if dues[1] + ledgers[1] + entries[1] > 64:
+        return None
+    packed = np.empty(sum(map(len, parts)), np.uint64)
+    start = 0
+    for part in parts:
+        place = packed[start : start + len(part)]
+        np.subtract(part.deliver_at_ms, np.uint64(dues[0]), out=place)
+        for column, (least, bits) in ((part.ledger_id, ledgers), (part.entry_id, entries)):
+            place <<= np.uint64(bits)
+            place |= column - np.uint64(least)
+        start += len(part)
+    # Stable means by merging, which takes a third of the time where there are runs.
+    packed.sort(kind="stable")
+    columns = []
+    for least, bits in (entries, ledgers):
+        column = packed & np.uint64((1 << bits) - 1)
+        column += np.uint64(least)
+        columns.append(column)
+        packed >>= np.uint64(bits)
+    packed += np.uint64(dues[0])
+    entry_id, ledger_id = columns
+    return Rows(packed, ledger_id, entry_id)
+
+
+def _span(columns: Sequence[U64]) -> tuple[int, int]:
+    """The least value of columns of at least one row, and how many bits the offsets from it take."""
+    least = min(int(column.min()) for column in columns)
+    return least, (max(int(column.max()) for column in columns) - least).bit_length()
 
 
 def row_hash(rows: Rows) -> tuple[int, int]:

@@ -111,8 +111,16 @@ def _varints(values: U64, tag: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[
     return encoded, lengths
 
 
-def decode(payload: bytes, rows: int, *, what: str, offset: int) -> Rows:
+def decompressor() -> zstandard.ZstdDecompressor:
+    """For the payloads of one bucket; not to be shared between threads."""
+    return zstandard.ZstdDecompressor()
+
+
+def decode(
+    payload: bytes, rows: int, *, what: str, offset: int, zstd: zstandard.ZstdDecompressor | None = None
+) -> Rows:
     """The rows of a payload of either form. `what` and `offset` (of the payload in the bucket) are for the error.
+    `zstd` saves making a decompressor for each segment.
 
     Raises FormatError, also when it has not exactly so many rows.
     """
@@ -122,7 +130,7 @@ def decode(payload: bytes, rows: int, *, what: str, offset: int) -> Rows:
         raise errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
     if message.indexes:
         return _from_indexes(message)
-    zstd = zstandard.ZstdDecompressor()
+    zstd = zstd or decompressor()
 
     def column(name: str, data: bytes) -> U64:
         return columns.decode_u64(data, rows, what=f"{what} column {name}", offset=offset, zstd=zstd)

@@ -31,6 +31,25 @@ def test_sorting_many_rows_gives_what_lexsort_gives(shuffled: bool) -> None:
     assert examples.tuples(rows.sorted_by_due()) == examples.tuples(rows.take(order))
 
 
+@given(st.lists(examples.rows(max_size=8), max_size=5))
+def test_merging_parts_in_due_order_gives_what_sorting_all_rows_gives(parts: list[Rows]) -> None:
+    merged = Rows.merged_by_due([part.sorted_by_due() for part in parts])
+    every = Rows.concat([part.sorted_by_due() for part in parts])
+    assert examples.tuples(merged) == examples.tuples(every.sorted_by_due())
+
+
+@pytest.mark.parametrize("spread", [1, 1 << 16, 1 << 27])
+def test_merging_many_rows_gives_what_lexsort_gives(spread: int) -> None:
+    random_rows = np.random.default_rng(1)
+    entry_id = np.arange(4_000, dtype=np.uint64)
+    due = random_rows.integers(examples.NOON_MS, examples.NOON_MS + spread, len(entry_id)).astype(np.uint64)
+    rows = Rows(due, entry_id // np.uint64(900), entry_id)
+    parts = [rows.take(slice(start, start + 500)).sorted_by_due() for start in range(0, 4_000, 500)]
+    merged = Rows.merged_by_due(parts)
+    order = np.lexsort((rows.entry_id, rows.ledger_id, rows.deliver_at_ms))
+    assert examples.tuples(merged) == examples.tuples(rows.take(order))
+
+
 @given(examples.rows())
 def test_position_order_means_that_ledger_and_entry_never_fall(rows: Rows) -> None:
     positions = [row[1:3] for row in examples.tuples(rows)]
