@@ -16,6 +16,7 @@ from storage_backends.object_store import StoreError
 from storage_backends.settings import SettingsError
 
 _COMMANDS = {
+    "audit": "compaction.commands.audit",
     "compact": "compaction.commands.compact",
 }
 """Where the command of each name is: a function of that name in this module."""
