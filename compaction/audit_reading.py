@@ -49,7 +49,7 @@ class Read:
 
     key: str
     body: bytes | None
-    metadata: Mapping[str, str] = object_store.NO_METADATA
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     damage: str = ""
     failure: str = ""
 
