@@ -56,13 +56,14 @@ def feed(
         if not state.is_fed:
             if state.dispatchers:
                 # The reader may be beyond the late ones.
-                state.feed(in_due_order([rows for each, rows in zip(came, owed, strict=True) if each.late]))
+                late = [rows for each, rows in zip(came, owed, strict=True) if each.late]
+                state.feed(_staying(state, in_due_order(late)))
             continue
         if complete:
             everything = in_due_order(owed) if everything is None else everything
             state.feed(everything)
         else:
-            state.feed(in_due_order(owed))
+            state.feed(_staying(state, in_due_order(owed)))
         if state.is_full:
             state.reader = reader(state)
     if coming is not None:
@@ -72,6 +73,16 @@ def feed(
         coming.pass_by(owed)
         coming.backlog += sum(map(len, owed))
     return BitMap64() if owed_whole else _owed_to_none(shared, owed_by)
+
+
+def _staying(state: SubscriptionState, rows: KeyedRows) -> KeyedRows:
+    """The rows without those that a staged decision takes out of the backlog: messages of a batch that was acknowledged
+    as a whole before they were due.
+    """
+    if not state.acknowledging:
+        return rows
+    leaving = contained(rows.keys, state.acknowledging)
+    return rows.take(~leaving) if leaving.any() else rows
 
 
 def _owed_to_none(passed: Sequence[Passed], owed_by: Sequence[Sequence[KeyedRows]]) -> BitMap64:

@@ -256,6 +256,10 @@ class Redelivering:
         terms: Terms,
     ) -> Iterator[Record]:
         """What becomes of rows that are in nobody's hand any more. `counts`: this time included."""
+        if index.of_batch_parts:
+            # An entry that dies by the same decision has taken its messages along.
+            left = ~contained(rows.keys, state.acknowledging)
+            rows, counts, how = rows.take(left), counts[left], how.take(left)
         dead = how.are_dead(counts, terms.max_count)
         if dead.any():
             dying = rows.take(dead)

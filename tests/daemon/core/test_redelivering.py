@@ -19,7 +19,7 @@ from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part
-from storage_backends.formats.journal import Record, SlotBuilder
+from storage_backends.formats.journal import NackRecord, Record, SlotBuilder
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.rows import U32, U64
 
@@ -357,6 +357,49 @@ def test_an_entry_that_times_out_leaves_no_message_behind_that_is_about_to_get_a
     assert (len(one.state.in_flight), len(one.state.nacks), len(one.state.dead_letters)) == (1, 1, 1)
     one.apply(one.topic.redelivery.stage_overdue(one.state, 900, one.terms(), limit=10))
     assert (one.state.backlog, len(one.state.nacks), len(one.state.dead_letters)) == (0, 0, 2)
+
+
+def test_a_replayed_message_that_comes_due_while_its_entry_leaves_is_not_handed_out() -> None:
+    one = One()
+    one.add([1, 2])
+    one.handed_out()
+    one.nack((1, 5, NOW_MS), reject=True, text="bad")
+    rows = one.state.dead_letters.freeze().rows()
+    replayed, _ = one.topic.dead_lettering.stage_replay(one.state, rows, NOW_MS + 30)
+    one.apply(replayed)
+    ended, _ = one.topic.acknowledging.stage(one.state, one.claims([(1, None, NOW_MS)]))
+    assert one.handed_out(NOW_MS + 30) == []
+    one.apply(ended)
+    assert (one.handed_out(NOW_MS + 30), one.state.backlog, one.topic.indexes.present_rows) == ([], 1, 1)
+
+
+def in_flight_with_a_message_of_a_lower_count() -> One:
+    one = One()
+    one.add([1])
+    one.handed_out()
+    one.nack((1, 5, NOW_MS), delay_ms=1)
+    one.nack((1, None, NOW_MS), delay_ms=1)
+    one.handed_out(NOW_MS + 1)
+    one.nack((1, None, NOW_MS), delay_ms=1)
+    assert one.handed_out(NOW_MS + 1) == [(1, None, NOW_MS, 2)]
+    one.max_count = 2
+    return one
+
+
+def test_a_message_that_times_out_together_with_its_entry_dies_with_it() -> None:
+    one = in_flight_with_a_message_of_a_lower_count()
+    records = one.topic.redelivery.stage_overdue(one.state, 900, one.terms(), limit=10)
+    assert not [record for record in records if isinstance(record, NackRecord)]
+    one.apply(records)
+    assert (one.state.backlog, len(one.state.nacks), len(one.state.dead_letters)) == (0, 0, 1)
+
+
+def test_a_message_that_is_rejected_together_with_its_entry_dies_with_it() -> None:
+    one = in_flight_with_a_message_of_a_lower_count()
+    one.topic.open(one.state, 8)
+    one.state.close(LISTENER)
+    one.nack((1, None, NOW_MS), (1, 5, NOW_MS), reject=True)
+    assert (one.state.backlog, len(one.state.nacks), len(one.state.dead_letters)) == (0, 0, 1)
 
 
 def test_a_closed_stream_makes_ready_and_keeps_the_count() -> None:
