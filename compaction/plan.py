@@ -4,9 +4,9 @@ Owns: the choice of runs of neighbouring small buckets, and which of them come f
 Does not own: what a merge may do (`storage_backends.topic_merge`, whose order of neighbours counts here), merging, and
 the clock: `now_ms` is given.
 
-A run is chosen so that merging again and again stays cheap: no source has more than half of the rows of its run, so
-that whatever a row is copied into is at least twice as large as what it came from; a row is copied O(log) times until
-its bucket is as large as it may be. Of all ways to cut the buckets into such runs the one is taken that leaves the
+A run is chosen so that merging again and again stays cheap: no source has more than two thirds of the rows of its run,
+so that what a row is copied into is half as large again, at least, as what it came from; a row is copied O(log) times
+until its bucket is as large as it may be. Of all ways to cut the buckets into such runs the one is taken that leaves the
 fewest buckets, then the one whose runs are most alike in size. What is planned from its own outcome comes to an end:
 every run leaves fewer buckets.
 
@@ -32,6 +32,10 @@ from storage_backends.topic_merge import adjacent_order
 STORED_ROWS_FACTOR: Final = 2
 """The objects of a run may hold so many times the rows that the merged bucket may have: those that are gone are read
 as well, into memory."""
+
+LARGEST_SHARE: Final = (2, 3)
+"""The largest source has at most this part of the rows of its run. A half would part two buckets that are nearly alike;
+with more, large buckets would be copied for the sake of small ones."""
 
 TARGET_BYTES: Final = 64 << 20
 SOURCES_MAX: Final = 64
@@ -204,7 +208,8 @@ def _best_starts(stretch: _Stretch, parameters: Parameters) -> list[int]:
         stored = (stretch.stored_rows_sum[end] - stretch.stored_rows_sum[window])[::-1]
         allowed &= stored <= STORED_ROWS_FACTOR * parameters.rows_max
         allowed &= (stretch.live_bytes_sum[end] - stretch.live_bytes_sum[window])[::-1] <= parameters.target_bytes
-        allowed &= 2 * np.maximum.accumulate(stretch.live_rows[window][::-1]) <= rows
+        part, whole = LARGEST_SHARE
+        allowed &= whole * np.maximum.accumulate(stretch.live_rows[window][::-1]) <= part * rows
         allowed[: parameters.sources_min - 1] = False
         lengths = np.flatnonzero(allowed) + 1
         if not len(lengths):
