@@ -6,9 +6,9 @@ the clock: `now_ms` is given.
 
 A run is chosen so that merging again and again stays cheap: no source has more than two thirds of the rows of its run,
 so that what a row is copied into is half as large again, at least, as what it came from; a row is copied O(log) times
-until its bucket is as large as it may be. Of all ways to cut the buckets into such runs the one is taken that leaves the
-fewest buckets, then the one whose runs are most alike in size. What is planned from its own outcome comes to an end:
-every run leaves fewer buckets.
+until its bucket is as large as it may be. Of all ways to cut the buckets into such runs the one is taken that leaves
+the fewest buckets, then the one whose runs are most alike in size. What is planned from its own outcome comes to an
+end: every run leaves fewer buckets.
 
 What is about to be handed out is left alone, since it would be copied just before it leaves; what lies on both sides of
 it are no neighbours.

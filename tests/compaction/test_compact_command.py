@@ -1,0 +1,175 @@
+"""`tarry-spark compact` as people and schedulers call it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from compaction.commands.compact import Duration, Size
+from compaction.main import cli
+from storage_backends.local_directory import LocalDirectory
+from tests.compaction import roots
+from tests.compaction.roots import StoredTopic
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """A command sets logging up for its process, and this one goes on."""
+    root, ours = logging.getLogger(), logging.getLogger("compaction")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], root.level, ours.level = before
+
+
+@pytest.fixture
+def topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTopic:
+    """Of a root in `tmp_path / "root"`, its rows due in a day."""
+    now_ms = time.time_ns() // 1_000_000
+    monkeypatch.setattr(roots, "LATER_MS", (now_ms + roots.HOUR_MS, now_ms + 24 * roots.HOUR_MS))
+    store = LocalDirectory(tmp_path / "root")
+    roots.make_root(store)
+    return StoredTopic(store, "flights")
+
+
+def fill(topic: StoredTopic, buckets: int) -> None:
+    topic.seal([topic.write(roots.rows_of_ledger(ledger, 20, roots.LATER_MS)) for ledger in range(buckets)])
+
+
+def call(tmp_path: Path, *arguments: str) -> Result:
+    local = ["compact", "--store", str(tmp_path / "root"), "--engine", "local", "--parallelism", "1"]
+    return CliRunner().invoke(cli, [*local, *arguments])
+
+
+def test_buckets_are_merged_by_processes_of_this_machine_and_the_result_is_json(
+    tmp_path: Path, topic: StoredTopic
+) -> None:
+    fill(topic, 8)
+    before = topic.waiting()
+    result = call(tmp_path, "--json", "--metrics-file", str(tmp_path / "compaction.prom"))
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert topic.waiting() == before
+    assert (summary["status"], summary["buckets_before"], summary["buckets_after"]) == ("done", 8, 1)
+    assert summary["engine"] == "local"
+    (run,) = summary["run_results"]
+    assert (run["topic"], run["outcome"], len(run["sources"])) == ("flights", "committed", 8)
+    assert run["worker"]["pid"] != os.getpid()
+    assert "tarry_compaction_exit_status 0.0" in (tmp_path / "compaction.prom").read_text()
+
+
+def test_people_get_a_table_and_what_was_read_and_written(tmp_path: Path, topic: StoredTopic) -> None:
+    fill(topic, 4)
+    result = call(tmp_path)
+    assert result.exit_code == 0
+    assert "flights" in result.stdout
+    assert "buckets 4 -> 1" in result.stdout
+    assert "planned topics=1 runs=1" in result.stderr
+
+
+def test_quiet_is_quiet_but_for_the_result(tmp_path: Path, topic: StoredTopic) -> None:
+    fill(topic, 4)
+    assert call(tmp_path, "--quiet").stderr == ""
+
+
+def test_a_dry_run_shows_what_would_be_merged(tmp_path: Path, topic: StoredTopic) -> None:
+    fill(topic, 4)
+    result = call(tmp_path, "--dry-run", "--metrics-file", str(tmp_path / "compaction.prom"))
+    assert result.exit_code == 0
+    assert "planned" in result.stdout
+    assert len(topic.tip().live) == 4
+    assert not (tmp_path / "compaction.prom").exists()
+
+
+def test_a_root_that_is_not_there_ends_in_1_and_says_what_to_do(tmp_path: Path) -> None:
+    result = call(tmp_path, "--metrics-file", str(tmp_path / "compaction.prom"))
+    assert result.exit_code == 1
+    assert "no such directory" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "tarry_compaction_exit_status 1.0" in (tmp_path / "compaction.prom").read_text()
+    (tmp_path / "root").mkdir()
+    assert "FORMAT is missing" in call(tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "store.paht=x"], "store.paht"),
+        (["--target-bytes", "much"], "no size"),
+        (["--deadline", "soon"], "no duration"),
+        (["--max-sources", "1"], "--max-sources"),
+        (["--min-sources", "9", "--max-sources", "8"], "--min-sources 9 is above"),
+        (["--master", "local[2]"], "--engine spark"),
+        (["--store", "gs://bucket"], "s3://bucket/prefix"),
+    ],
+)
+def test_a_wrong_option_ends_in_2_and_is_named(tmp_path: Path, arguments: list[str], said: str) -> None:
+    result = call(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_the_help_teaches() -> None:
+    group, command = (CliRunner().invoke(cli, [*words, "--help"]).stdout for words in ([], ["compact"]))
+    assert "Merge small neighbouring buckets" in group
+    for taught in ("--dry-run", "75", "Examples:", "64M", "15m", "TARRY_SECTION__KEY", "s3://"):
+        assert taught in command
+
+
+def test_sigterm_ends_the_command_after_the_commit_under_way(tmp_path: Path, topic: StoredTopic) -> None:
+    fill(topic, 40)
+    before = topic.waiting()
+    command = ["compact", "--store", str(tmp_path / "root"), "--engine", "local", "--parallelism", "1", "--json"]
+    stopped = subprocess.run(
+        [sys.executable, "-c", _SIGNALLED, *command, "--max-sources", "4"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+    summary: dict[str, Any] = json.loads(stopped.stdout)
+    assert (summary["status"], summary["runs"]["committed"], summary["runs"]["left"]) == ("stopped", 1, 9)
+    assert topic.waiting() == before
+
+
+_SIGNALLED = """
+import os, signal
+from compaction import main
+from storage_backends import crash_points
+def hook(name):
+    if name == "compaction.before_commit":
+        os.kill(os.getpid(), signal.SIGTERM)
+if __name__ == "__main__":
+    with crash_points.intercepted(hook):
+        main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("1000", 1000), ("1K", 1024), ("64M", 64 << 20), ("64MiB", 64 << 20), ("2gb", 2 << 30)]
+)
+def test_sizes_have_units_of_1024(text: str, size_bytes: int) -> None:
+    assert Size().convert(text, None, None) == size_bytes
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("15m", 900.0), ("1.5h", 5400.0)])
+def test_durations_have_units_and_are_seconds_without(text: str, seconds: float) -> None:
+    assert Duration().convert(text, None, None) == seconds
+
+
+@pytest.mark.parametrize("wrong", ["", "-1", "0", "5X", "M"])
+def test_what_is_no_size_is_refused(wrong: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Size().convert(wrong, None, None)
