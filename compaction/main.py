@@ -18,6 +18,7 @@ from storage_backends.settings import SettingsError
 _COMMANDS = {
     "audit": "compaction.commands.audit",
     "compact": "compaction.commands.compact",
+    "forecast": "compaction.commands.forecast",
 }
 """Where the command of each name is: a function of that name in this module."""
 
