@@ -21,6 +21,7 @@ from compaction.root import Root
 from storage_backends import object_store
 from storage_backends.formats import errors, journal, names
 from storage_backends.formats.manifest import ShardManifest
+from storage_backends.object_store import ObjectStore
 
 CHECKED_MAX: Final = 10_000
 """So many missing slots are looked for once more; where more are missing, nobody waits for the last of them."""
@@ -47,11 +48,13 @@ class SlotRun:
         seen = SlotsSeen()
         last: journal.SlotHeader | None = None
         if self.before is not None:
-            last = self._header(audit_reading.read(root.store, self._key(self.before)), self.before, SlotsSeen())
+            last = self._header(
+                root.store, audit_reading.read(root.store, self._key(self.before)), self.before, SlotsSeen()
+            )
         for slot, found in zip(self.slots, audit_reading.read_all(root.store, map(self._key, self.slots)), strict=True):
             if found.absent:
                 seen.absent.append(slot)
-            header = self._header(found, slot, seen)
+            header = self._header(root.store, found, slot, seen)
             if header is not None:
                 seen.epoch = max(seen.epoch, header.epoch)
             if last is not None and header is not None and last.slot == slot - 1:
@@ -62,7 +65,7 @@ class SlotRun:
     def _key(self, slot: int) -> str:
         return names.journal_slot_key(self.shard, slot)
 
-    def _header(self, found: Read, slot: int, seen: SlotsSeen) -> journal.SlotHeader | None:
+    def _header(self, store: ObjectStore, found: Read, slot: int, seen: SlotsSeen) -> journal.SlotHeader | None:
         """The header of a slot that is whole, and has its number."""
         if found.body is None:
             if found.damage:
@@ -71,14 +74,11 @@ class SlotRun:
                 self._report(seen, slot, [Flaw(Kind.UNREADABLE, found.failure)])
             return None
         try:
-            stored = journal.read_slot(found.body)
-            for record in stored.records:
-                record.decoded()
+            body, header = audit_reading.decoded(store, found, found.body, _decoded)
         except errors.FormatError as error:
             self._report(seen, slot, [audit_content.damaged(error)])
             return None
-        seen.tally.saw("journal slot", len(found.body))
-        header = stored.header
+        seen.tally.saw("journal slot", len(body))
         if (header.shard, header.slot) != (self.shard, slot):
             self._report(seen, slot, [Flaw(Kind.JOURNAL_RULE, f"it is slot {header.slot} of shard {header.shard}")])
             return None
@@ -98,6 +98,14 @@ class SlotRun:
                     offset=flaw.offset,
                 )
             )
+
+
+def _decoded(body: bytes) -> journal.SlotHeader:
+    """The header, when every record can be decoded. Raises FormatError."""
+    stored = journal.read_slot(body)
+    for record in stored.records:
+        record.decoded()
+    return stored.header
 
 
 def _flaws_of_following(before: journal.SlotHeader, after: journal.SlotHeader) -> list[Flaw]:

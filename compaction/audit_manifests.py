@@ -118,21 +118,21 @@ class _Run:
                 self._report(number, None, [Flaw(Kind.UNREADABLE, found.failure)])
             return None
         try:
-            decoded = self._decoded(found.body)
+            body, decoded = audit_reading.decoded(self._root.store, found, found.body, self._decoded)
         except errors.FormatError as error:
             if report:
                 self._report(number, None, [audit_content.damaged(error)])
             return None
         if report:
             what = "topic manifest" if self._place.topic_id else "shard manifest"
-            self._seen.tally.saw(what, len(found.body))
+            self._seen.tally.saw(what, len(body))
             flaws = [*self._own_flaws(number, decoded, found.metadata.get(COMMIT_ID, ""))]
             self._report(number, decoded, flaws)
             if isinstance(decoded, TopicManifest) and decoded.deleted:
                 self._seen.deleted = number
         if decoded.head.number != number:
             return None
-        return _Good(number, decoded, hashlib.sha256(found.body).digest())
+        return _Good(number, decoded, hashlib.sha256(body).digest())
 
     def _decoded(self, body: bytes) -> Manifest:
         """Raises FormatError, also when it is of another topic or shard."""

@@ -10,14 +10,16 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from compaction.root import Root, TopicPlace
 from storage_backends import listing, object_store, topic_manifest
-from storage_backends.formats import names
+from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
+
+T = TypeVar("T")
 
 READ_AHEAD: Final = 4
 """Objects of a task that are read at once; a merged bucket has several megabytes."""
@@ -74,6 +76,17 @@ def _read(store: ObjectStore, key: str) -> Read:
     except object_store.StoreError as error:
         return Read(key, None, failure=str(error))
     return Read(key, body, dict(metadata))
+
+
+def decoded(store: ObjectStore, found: Read, body: bytes, decode: Callable[[bytes], T]) -> tuple[bytes, T]:
+    """The body of an object that was read, and what it is. Raises FormatError when two reads have found the damage."""
+    try:
+        return body, decode(body)
+    except errors.FormatError:
+        again = _read(store, found.key).body
+        if again is None or again == body:
+            raise
+        return again, decode(again)
 
 
 def read_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[Read]:
