@@ -79,7 +79,7 @@ class Scene:
         assert not now.lost, "a manifest names what is not there"
         assert self.before.files <= now.files, "an object was deleted, and nobody collected"
         foreign = [path for path in stored.everything(self.root) if not is_known(path)]
-        assert not foreign, "a job left something else than objects"
+        assert not foreign, f"a job left something else than objects: {foreign}"
         return Left(orphans=first.orphans & now.orphans, committed=now.merged - self.before.merged)
 
     def collect(self, orphans: frozenset[str]) -> None:
@@ -109,7 +109,7 @@ class Scene:
     def finish(self) -> None:
         """A later job does what is left to do."""
         summary = self.jobs.compact("local").expect(0)
-        assert {run["outcome"] for run in summary["runs"]} <= {"committed"}, summary
+        assert {run["outcome"] for run in summary["run_results"]} <= {"committed"}, summary
         self.go_on(turns=3)
         for topic in self.topics:
             merged = sorted(self.before.live & topic.bucket_names())

@@ -38,10 +38,10 @@ FILLING = tarry.TopicPolicy(
 LIVE_LEDGERS_FROM = 1_000_000
 _BUCKETS_PER_LEDGER = 4
 # Rows that come due while the test runs: those of filled buckets at an even rate for longer than any test.
-_SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 240_000, 6_000
+_SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 300_000, 6_000
 # Rows are withdrawn so long before they are due that most of the answers are not that they are due.
 _MARGIN_MS = 100
-_PAUSE_S = 0.03
+_PAUSE_S = 0.1
 _NACK_SHARE, _NACK_MS = 0.05, (200, 2_000)
 # Positions keep so long in the hands of the receiver before it answers.
 _KEPT_SHARE = 0.2
@@ -54,13 +54,15 @@ def now_ms() -> int:
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """`own`: rows are in the index of the one subscription, not in the shared one. `seal_every`: turns of the traffic
-    after which what it added is sealed.
+    after which what it added is sealed. `moves_filled`: rows of filled buckets get new times and come back, too, so
+    that buckets that are sealed later lie between those.
     """
 
     buckets: int
     rows: int
     own: bool = False
     seal_every: int = 20
+    moves_filled: bool = False
 
 
 class LiveTopic:
@@ -122,14 +124,14 @@ class LiveTopic:
         while self.turns < until:
             self._raise_failure()
             assert time.monotonic() < deadline_s, f"{self.name}: the traffic has not made {count} turns"
-            pause(_PAUSE_S)
+            pause(0.02)
 
     def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not reached():
             self._raise_failure()
             assert time.monotonic() < deadline_s, f"{self.name}: not within {timeout_s:g} s: {what}"
-            pause(_PAUSE_S)
+            pause(0.02)
 
     def check_settled(self) -> None:
         """Ends the traffic; then every row came, or is listed, as the account says. `begin` goes on."""
@@ -160,10 +162,10 @@ class LiveTopic:
             if not token:
                 return
 
-    def rows_of_filled_buckets_due_soon(self, within_ms: int = 3_000) -> list[Row]:
-        from_ms = now_ms()
-        waiting = self.account.waiting(from_ms=from_ms)
-        return [row for row in waiting if row[0] < LIVE_LEDGERS_FROM and row[2] < from_ms + within_ms]
+    def next_of_filled_buckets(self, count: int) -> list[Row]:
+        """The rows of filled buckets that come due next."""
+        waiting = [row for row in self.account.waiting(from_ms=now_ms()) if row[0] < LIVE_LEDGERS_FROM]
+        return sorted(waiting, key=lambda row: row[2])[:count]
 
     def seal(self) -> None:
         """A commit of the owner: it learns of every merge before."""
@@ -202,11 +204,11 @@ class LiveTopic:
         done = self._client.cancel(self.name, ledger_id, entry_id, subscription=self._index)
         kept = _left(rows, done)
         self.account.withdrawn(kept)
-        self._cancelled += [row[:2] for row in kept]
+        self._cancelled += [row[:2] for row in kept if self._may_move(row)]
         self.counts["cancelled"] += len(kept)
 
     def _reschedule_some(self) -> None:
-        rows = self._chosen(6)
+        rows = [row for row in self._chosen(6) if self._may_move(row)]
         if not rows:
             return
         moved = [(ledger, entry, self._due((ledger, entry))) for ledger, entry, _ in rows]
@@ -224,6 +226,9 @@ class LiveTopic:
         """Rows that are not due at once; some of them are due before long."""
         rows = self.account.some_waiting(self._rng, count, from_ms=now_ms() + _MARGIN_MS)
         return list({row[:2]: row for row in rows}.values())
+
+    def _may_move(self, row: Row) -> bool:
+        return self._shape.moves_filled or row[0] >= LIVE_LEDGERS_FROM
 
     def _add(self, positions: Sequence[tuple[int, int]]) -> None:
         rows = [(ledger, entry, self._due((ledger, entry))) for ledger, entry in positions]
@@ -248,7 +253,7 @@ class LiveTopic:
         with self._client.subscribe(self.name, SUBSCRIPTION) as subscription:
             kept: list[tarry.Batch] = []
             while not self._stopping.is_set():
-                batch = subscription.receive(timeout_s=_PAUSE_S)
+                batch = subscription.receive(timeout_s=0.05)
                 if batch is not None:
                     rows = _rows(batch)
                     counted = zip(rows, batch.redelivery_count.tolist(), strict=True)

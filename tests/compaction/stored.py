@@ -12,6 +12,8 @@ from storage_backends import topic_manifest
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.local_directory import LocalDirectory
 
+_TRANSIENT = {"journal", "daemons", "checkpoint", ".locks", ".temporary"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -61,11 +63,13 @@ def tips(root: Path) -> list[TopicManifest]:
 
 
 def everything(root: Path) -> frozenset[str]:
-    """Every file that a process could leave behind, without those of the living daemon's journal and heartbeat."""
+    """Every file that a process could leave behind, without those of the living daemon's journal and heartbeat, and
+    without temporaries: those of a dead process go when another one opens the root.
+    """
     return frozenset(
         str(path.relative_to(root))
         for path in root.rglob("*")
-        if path.is_file() and not {"journal", "daemons", ".locks", "checkpoint"} & set(path.relative_to(root).parts)
+        if path.is_file() and not _TRANSIENT & set(path.relative_to(root).parts)
     )
 
 
