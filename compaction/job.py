@@ -28,13 +28,14 @@ from compaction.settings import Settings
 from compaction.summary import Outcome, Summary
 from compaction.tally import Advance, Tally
 from compaction.wave import Report, Wave
-from compaction.waves import Waves, Work
+from compaction.waves import Amount, Waves, Work
 from storage_backends import commit
 from storage_backends import settings as sections
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import Damaged, StoreError
+from storage_backends.topic_merge import adjacent_order
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ WAVE_FACTOR: Final = 4
 
 ATTEMPTS_MAX: Final = 3
 
-# No run may have these, or what lies on both sides of them.
-LeftOut = frozenset[str]
+_Look = tuple[Tip, list[Run]] | StoreError | errors.FormatError | None
+"""A topic's tip and what may be merged, None when it is no topic, or why it cannot be read."""
 
 
 class Stopped(Exception):
@@ -122,6 +123,11 @@ class _Topic:
         return self.commits.manifest.topic
 
 
+def _places(manifest: TopicManifest) -> dict[str, int]:
+    """Where the buckets that may be merged are in the order of neighbours."""
+    return {live.object.name: place for place, live in enumerate(adjacent_order(manifest.live))}
+
+
 class _Job:
     def __init__(
         self,
@@ -174,18 +180,21 @@ class _Job:
         places = self._root.topics(self._options.topics)
         threads = min(max(1, len(places)), self._settings.store.io_threads)
         with concurrent.futures.ThreadPoolExecutor(threads) as readers:
-            looks = [readers.submit(self._look, place) for place in places]
-            for place, look in zip(places, looks, strict=True):
-                self._looked(place, look)
-        _log.info("planned topics=%d runs=%d", len(places), self._waves.waiting)
+            # What was looked at is let go, one after the other: all manifests together may be large.
+            for place, found in zip(places, readers.map(self._look, places), strict=True):
+                self._looked(place, found)
+        _log.info("planned topics=%d runs=%d", len(places), self._waves.waiting.runs)
 
-    def _look(self, place: TopicPlace) -> tuple[Tip, list[Run]] | None:
-        """The tip and the runs of a topic; None when it is no topic. In any thread."""
+    def _look(self, place: TopicPlace) -> _Look:
+        """In any thread. Raises Stopped."""
         self._stop.check()
-        tip = self._root.tip(place)
-        return None if tip is None or tip.manifest.deleted else (tip, self._runs(tip.manifest, frozenset()))
+        try:
+            tip = self._root.tip(place)
+            return None if tip is None or tip.manifest.deleted else (tip, self._runs(tip.manifest, frozenset()))
+        except (StoreError, errors.FormatError) as error:
+            return error
 
-    def _runs(self, tip: TopicManifest, left_out: LeftOut) -> list[Run]:
+    def _runs(self, tip: TopicManifest, left_out: frozenset[str]) -> list[Run]:
         """Raises FormatError when progress is damaged."""
         options = self._options
         if tip.deleted or len(tip.live) < options.sources_min:
@@ -201,11 +210,9 @@ class _Job:
         gone = {} if tip.progress is None else plan.gone_rows(tip.progress)
         return plan.plan(tip, parameters, gone=gone, left_out=left_out)
 
-    def _looked(self, place: TopicPlace, look: concurrent.futures.Future[tuple[Tip, list[Run]] | None]) -> None:
-        try:
-            found = look.result()
-        except (StoreError, errors.FormatError) as error:
-            self._cannot_read(place, error)
+    def _looked(self, place: TopicPlace, found: _Look) -> None:
+        if isinstance(found, Exception):
+            self._cannot_read(place, found)
             return
         if found is None:
             if self._options.topics is not None:
@@ -268,7 +275,7 @@ class _Job:
         works: list[Work] = []
         while not works and (candidates := self._waves.next_wave(WAVE_FACTOR * engine.parallelism)):
             self._under_way += candidates
-            works = [work for work in candidates if self._is_live(work)]
+            works = self._still_neighbours(candidates)
         if not works:
             return None
         tasks = [
@@ -278,13 +285,21 @@ class _Job:
         self._tally.waves += 1
         return Wave(engine, works, tasks, lambda ended: self._tasks_ended())
 
-    def _is_live(self, work: Work) -> bool:
-        """Whether its sources are still there by the newest manifest known; refuses it otherwise."""
-        live = {bucket.object.name for bucket in self._topics[work.topic].commits.manifest.live}
-        missing = work.run.names - live
-        if missing:
-            self._again(work, f"buckets {sorted(missing)} are not live", Outcome.REFUSED)
-        return not missing
+    def _still_neighbours(self, works: Sequence[Work]) -> list[Work]:
+        """Those whose sources are neighbours by the newest manifest known; the others are refused before they are
+        done: their commit would be.
+        """
+        orders = {work.topic: _places(self._topics[work.topic].commits.manifest) for work in works}
+        found = []
+        for work in works:
+            order = orders[work.topic]
+            places = [order.get(live.object.name) for live in work.run.sources]
+            first = places[0]
+            if first is not None and places == list(range(first, first + len(places))):
+                found.append(work)
+            else:
+                self._again(work, "other buckets have taken the place of its sources, or lie between", Outcome.REFUSED)
+        return found
 
     def _tasks_ended(self) -> None:
         """In the thread of a wave."""
@@ -292,7 +307,8 @@ class _Job:
         self._show_advance()
 
     def _show_advance(self) -> None:
-        self._watch(self._tally.advance(tuple(self._under_way), self._waves.waiting_runs))
+        under_way = [work.run for work in tuple(self._under_way)]
+        self._watch(self._tally.advance(Amount.of(under_way) + self._waves.waiting))
 
     def _fail_unreported(self, wave: Wave, reports: Iterable[tuple[Work, Report]]) -> None:
         """The engine could not do these."""

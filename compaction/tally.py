@@ -14,7 +14,7 @@ from typing import Final
 from compaction import summary
 from compaction.merge import WrittenRun
 from compaction.summary import Outcome, RunResult, Seconds, Status, Summary, TopicResult
-from compaction.waves import Work
+from compaction.waves import NOTHING, Amount, Work
 from storage_backends.formats.manifest import TopicManifest
 
 EXIT_DONE: Final = 0
@@ -34,15 +34,11 @@ _EXITS: Final = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
-    """How far a job is: runs and their sources that are done with, and what is known to come."""
+    """How far a job is: runs that are done with, and all that are known by now."""
 
     phase: str
-    runs_done: int = 0
-    runs_total: int = 0
-    sources_done: int = 0
-    sources_total: int = 0
-    bytes_done: int = 0
-    bytes_total: int = 0
+    done: Amount = NOTHING
+    total: Amount = NOTHING
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,6 +61,7 @@ class Tally:
         # By shard and id.
         self._topics: dict[tuple[int, str], _Topic] = {}
         self._results: list[RunResult] = []
+        self._done = NOTHING
         self.waves = 0
 
     # ---- what happens
@@ -112,6 +109,8 @@ class Tally:
             self._seconds["worker_read"] += written.read_s
             self._seconds["worker_merge"] += written.merge_s
             self._seconds["worker_write"] += written.write_s
+        if outcome is not Outcome.REPLANNED:
+            self._done += Amount.of([work.run])
         self._results.append(
             RunResult(
                 topic=topic,
@@ -133,20 +132,9 @@ class Tally:
 
     # ---- what it comes to
 
-    def advance(self, under_way: Sequence[Work], waiting: Sequence[Work]) -> Advance:
+    def advance(self, to_come: Amount) -> Advance:
         """How far it is, while these runs have no result yet."""
-        done = [result for result in self._results if result.outcome is not Outcome.REPLANNED]
-        to_come = [work.run for works in (under_way, waiting) for work in works]
-        sources, size_bytes = sum(len(each.sources) for each in done), sum(each.bytes_read for each in done)
-        return Advance(
-            phase="merging",
-            runs_done=len(done),
-            runs_total=len(done) + len(to_come),
-            sources_done=sources,
-            sources_total=sources + sum(len(run.sources) for run in to_come),
-            bytes_done=size_bytes,
-            bytes_total=size_bytes + sum(run.size_bytes for run in to_come),
-        )
+        return Advance(phase="merging", done=self._done, total=self._done + to_come)
 
     def status(self, signal_number: int | None, *, dry_run: bool) -> tuple[Status, int, str]:
         """Status, exit status, and in a sentence why."""

@@ -14,7 +14,8 @@ A topic is planned again as a whole, since a run was refused because the topic i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import Final
 
 from compaction.plan import Run
 from compaction.root import TopicPlace
@@ -27,6 +28,25 @@ class Work:
     topic: TopicPlace
     run: Run
     attempt: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Amount:
+    """So many runs, and what they read: sources and their bytes."""
+
+    runs: int = 0
+    sources: int = 0
+    size_bytes: int = 0
+
+    @staticmethod
+    def of(runs: Collection[Run]) -> Amount:
+        return Amount(len(runs), sum(len(run.sources) for run in runs), sum(run.size_bytes for run in runs))
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.runs + other.runs, self.sources + other.sources, self.size_bytes + other.size_bytes)
+
+
+NOTHING: Final = Amount()
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -45,32 +65,30 @@ class Waves:
         self._attempts_max = attempts_max
         self._bytes_left = bytes_max
         self._topics: dict[TopicPlace, _Topic] = {}
+        # The most useful last, once they are sorted.
         self._waiting: list[Work] = []
+        self._sorted = True
         self._over_limit: list[Work] = []
+        self.waiting = NOTHING
+        """What a wave may still have."""
 
-    @property
-    def waiting(self) -> int:
-        """Runs that a wave may still have."""
-        return len(self._waiting)
-
-    @property
-    def waiting_runs(self) -> tuple[Work, ...]:
-        """These."""
-        return tuple(self._waiting)
-
-    def offer(self, topic: TopicPlace, runs: Iterable[Run]) -> None:
+    def offer(self, topic: TopicPlace, runs: Collection[Run]) -> None:
         """The topic was planned, for the first time or again."""
         state = self._topics.setdefault(topic, _Topic())
         state.attempt += 1
         state.again = False
         self._waiting += [Work(topic, run, state.attempt) for run in runs]
-        self._waiting.sort(key=lambda work: (-work.run.benefit, work.topic, work.run.sources[0].object.name))
+        self._sorted = False
+        self.waiting += Amount.of(runs)
 
     def next_wave(self, size: int) -> list[Work]:
         """The next runs to be done, at most `size`, the most useful first; they are under way."""
+        if not self._sorted:
+            self._waiting.sort(key=lambda work: (work.run.benefit, work.topic, work.run.sources[0].object.name))
+            self._sorted = True
         wave: list[Work] = []
         while self._waiting and len(wave) < size:
-            work = self._waiting.pop(0)
+            work = self._waiting.pop()
             if self._bytes_left is not None and work.run.size_bytes > self._bytes_left:
                 self._over_limit.append(work)
                 continue
@@ -78,6 +96,7 @@ class Waves:
                 self._bytes_left -= work.run.size_bytes
             self._topics[work.topic].under_way += 1
             wave.append(work)
+        self.waiting = Amount.of([work.run for work in self._waiting])
         return wave
 
     def settled(self, work: Work) -> None:
@@ -92,6 +111,7 @@ class Waves:
             return False
         state.again = True
         self._waiting = [other for other in self._waiting if other.topic != work.topic]
+        self.waiting = Amount.of([work.run for work in self._waiting])
         return True
 
     def to_plan_again(self) -> list[TopicPlace]:

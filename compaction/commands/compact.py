@@ -206,9 +206,10 @@ def _signals(stop: job.Stop) -> Iterator[None]:
 
 
 def _show_advance(show: Callable[..., None], advance: Advance) -> None:
-    sizes = f"{filesize.decimal(advance.bytes_done)} of {filesize.decimal(advance.bytes_total)}"
-    what = f"{advance.phase} buckets, {sizes}" if advance.bytes_total else advance.phase
-    show(advance.sources_done, advance.sources_total or None, what)
+    done, total = advance.done, advance.total
+    sizes = f"{filesize.decimal(done.size_bytes)} of {filesize.decimal(total.size_bytes)}"
+    what = f"{advance.phase} buckets, {sizes}" if total.runs else advance.phase
+    show(done.sources, total.sources or None, what)
 
 
 def _write_metrics(path: Path, done: Summary | None) -> None:

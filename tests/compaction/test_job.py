@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from compaction import wave
+from compaction import plan, wave
 from compaction.job import Options
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
+from compaction.plan import Run
 from compaction.summary import Outcome, RunResult, Status, Summary
 from storage_backends import crash_points
 from storage_backends.formats import names
@@ -120,6 +121,27 @@ def test_a_bucket_sealed_between_the_sources_has_the_topic_planned_again(world: 
     assert "lie between" in only(summary, Outcome.REPLANNED).reason
     assert (summary.exit_status, summary.conflicts_retried, len(topic.tip().live)) == (0, 1, 1)
     assert len(topic.waiting()) == 100
+
+
+def test_what_is_known_to_be_refused_is_not_done_first(world: World) -> None:
+    topic = world.topic()
+    topic.add(range(2, 98, 2))
+    with at("compaction.before_commit", lambda: topic.add(range(3, 99, 2))):
+        summary = world.compact(four_runs())
+    refused = [result for result in summary.run_results if result.outcome is Outcome.REPLANNED]
+    assert len(refused) == 8, "two waves of three were under way"
+    assert (summary.exit_status, len(topic.waiting())) == (0, 96 * 20)
+
+
+def test_waiting_runs_whose_sources_have_left_by_the_newest_manifest_known_are_not_done(world: World) -> None:
+    topic = world.topic()
+    sources = topic.add(range(1, 49))
+    last = plan.by_benefit(Run.of(sources[first : first + 4]) for first in range(0, 48, 4))[-1]
+    with at("compaction.before_commit", lambda: other_merger(world, topic).merge(last.sources[:2])):
+        summary = world.compact(four_runs())
+    (result,) = [each for each in summary.run_results if each.outcome is Outcome.REPLANNED]
+    assert "or lie between" in result.reason
+    assert (result.worker, summary.exit_status) == (None, 0)
 
 
 def test_a_job_slower_than_the_orphan_floor_is_refused_and_begins_again(world: World) -> None:
@@ -427,9 +449,9 @@ def test_a_second_job_maps_what_was_gone_under_names_two_merges_old(world: World
 def test_how_far_a_job_is_never_goes_back(world: World) -> None:
     world.topic().add(range(1, 33))
     world.compact(four_runs())
-    done = [advance.sources_done for advance in world.advances]
+    done = [advance.done.sources for advance in world.advances]
     assert done == sorted(done)
-    assert (world.advances[-1].sources_done, world.advances[-1].sources_total) == (32, 32)
+    assert world.advances[-1].done.sources == world.advances[-1].total.sources == 32
 
 
 def test_a_task_has_of_the_manifest_only_what_names_its_sources(world: World) -> None:

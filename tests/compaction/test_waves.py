@@ -112,7 +112,9 @@ class WavesComeToAnEnd(RuleBasedStateMachine):
     def holds(self) -> None:
         assert max(self.planned.values()) <= self.ATTEMPTS
         assert len({id(work) for work in self.under_way}) == len(self.under_way)
-        assert not {id(work) for work in self.under_way} & {id(work) for work in self.waves.waiting_runs}
+        waiting = self.waves.rest()[1]
+        assert self.waves.waiting.runs == len(waiting)
+        assert not {id(work) for work in self.under_way} & {id(work) for work in waiting}
 
 
 TestWavesComeToAnEnd = WavesComeToAnEnd.TestCase
