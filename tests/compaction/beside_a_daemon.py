@@ -11,8 +11,12 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import ulid
+
 import tarry
 from examples import processes
+from storage_backends.formats import names
+from storage_backends.local_directory import LocalDirectory
 from tests.compaction import live_topic, stored
 from tests.compaction.live_topic import LiveTopic, Shape
 from tests.support.jobs import Jobs
@@ -90,6 +94,16 @@ class Scene:
         left = stored.look(self.root)
         assert not left.lost
         assert not orphans & left.files, "orphans are still there"
+
+    def plant_orphans(self) -> frozenset[str]:
+        """An object of each topic that nobody will name, as a process leaves one that died; what they are called."""
+        store = LocalDirectory(self.root)
+        keys = []
+        for topic in self.topics:
+            found = self.client.stats(topic.name)
+            keys.append(names.bucket_key(found.shard, found.topic_id, 1, str(ulid.ULID())))
+            store.put(keys[-1], b"of a process that died")
+        return frozenset(stored.last_part(key) for key in keys)
 
     def collect_garbage(self) -> None:
         """Two passes: the floor that the first one sets counts for the second at the latest."""
