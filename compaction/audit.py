@@ -29,7 +29,7 @@ from compaction.audit_journal import SlotRun, SlotsSeen
 from compaction.audit_listing import OBJECT_BYTES, ListedShard
 from compaction.audit_manifests import ManifestRun, ManifestsSeen
 from compaction.audit_objects import Item, Role
-from compaction.audit_reading import Place
+from compaction.audit_reading import SYSTEM_CLOCK, Place, WallClock
 from compaction.audit_rows import TwiceRun, Unnamed
 from compaction.engine import Engine
 from compaction.root import Root
@@ -80,12 +80,12 @@ class Limits:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is audited. `topics`: names, none = everything. `sample`: the part of the live buckets that is read in full;
-    of the others table and entry 0. `seed`: which ones. `now_ms`: Unix time. `store`: its name, for the report.
+    of the others table and entry 0. `seed`: which ones. `store`: its name, for the report.
     """
 
     store: str
     limits: Limits
-    now_ms: int
+    clock: WallClock = SYSTEM_CLOCK
     topics: tuple[str, ...] = ()
     sample: float = 1.0
     seed: int = 0
@@ -118,7 +118,7 @@ def audit(
 
     Raises RootAbsent, UnknownTopic, WorkFailed, and the store's errors when it cannot be listed.
     """
-    begun_s = monotonic()
+    begun_s, started_ms = monotonic(), request.clock.now_ms()
     tally, shards, topics = Tally(), 0, 0
     try:
         root = Root.open(store)
@@ -132,7 +132,7 @@ def audit(
     return Report(
         store=request.store,
         engine=engine.name,
-        started_ms=request.now_ms,
+        started_ms=started_ms,
         seconds=monotonic() - begun_s,
         sample=request.sample,
         shards=shards,
@@ -434,11 +434,11 @@ class _Wave:
         jobs = [
             *audit_jobs.object_runs(
                 items,
-                now_ms=request.now_ms,
+                clock=request.clock,
                 overdue_ms=request.limits.overdue_ms,
                 parallelism=self._audit.parallelism,
             ),
-            *audit_jobs.leftovers_runs(leftovers, now_ms=request.now_ms, orphan_age_ms=request.limits.orphan_age_ms),
+            *audit_jobs.leftovers_runs(leftovers, clock=request.clock, orphan_age_ms=request.limits.orphan_age_ms),
             *twice,
         ]
         for _ in self._audit.do("reading objects", jobs):

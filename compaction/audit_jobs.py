@@ -15,7 +15,7 @@ from compaction.audit_journal import SlotRun
 from compaction.audit_listing import OBJECT_BYTES
 from compaction.audit_manifests import ManifestRun
 from compaction.audit_objects import Item, ObjectRun, Role
-from compaction.audit_reading import Place
+from compaction.audit_reading import Place, WallClock
 from compaction.audit_rows import LeftoversRun, Unnamed
 from compaction.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
@@ -34,7 +34,9 @@ def unnamed_items(place: Place, topic: str, found: Mapping[str, tuple[int, int]]
         yield Item(place=place, key=key, size_bytes=size_bytes, role=Role.UNNAMED, topic=topic or place.topic_id)
 
 
-def object_runs(items: Sequence[Item], *, now_ms: int, overdue_ms: int, parallelism: int) -> Iterator[tuple[Job, int]]:
+def object_runs(
+    items: Sequence[Item], *, clock: WallClock, overdue_ms: int, parallelism: int
+) -> Iterator[tuple[Job, int]]:
     """The objects in portions of like size."""
 
     def cost(item: Item) -> int:
@@ -44,19 +46,19 @@ def object_runs(items: Sequence[Item], *, now_ms: int, overdue_ms: int, parallel
     ordered = sorted(items, key=cost, reverse=True)
     limit = audit_listing.portion_bytes(sum(map(cost, items)), parallelism)
     for portion in audit_listing.portions(ordered, cost, limit):
-        job = ObjectRun(items=tuple(portion), now_ms=now_ms, overdue_ms=overdue_ms)
+        job = ObjectRun(items=tuple(portion), clock=clock, overdue_ms=overdue_ms)
         yield job, sum(map(cost, portion))
 
 
 def leftovers_runs(
-    leftovers: Mapping[int, Sequence[tuple[Place, tuple[Unnamed, ...]]]], *, now_ms: int, orphan_age_ms: int
+    leftovers: Mapping[int, Sequence[tuple[Place, tuple[Unnamed, ...]]]], *, clock: WallClock, orphan_age_ms: int
 ) -> Iterator[tuple[Job, int]]:
     """What is unnamed, by shard: its journal is read once."""
     for shard, objects in leftovers.items():
         job = LeftoversRun(
             shard=shard,
             objects=tuple(objects),
-            now_ms=now_ms,
+            clock=clock,
             orphan_age_ms=orphan_age_ms,
         )
         yield job, audit_listing.PORTION_BYTES_MIN

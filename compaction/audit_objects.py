@@ -19,7 +19,7 @@ from typing import Final
 
 from compaction import audit_content, audit_reading
 from compaction.audit_findings import Finding, Flaw, Kind, Severity, Tally
-from compaction.audit_reading import Named, Place, Read
+from compaction.audit_reading import Named, Place, Read, WallClock
 from compaction.root import Root
 from storage_backends import bucket_objects, object_store
 from storage_backends.formats import errors, manifest, names
@@ -69,7 +69,7 @@ class ObjectRun:
     """Objects of any places. `overdue_ms`: so long after the end of its grace an object should be deleted."""
 
     items: tuple[Item, ...]
-    now_ms: int
+    clock: WallClock
     overdue_ms: int
 
     def run(self, root: Root) -> ObjectsSeen:
@@ -194,9 +194,9 @@ class _Run:
         self._find(item, Flaw(Kind.GIVEN_UP, detail), Severity.WARNING if there else Severity.INFO)
 
     def _check_overdue(self, item: Item) -> None:
-        late_ms = self._run.now_ms - item.delete_after_ms - self._run.overdue_ms
+        late_ms = self._run.clock.now_ms() - item.delete_after_ms - self._run.overdue_ms
         if item.role is Role.TOMBSTONE and late_ms > 0:
-            hours = (self._run.now_ms - item.delete_after_ms) / 3_600_000
+            hours = (self._run.clock.now_ms() - item.delete_after_ms) / 3_600_000
             detail = f"its grace ended {hours:.1f} h ago, and it is still there: is there collection?"
             self._find(item, Flaw(Kind.TOMBSTONE_OVERDUE, detail), Severity.WARNING)
 
@@ -229,7 +229,7 @@ class _Run:
             self.tally.moved_on += 1
 
     def _went_early(self, item: Item, named: Named | None) -> bool:
-        early = item.delete_after_ms - GRACE_SLACK_MS > self._run.now_ms
+        early = item.delete_after_ms - GRACE_SLACK_MS > self._run.clock.now_ms()
         return item.role is Role.TOMBSTONE and early and named is not None and item.key in named.buried
 
     def _find(self, item: Item, flaw: Flaw, severity: Severity) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
@@ -41,6 +42,21 @@ class Place:
         if not self.topic_id:
             return names.shard_manifest_prefix(self.shard)
         return names.topic_manifest_prefix(self.shard, self.topic_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WallClock:
+    """Unix time where a task runs: an audit takes so long that what was young when it began may be gone by right.
+    `offset_ms`: what is added to the machine's.
+    """
+
+    offset_ms: int = 0
+
+    def now_ms(self) -> int:
+        return time.time_ns() // 1_000_000 + self.offset_ms
+
+
+SYSTEM_CLOCK: Final = WallClock()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

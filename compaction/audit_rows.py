@@ -19,7 +19,7 @@ from typing import Final
 from compaction import audit_content, audit_held, audit_objects, audit_reading
 from compaction.audit_findings import Finding, Kind, Severity, Tally
 from compaction.audit_held import HeldRows
-from compaction.audit_reading import Place
+from compaction.audit_reading import Place, WallClock
 from compaction.root import Root
 from storage_backends import bucket_objects, object_store, progress_objects, topic_manifest
 from storage_backends.formats import bucket, errors, index_ids, merge, position_bitmap
@@ -152,7 +152,7 @@ class LeftoversRun:
 
     shard: int
     objects: tuple[tuple[Place, tuple[Unnamed, ...]], ...]
-    now_ms: int
+    clock: WallClock
     orphan_age_ms: int
 
     def run(self, root: Root) -> RowsSeen:
@@ -232,7 +232,7 @@ class _Leftovers:
         return True
 
     def _find_unnamed(self, place: Place, each: Unnamed, floor: int, topic: str) -> None:
-        age_ms = max(self._run.now_ms - each.modified_ms, 0)
+        age_ms = max(self._run.clock.now_ms() - each.modified_ms, 0)
         is_old = age_ms > 2 * self._run.orphan_age_ms
         age = f"{each.size_bytes} bytes, written {age_ms / 3_600_000:.1f} h ago"
         if each.base < floor:
@@ -329,7 +329,7 @@ class _Leftovers:
 
     def _find_unaccounted(self, place: Place, tip: TopicManifest, left: _Left) -> None:
         rows = left.rows.take(left.positions.mask_of(left.rows.ledger_id, left.rows.entry_id))
-        later = audit_content.not_due(rows, self._run.now_ms)
+        later = audit_content.not_due(rows, self._run.clock.now_ms())
         detail = (
             f"{len(rows)} of its {len(left.rows)} rows of index {left.index_id} are in no bucket that is live or has "
             f"just left, nor in checkpoint or journal: gone since (delivered, cancelled, trimmed), or lost; {later} "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-import time
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +70,6 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     request = auditing.Request(
         store=_name_of(shared),
         limits=auditing.Limits.of(shared.settings),
-        now_ms=time.time_ns() // 1_000_000,
         topics=shared.topics,
         sample=sample,
         seed=random.SystemRandom().getrandbits(32),

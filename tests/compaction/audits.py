@@ -7,6 +7,7 @@ Owns: making the root, and running the audit on it. Does not own: damaging it (t
 from __future__ import annotations
 
 import asyncio
+import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import NoReturn, Self, TypeVar
 from compaction import audit
 from compaction.audit import Limits, Request
 from compaction.audit_findings import Finding, Kind, Report, Severity
+from compaction.audit_reading import WallClock
 from daemon.engine import bucket_life
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
@@ -112,7 +114,13 @@ def audited(
 ) -> Report:
     """The report on a store, which is only read."""
     reading = ReadOnly(store, before_read)
-    request = Request(store="memory", limits=limits, now_ms=now_ms, topics=topics, sample=sample)
+    request = Request(
+        store="memory",
+        limits=limits,
+        clock=WallClock(now_ms - time.time_ns() // 1_000_000),
+        topics=topics,
+        sample=sample,
+    )
     with InProcess(between) as engine:
         return audit.audit(reading, engine, request, open_store=lambda: reading)
 

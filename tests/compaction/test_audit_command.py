@@ -1,0 +1,103 @@
+"""`tarry-spark audit` on a local directory, with worker processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from storage_backends.formats import names
+from storage_backends.local_directory import LocalDirectory
+from storage_backends.memory import MemoryStore
+from tests.compaction.audits import HOUR_MS, MANIFESTS, keys, sound_root
+from tests.support.engine_fixture import EPOCH_MS
+
+
+@pytest.fixture(scope="module")
+def written() -> MemoryStore:
+    return sound_root()
+
+
+@pytest.fixture
+def place(written: MemoryStore, tmp_path: Path) -> Path:
+    """A local directory with a sound root."""
+    with LocalDirectory(tmp_path / "root") as local:
+        for key in keys(written, ""):
+            body, metadata = written.get_with_metadata(key)
+            local.put(key, body, metadata=metadata)
+    return tmp_path / "root"
+
+
+def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "compaction.main", "audit", "--store", str(place), "--engine", "local", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+def stored(place: Path) -> dict[str, bytes]:
+    """Every object's file."""
+    return {
+        str(path.relative_to(place)): path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and not path.relative_to(place).parts[0].startswith(".")
+    }
+
+
+def damage(place: Path) -> str:
+    """A bit of the newest manifest of topic `t` is another one; its key."""
+    key = max(f"{MANIFESTS}{path.name}" for path in (place / MANIFESTS).iterdir())
+    body = (place / key).read_bytes()
+    (place / key).write_bytes(body[:-9] + bytes([body[-9] ^ 1]) + body[-8:])
+    return key
+
+
+def test_a_sound_root_ends_with_0_and_is_left_as_it_was(place: Path, tmp_path: Path) -> None:
+    before = stored(place)
+    ended = run(place, "--json", "--output", str(tmp_path / "report.json"))
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert (report["errors"], report["store"], report["engine"], report["topics"]) == (0, str(place), "local", 3)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert stored(place) == before
+
+
+def test_errors_end_with_1_and_people_see_what_where_and_how_bad(place: Path) -> None:
+    key = damage(place)
+    ended = run(place, "--parallelism", "2")
+    assert ended.returncode == 1
+    assert key in ended.stdout
+    assert "damaged" in ended.stdout
+    assert "its bytes are not what was written" in ended.stdout
+    assert "1 errors" in ended.stdout
+
+
+def test_a_topic_is_audited_alone(place: Path) -> None:
+    damage(place)
+    assert run(place, "--topic", "other", "--quiet").returncode == 0
+    assert run(place, "--topic", "t", "--quiet").returncode == 1
+
+
+def test_what_cannot_run_ends_with_1_and_says_why(place: Path, tmp_path: Path) -> None:
+    for arguments, text in (
+        ((tmp_path / "nowhere",), "no such directory"),
+        ((tmp_path,), "FORMAT is missing"),
+        ((place, "--topic", "nowhere"), "topic 'nowhere' has nothing in the root"),
+    ):
+        ended = run(Path(arguments[0]), *map(str, arguments[1:]), "--json")
+        assert ended.returncode == 1
+        assert text in ended.stderr
+        assert not ended.stdout
+
+
+def test_a_wrong_sample_ends_with_2(place: Path) -> None:
+    assert run(place, "--sample", "1.5").returncode == 2
+
+
+def test_overdue_tombstones_follow_the_daemons_settings(place: Path) -> None:
+    # They left in the time of the story, years ago.
+    assert EPOCH_MS + 1000 * HOUR_MS < 1_800_000_000_000
+    report = json.loads(run(place, "--json").stdout)
+    assert report["counts"]["tombstone_overdue"] == report["warnings"] > 0
+    assert names.FORMAT_KEY not in {found["object"] for found in report["findings"]}
