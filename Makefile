@@ -12,6 +12,8 @@ FIRST ?= 0
 JOBS ?= 2
 # Processes that share the tests: one more than there are cores, since some tests wait for most of their time.
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Else each process compiles all that it imports, and rewrites the asserts of all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
 # More arguments for test, run, bench, demo and spark-env: make test ARGS='-k journal'
 ARGS ?=
 
