@@ -34,7 +34,7 @@ from storage_backends import settings as sections
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.object_store import Damaged, StoreError
+from storage_backends.object_store import Damaged, NotFound, StoreError
 from storage_backends.topic_merge import adjacent_order
 
 _log = logging.getLogger(__name__)
@@ -360,6 +360,9 @@ class _Job:
             crash_point("compaction.after_commit")
         except commit.Refused as refused:
             self._again(work, refused.reason, Outcome.REFUSED, written=report)
+        except NotFound as error:
+            # Its object was collected before its commit, which is refused then; or the progress has a newer one.
+            self._again(work, str(error), Outcome.REFUSED, written=report)
         except commit.CommitOutcomeUnknown as error:
             _log.error("topic %s: %s", topic.name, error)
             topic.left_out |= work.run.names | made

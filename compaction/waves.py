@@ -84,7 +84,9 @@ class Waves:
     def next_wave(self, size: int) -> list[Work]:
         """The next runs to be done, at most `size`, the most useful first; they are under way."""
         if not self._sorted:
-            self._waiting.sort(key=lambda work: (work.run.benefit, work.topic, work.run.sources[0].object.name))
+            self._waiting.sort(
+                key=lambda work: (-work.run.benefit, work.topic, work.run.sources[0].object.name), reverse=True
+            )
             self._sorted = True
         wave: list[Work] = []
         while self._waiting and len(wave) < size:

@@ -155,6 +155,20 @@ def test_a_job_slower_than_the_orphan_floor_is_refused_and_begins_again(world: W
     assert topic.waiting() == before
 
 
+def test_an_object_that_was_collected_before_its_commit_is_a_conflict(world: World) -> None:
+    topic = world.topic()
+    topic.add(range(1, 5))
+
+    def collect() -> None:
+        other_merger(world, topic).set_floor()
+        for key in {call.key for call in world.store.calls if call.operation == "put"}:
+            world.memory.delete(key)
+
+    with at("compaction.after_wave", collect):
+        summary = world.compact(Options(attempts_max=1))
+    assert (summary.runs.refused, summary.exit_status) == (1, 75)
+
+
 def test_sources_that_another_merger_took_are_planned_again_with_what_is_there(world: World) -> None:
     topic = world.topic()
     topic.add(range(1, 7))
