@@ -34,6 +34,9 @@ READ_BYTES = 4 << 20
 #: The step of what is due already. What comes due behind the last step has the number behind the last.
 OVERDUE = -1
 
+# Steps that are looked through for each number: that takes less time than to sort them.
+_SPAN_PER_SLOT = 32
+
 I64 = npt.NDArray[np.int64]
 
 
@@ -92,11 +95,7 @@ class Counts:
         """`slots`: as of `Steps.of`, in any order; `rows`: how many each of them stands for, one without."""
         if not len(slots):
             return Counts()
-        first = int(slots.min())
-        # Weights are floats, exact below 2^53: more rows than a store holds.
-        found = np.bincount(slots - first, rows).astype(np.int64)
-        step = np.flatnonzero(found) + first
-        found = found[step - first]
+        step, found = _summed(slots, rows)
         inside = (step >= 0) & (step < steps.count)
         return Counts(
             step[inside],
@@ -115,8 +114,9 @@ class Counts:
         parts = [part for part in parts if len(part.step)]
         if not parts:
             return Counts(overdue_rows=overdue_rows, beyond_rows=beyond_rows)
-        step, place = np.unique(np.concatenate([part.step for part in parts]), return_inverse=True)
-        rows = np.bincount(place, np.concatenate([part.rows for part in parts])).astype(np.int64)
+        step, rows = _summed(
+            np.concatenate([part.step for part in parts]), np.concatenate([part.rows for part in parts])
+        )
         return Counts(step, rows, overdue_rows, beyond_rows)
 
     @property
@@ -129,6 +129,20 @@ class Counts:
         rows = np.zeros(count, np.int64)
         rows[self.step] = self.rows
         return rows
+
+
+def _summed(slots: I64, rows: npt.NDArray[np.integer[Any]] | None) -> tuple[I64, I64]:
+    """The slots that have rows, ascending, and their rows. `rows`: of each slot, None = one."""
+    first = int(slots.min())
+    span = int(slots.max()) - first + 1
+    # Weights are floats, exact below 2^53: more rows than a store holds.
+    if span <= _SPAN_PER_SLOT * len(slots):
+        found = np.bincount(slots - first, rows)
+        step = np.flatnonzero(found)
+        return step + first, found[step].astype(np.int64)
+    step, place = np.unique(slots, return_inverse=True)
+    found = np.bincount(place, rows).astype(np.int64)
+    return step[found > 0], found[found > 0]
 
 
 def counted_at_once(steps: Steps, min_ms: int, max_ms: int, rows: int) -> Counts | None:
@@ -189,7 +203,8 @@ class BucketCount:
         self._next = run[-1].number
         self._unread[run[0].number - 1 : self._next] = False
         if not self._gone_left:
-            self._parts += [Counts.of(self._steps, self._steps.of(part.deliver_at_ms)) for part in parts]
+            times = np.concatenate([part.deliver_at_ms for part in parts])
+            self._parts.append(Counts.of(self._steps, self._steps.of(times)))
             return
         rows = Rows.concat(parts)
         gone = self._gone.mask_of(rows.ledger_id, rows.entry_id)

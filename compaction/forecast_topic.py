@@ -19,6 +19,9 @@ from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
 from storage_backends.formats.rows import Rows
 
+# Counts of one index that are kept apart until they are added up.
+_PARTS_MAX = 32
+
 
 @dataclasses.dataclass(eq=False)
 class TopicCount:
@@ -50,7 +53,10 @@ class TopicCount:
         )
 
     def add(self, index_id: int, counts: Counts) -> None:
-        self.counts.setdefault(index_id, []).append(counts)
+        parts = self.counts.setdefault(index_id, [])
+        parts.append(counts)
+        if len(parts) == _PARTS_MAX:
+            parts[:] = [Counts.merged(parts)]
 
     def leave_out(self, live: LiveBucket, reason: str, *, damaged: bool) -> None:
         """A bucket that cannot be counted."""

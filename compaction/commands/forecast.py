@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -18,7 +20,7 @@ from compaction.commands import options, output
 from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
 from compaction.forecast_files import OutputFile, Unwritable
 from compaction.forecast_result import STEP_NAMES, Forecast
-from compaction.root import Root, RootAbsent
+from compaction.root import Root
 from compaction.store_of import store_of
 
 _log = logging.getLogger(__name__)
@@ -62,8 +64,12 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
     All times are UTC. It reads what daemons have stored and writes nothing to the store; buckets that lie within one
     step are not read.
 
-    Exit status: 0 done, 1 error, also when something stored is damaged (the rest is counted and written), 2 wrong
-    option.
+    \b
+    Exit status:
+      0    done
+      1    an error; where something stored is damaged, the rest is counted and written
+      2    a wrong option or setting
+      143  ended by SIGTERM; no file is written then
 
     \b
     Examples:
@@ -71,7 +77,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
       tarry-spark forecast --store s3://delays/root --days 30 --parquet due.parquet --png due.png
     """
     steps = _steps(days, _STEPS_MS[step])
-    with contextlib.ExitStack() as files:
+    with _ended_by_sigterm(), contextlib.ExitStack() as files:
         try:
             writers = _writers(files, parquet, png)
             found = _forecast(shared, steps)
@@ -79,7 +85,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
                 write(found, file.temporary)
                 file.complete()
                 _log.info("wrote %s", file.path)
-        except (Unwritable, RootAbsent) as error:
+        except Unwritable as error:
             raise click.ClickException(str(error)) from error
     if shared.as_json:
         output.print_json(forecast_text.document(found, top))
@@ -88,6 +94,20 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
     damaged = [each for each in found.unread if each.damaged]
     if damaged:
         raise click.ClickException(f"{len(damaged)} buckets or topics are damaged, and not in the forecast")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the tasks and removes what is not complete, and then the process."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    former = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _steps(days: int, step_ms: int) -> Steps:
