@@ -25,7 +25,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from compaction import engine, java
+from compaction import engine, java, spark_submit
 
 _log = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
     :raises SparkUnusable: no Java, no such master, or a master and a parallelism.
     """
     if parallelism is not None:
-        if master is not None or _submitted():
+        if master is not None or spark_submit.submitted():
             raise SparkUnusable(
                 f"parallelism {parallelism} is for work on this machine alone: "
                 "how many tasks a master runs at once is said to Spark (spark.executor.cores, local[N])"
             )
         master = f"local[{parallelism}]"
     with _as_before(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
-        started = not _submitted()
+        started = not spark_submit.submitted()
         if started:
             _choose_java(Path(directory))
             if master is not None and is_local(master):
@@ -164,11 +164,6 @@ def _start(name: str, master: str | None) -> SparkSession:
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _submitted() -> bool:
-    """Whether spark-submit started this process: then Java is there, and is not ours to end."""
-    return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def _choose_java(directory: Path) -> None:
