@@ -53,6 +53,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     attempt: int
     sources: tuple[str, ...]
+    first_ledger_id: int
+    last_ledger_id: int
     outcome: Outcome
     reason: str = ""
     bucket: str | None = None
@@ -186,10 +188,12 @@ def table(summary: Summary) -> Table:
         ("committed", runs.committed),
     ):
         shown.add_column(name, f"{total:,}", justify="right")
-    shown.add_column("error", overflow="fold")
+    errors = any(topic.error for topic in summary.topic_results)
+    if errors:
+        shown.add_column("error", overflow="fold")
     for topic in summary.topic_results:
         numbers = (topic.buckets_before, topic.buckets_after, topic.planned, topic.committed)
-        shown.add_row(topic.topic, *(f"{number:,}" for number in numbers), topic.error)
+        shown.add_row(topic.topic, *(f"{number:,}" for number in numbers), *([topic.error] if errors else []))
     return shown
 
 
@@ -197,14 +201,12 @@ def plan_table(summary: Summary) -> Table:
     """One line for each run that a dry run planned."""
     shown = Table(title=_title(summary), title_justify="left")
     shown.add_column("topic", overflow="fold")
-    for name in ("index", "buckets", "rows", "bytes"):
+    for name in ("index", "ledgers", "buckets", "rows", "bytes"):
         shown.add_column(name, justify="right")
-    for name in ("first", "last"):
-        shown.add_column(name, overflow="fold")
     for run in summary.run_results:
-        numbers = (run.index, len(run.sources), run.rows_read, run.bytes_read)
-        ends = (run.sources[0].rpartition("/")[2], run.sources[-1].rpartition("/")[2])
-        shown.add_row(run.topic, *(f"{number:,}" for number in numbers), *ends)
+        numbers = (len(run.sources), run.rows_read, run.bytes_read)
+        ledgers = f"{run.first_ledger_id} to {run.last_ledger_id}"
+        shown.add_row(run.topic, str(run.index), ledgers, *(f"{number:,}" for number in numbers))
     return shown
 
 

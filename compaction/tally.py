@@ -118,6 +118,8 @@ class Tally:
                 index=work.run.sources[0].subscription_id,
                 attempt=work.attempt,
                 sources=tuple(live.object.name for live in work.run.sources),
+                first_ledger_id=min(live.first_ledger_id for live in work.run.sources),
+                last_ledger_id=max(live.last_ledger_id for live in work.run.sources),
                 outcome=outcome,
                 reason=reason,
                 bucket=None if bucket is None else bucket.object.name,
