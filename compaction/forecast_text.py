@@ -87,28 +87,40 @@ def _print_chart(forecast: Forecast, console: Console) -> None:
 
 def _topics(forecast: Forecast, busiest: list[TopicForecast]) -> Table:
     table = _table(f"Busiest topics ({len(busiest)} of {len(forecast.topics):,})")
-    table.add_column("topic", overflow="fold")
-    for name in ("rows", "redeliveries", "share", "deliveries", f"peak {_step(forecast)}"):
-        table.add_column(name, justify="right")
-    table.add_column("from (UTC)", no_wrap=True)
-    table.add_column("overdue", justify="right")
-    table.add_column("beyond", justify="right")
-    total = forecast.load.rows_within
-    for topic in busiest:
-        load = topic.load
-        place = int(load.rows.argmax()) if len(load.rows) else None
-        table.add_row(
-            Text(shown(topic.topic)),
-            f"{topic.rows:,}",
-            f"{topic.redeliveries:,}",
-            f"{load.rows_within / total:.1%}" if total else "",
-            f"{topic.deliveries:,}",
-            "" if place is None else f"{int(load.rows[place]):,}",
-            "" if place is None else utc(forecast.steps.begin_ms(int(load.step[place]))),
-            f"{topic.overdue_rows:,}",
-            f"{load.beyond_rows:,}",
+    columns = ["topic", "rows", "redeliveries", "share", "deliveries", f"peak {_step(forecast)}", "from (UTC)"]
+    columns += ["overdue", "beyond"]
+    lines = [_topic_line(forecast, topic) for topic in busiest]
+    # Where nothing is handed out or comes back, there is room for names.
+    left_out = {"redeliveries"} if not forecast.redeliveries else set()
+    left_out |= {"deliveries"} if not forecast.deliveries else set()
+    shown_columns = [number for number, name in enumerate(columns) if name not in left_out]
+    for number in shown_columns:
+        name = columns[number]
+        table.add_column(
+            name,
+            justify="left" if name in ("topic", "from (UTC)") else "right",
+            overflow="fold",
+            no_wrap=name != "topic",
         )
+    for line in lines:
+        table.add_row(*(line[number] for number in shown_columns))
     return table
+
+
+def _topic_line(forecast: Forecast, topic: TopicForecast) -> list[str | Text]:
+    load, total = topic.load, forecast.load.rows_within
+    place = int(load.rows.argmax()) if len(load.rows) else None
+    return [
+        Text(shown(topic.topic)),
+        f"{topic.rows:,}",
+        f"{topic.redeliveries:,}",
+        f"{load.rows_within / total:.1%}" if total else "",
+        f"{topic.deliveries:,}",
+        "" if place is None else f"{int(load.rows[place]):,}",
+        "" if place is None else utc(forecast.steps.begin_ms(int(load.step[place]))),
+        f"{topic.overdue_rows:,}",
+        f"{load.beyond_rows:,}",
+    ]
 
 
 def _steps(forecast: Forecast, top: int) -> Table:

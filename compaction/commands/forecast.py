@@ -80,7 +80,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
     with _ended_by_sigterm(), contextlib.ExitStack() as files:
         try:
             writers = _writers(files, parquet, png)
-            found = _forecast(shared, steps)
+            found, seconds = _forecast(shared, steps)
             for file, write in writers:
                 write(found, file.temporary)
                 file.complete()
@@ -88,7 +88,7 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
         except Unwritable as error:
             raise click.ClickException(str(error)) from error
     if shared.as_json:
-        output.print_json(forecast_text.document(found, top))
+        output.print_json(forecast_text.document(found, top) | {"seconds": round(seconds, 3)})
     else:
         forecast_text.print_forecast(found, top, output.results())
     damaged = [each for each in found.unread if each.damaged]
@@ -143,15 +143,18 @@ def _writers(
     return writers
 
 
-def _forecast(shared: options.Shared, steps: Steps) -> Forecast:
+def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
+    """The forecast, and how many seconds it took with an engine that had started."""
     root = Root.open(store_of(shared.settings))
     places = root.topics(shared.topics) if shared.topics else None
     with (
         shared.open_engine("forecast", preload=("compaction.forecast_counting",)) as engine,
         output.progress("counting", shown=not shared.quiet) as progress,
     ):
+        begun_s = time.monotonic()
         found = forecast_job.run(root, shared.settings, steps, places, engine, progress)
+        seconds = time.monotonic() - begun_s
     absent = set(shared.topics) - {topic.topic for topic in found.topics} - {each.topic for each in found.unread}
     if absent:
         raise click.ClickException(f"there is no topic {', '.join(map(repr, sorted(absent)))}")
-    return found
+    return found, seconds

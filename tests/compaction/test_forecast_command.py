@@ -69,6 +69,7 @@ def test_json_is_alone_on_standard_output(store: LocalDirectory, root: Path) -> 
     document = json.loads(found.stdout)
     assert (document["rows"], document["topics"], document["step"]) == (ROWS, 1, "hour")
     assert [each["topic"] for each in document["busiest_topics"]] == ["mail"]
+    assert 0 < document["seconds"] < 60
     assert found.stderr == ""
 
 
