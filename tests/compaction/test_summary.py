@@ -63,9 +63,7 @@ def test_the_lines_say_what_was_read_kept_and_refused(world: World) -> None:
     done = world.compact()
     lines = summary.lines(done)
     assert lines[:2] == ["buckets 4 -> 1", "rows    80 read, 80 kept, 0 gone"]
-    refused = msgspec.structs.replace(
-        done.run_results[0], outcome=summary.Outcome.REFUSED, reason="somebody came first"
-    )
+    refused = msgspec.structs.replace(done.run_results[0], outcome=summary.Outcome.REFUSED, reason="others came first")
     results = (refused,)
     told = msgspec.structs.replace(done, run_results=results, runs=summary.counts(results))
     assert "refused: flights: others came first" in summary.lines(told)
