@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import sys
 from collections.abc import Iterator
 
+import botocore.loaders
+import botocore.session
 import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
@@ -70,4 +73,12 @@ def credentials_of_no_one() -> Iterator[None]:
         patch.setenv("AWS_CONFIG_FILE", os.devnull)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def models_of_s3_are_read_once() -> Iterator[None]:
+    """And not by each store that is opened, which would take longer than the rest of its test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.loaders.create_loader))
         yield
