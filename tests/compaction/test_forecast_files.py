@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,14 @@ import numpy as np
 import pandas
 import pyarrow.parquet
 import pytest
+from pyspark.sql import SparkSession
 from rich.console import Console
 
 from compaction import forecast_parquet, forecast_picture, forecast_text
 from compaction.forecast_files import OutputFile, Unwritable
 from compaction.forecast_result import Forecast, TopicForecast, Unread
 from tests.compaction.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
+from tests.support.spark import patient
 
 
 def at(hour: int) -> datetime.datetime:
@@ -64,6 +67,34 @@ def test_a_parquet_file_is_read_by_pandas(tmp_path: Path) -> None:
     by_hour = frame.groupby("due_from")["rows"].sum()
     assert by_hour[pandas.Timestamp(at(2))] == 34
     assert frame.groupby("topic", observed=True)["deliveries"].sum().to_dict() == {"mail": 8, "orders": 90}
+
+
+def documented(language: str, place: int) -> str:
+    """An example of the documentation."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "FORECAST.md").read_text(encoding="utf-8")
+    examples: list[str] = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return examples[place]
+
+
+def test_the_example_for_pandas_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    forecast_parquet.write(EXAMPLE, Path("due.parquet"))
+    exec(documented("python", 0), {})
+    shown = capsys.readouterr().out
+    assert re.search(r"2025-11-22 01:00:00\+00:00 +67\n", shown)
+    assert "2025-11-21T23:20:34.567Z 3" in shown
+
+
+@patient
+def test_the_example_for_spark_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spark: SparkSession
+) -> None:
+    forecast_parquet.write(EXAMPLE, tmp_path / "due.parquet")
+    exec(documented("python", 1).replace("due.parquet", str(tmp_path / "due.parquet")), {"spark": spark})
+    shown = [line.strip("|").replace(" ", "").split("|") for line in capsys.readouterr().out.splitlines()]
+    assert shown[3:5] == [["orders", "45", "90"], ["mail", "4", "8"]]
 
 
 def test_many_topics_are_many_groups_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
