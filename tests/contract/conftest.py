@@ -64,5 +64,5 @@ def _maker(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
     if "proxy" in kind:
         endpoint_url = request.getfixturevalue("proxy").endpoint_url
     prefix = f"tests/{next(_prefixes)}"
-    settings = moto.settings("contract", endpoint_url=endpoint_url, prefix=prefix, list_page_keys=100)
+    settings = moto.settings("contract", endpoint_url=endpoint_url, prefix=prefix, list_page_keys=10)
     return lambda: S3Store(settings)
