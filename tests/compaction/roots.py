@@ -26,7 +26,9 @@ from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import Claim, Create, Quarantine, Seal
 
 HOUR_MS = 3_600_000
-NOW_MS = 1_800_000_000_000
+NOW_MS = 4_000_000_000_000
+"""In 2096: what is due after it is due later by the machine's clock as well."""
+
 LATER_MS = (NOW_MS + HOUR_MS, NOW_MS + 24 * HOUR_MS)
 SHARDS = 2
 LIMITS = SegmentLimits()

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,10 @@ from click.testing import CliRunner, Result
 from compaction.commands.compact import Duration, Size
 from compaction.main import cli
 from storage_backends.local_directory import LocalDirectory
+from storage_backends.s3 import S3Store
 from tests.compaction import roots
 from tests.compaction.roots import StoredTopic
+from tests.support.moto_server import moto_server
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +35,11 @@ def _logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def topic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoredTopic:
-    """Of a root in `tmp_path / "root"`, its rows due in a day."""
-    now_ms = time.time_ns() // 1_000_000
-    monkeypatch.setattr(roots, "LATER_MS", (now_ms + roots.HOUR_MS, now_ms + 24 * roots.HOUR_MS))
+def topic(tmp_path: Path) -> StoredTopic:
+    """Of a root in `tmp_path / "root"`."""
     store = LocalDirectory(tmp_path / "root")
     roots.make_root(store)
     return StoredTopic(store, "flights")
-
-
-def fill(topic: StoredTopic, buckets: int) -> None:
-    topic.seal([topic.write(roots.rows_of_ledger(ledger, 20, roots.LATER_MS)) for ledger in range(buckets)])
 
 
 def call(tmp_path: Path, *arguments: str) -> Result:
@@ -55,7 +50,7 @@ def call(tmp_path: Path, *arguments: str) -> Result:
 def test_buckets_are_merged_by_processes_of_this_machine_and_the_result_is_json(
     tmp_path: Path, topic: StoredTopic
 ) -> None:
-    fill(topic, 8)
+    topic.add(range(8))
     before = topic.waiting()
     result = call(tmp_path, "--json", "--metrics-file", str(tmp_path / "compaction.prom"))
     assert result.exit_code == 0, result.output
@@ -69,8 +64,21 @@ def test_buckets_are_merged_by_processes_of_this_machine_and_the_result_is_json(
     assert "tarry_compaction_exit_status 0.0" in (tmp_path / "compaction.prom").read_text()
 
 
+def test_a_root_on_s3_is_merged_by_processes_that_connect_themselves(tmp_path: Path) -> None:
+    with moto_server() as server, S3Store(server.settings("delays", prefix="root")) as store:
+        roots.make_root(store)
+        topic = StoredTopic(store, "flights")
+        topic.add(range(1, 5))
+        before = topic.waiting()
+        place = ["--store", "s3://delays/root", "--set", f"store.s3.endpoint_url={server.endpoint_url}"]
+        result = call(tmp_path, *place, "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["buckets_after"] == len(topic.tip().live) == 1
+        assert topic.waiting() == before
+
+
 def test_people_get_a_table_and_what_was_read_and_written(tmp_path: Path, topic: StoredTopic) -> None:
-    fill(topic, 4)
+    topic.add(range(4))
     result = call(tmp_path)
     assert result.exit_code == 0
     assert "flights" in result.stdout
@@ -79,12 +87,12 @@ def test_people_get_a_table_and_what_was_read_and_written(tmp_path: Path, topic:
 
 
 def test_quiet_is_quiet_but_for_the_result(tmp_path: Path, topic: StoredTopic) -> None:
-    fill(topic, 4)
+    topic.add(range(4))
     assert call(tmp_path, "--quiet").stderr == ""
 
 
 def test_a_dry_run_shows_what_would_be_merged(tmp_path: Path, topic: StoredTopic) -> None:
-    fill(topic, 4)
+    topic.add(range(4))
     result = call(tmp_path, "--dry-run", "--metrics-file", str(tmp_path / "compaction.prom"))
     assert result.exit_code == 0
     assert "planned" in result.stdout
@@ -128,7 +136,7 @@ def test_the_help_teaches() -> None:
 
 
 def test_sigterm_ends_the_command_after_the_commit_under_way(tmp_path: Path, topic: StoredTopic) -> None:
-    fill(topic, 40)
+    topic.add(range(40))
     before = topic.waiting()
     command = ["compact", "--store", str(tmp_path / "root"), "--engine", "local", "--parallelism", "1", "--json"]
     stopped = subprocess.run(
