@@ -349,7 +349,9 @@ class _Wave:
         """Objects, and no manifest that was listed: it may have been created since."""
         place, root = sequence.place, self._audit.root
         shard = next(each for each in self._shards if each.shard == place.shard)
-        objects = len(sequence.listed.objects) + (0 if place.topic_id else len(shard.slots))
+        objects = len(sequence.listed.objects)
+        if not place.topic_id:
+            objects += len(shard.slots) + len(shard.listing.topics)
         if not objects:
             return
         tip: object = root.tip(place.of_topic) if place.topic_id else root.shard_tip(place.shard)

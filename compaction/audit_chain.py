@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -102,17 +103,22 @@ def _flaws_of_objects(
         if count > 1:
             yield _rule(f"object {name} is named {count} times")
     for reference in references:
-        try:
-            base = names.number_of(reference.name)
-        except errors.FormatError:
-            base = None
-        if base != reference.base or not reference.name.startswith(prefix):
+        if _base_of(reference.name) != reference.base or not reference.name.startswith(prefix):
             yield _rule(f"object {reference.name} with base {reference.base} has a key of another place or base")
         elif reference.base > head.number:
             yield _rule(f"object {reference.name} was started from a manifest that came later")
     for each in tombstones:
         if each.removed_in > head.number:
             yield _rule(f"object {each.object.name} left in manifest {each.removed_in}, which came later")
+
+
+@functools.lru_cache(maxsize=100_000)
+def _base_of(name: str) -> int | None:
+    """The number in a key; None when it has none. The manifests of a topic mostly name the same objects."""
+    try:
+        return names.number_of(name)
+    except errors.FormatError:
+        return None
 
 
 # ---- two neighbours
@@ -186,7 +192,7 @@ def _flaws_of_live(before: TopicManifest, after: TopicManifest) -> Iterator[Flaw
     known = {bucket.object.name: bucket for bucket in before.live}
     for bucket in after.live:
         was = known.get(bucket.object.name)
-        if was is None or was == bucket:
+        if was is None or was is bucket or was == bucket:
             continue
         found = dataclasses.replace(bucket, quarantined=False, damage="", quarantined_slot=0)
         if was.quarantined or was != found:
@@ -212,7 +218,9 @@ def _flaws_of_change(
         if was is None:
             if each.removed_in != after.head.number:
                 yield _rule(f"object {name} is new among the tombstones, and left in manifest {each.removed_in}")
-        elif dataclasses.replace(each, attempts=was.attempts) != was or each.attempts < was.attempts:
+        elif each is not was and (
+            dataclasses.replace(each, attempts=was.attempts) != was or each.attempts < was.attempts
+        ):
             yield _rule(f"the tombstone of object {name} changed")
 
 

@@ -8,7 +8,7 @@ task (`audit`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from compaction import audit_listing
 from compaction.audit_journal import SlotRun
@@ -20,6 +20,9 @@ from compaction.audit_rows import LeftoversRun, Unnamed
 from compaction.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.listing import Listed
+
+MANIFESTS_BYTES: Final = 32 << 20
+"""So much of manifests makes a run: what they have in common is decoded once in each."""
 
 
 class Job(Protocol):
@@ -68,7 +71,7 @@ def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
     """The manifests of a place in runs; each knows the one before its first."""
     ordered = listed.in_order()
     before: int | None = None
-    for portion in audit_listing.portions(ordered, _cost, audit_listing.PORTION_BYTES_MIN):
+    for portion in audit_listing.portions(ordered, _cost, MANIFESTS_BYTES):
         numbers = tuple(number for number, _ in portion)
         is_last = numbers[-1] == ordered[-1][0]
         job = ManifestRun(place=place, numbers=numbers, before=before, is_last=is_last)

@@ -70,6 +70,7 @@ class _Run:
         # None behind what could not be read.
         self._last: _Good | None = None
         self._tip_is_damaged = False
+        self._decoder = manifest.TopicManifestDecoder()
 
     def seen(self) -> ManifestsSeen:
         run, seen = self._run, self._seen
@@ -137,7 +138,7 @@ class _Run:
     def _decoded(self, body: bytes) -> Manifest:
         """Raises FormatError, also when it is of another topic or shard."""
         if self._place.topic_id:
-            topic = manifest.decode_topic_manifest(body)
+            topic = self._decoder.decode(body)
             if topic.topic_id != self._place.topic_id:
                 raise errors.FormatError("topic manifest", 0, f"it is of topic {topic.topic!r}")
             return topic

@@ -388,6 +388,7 @@ class DeadObject:
     given_up_ms: int
 
 
+_Part = TypeVar("_Part", LiveBucket, Tombstone)
 _Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, DeadObject)
 
 
@@ -413,6 +414,39 @@ def encode_topic_manifest(value: TopicManifest) -> bytes:
 
 def decode_topic_manifest(data: bytes) -> TopicManifest:
     return _decode(TopicManifest, TOPIC_MAGIC, manifest_pb2.TopicManifest, "topic manifest", data)
+
+
+class TopicManifestDecoder:
+    """Decodes manifests of one topic, most of which name the same objects: what occurred before is made once.
+
+    It remembers every part that occurred. As `decode_topic_manifest` otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[bytes, LiveBucket] = {}
+        self._tombstones: dict[bytes, Tombstone] = {}
+
+    def decode(self, data: bytes) -> TopicManifest:
+        what = "topic manifest"
+        payload = framing.unframe(data, TOPIC_MAGIC, FORMAT_VERSION, what)
+        message = framing.parse(manifest_pb2.TopicManifest, payload, what, framing.HEADER_BYTES)
+        try:
+            live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
+            tombstones = tuple(_made_once(Tombstone, self._tombstones, part) for part in message.tombstones)
+            message.ClearField("live")
+            message.ClearField("tombstones")
+            made = mirror.made_from(TopicManifest, message)
+        except ValueError as error:
+            raise errors.FormatError(what, framing.HEADER_BYTES, str(error)) from error
+        return dataclasses.replace(made, live=live, tombstones=tombstones)
+
+
+def _made_once(cls: type[_Part], known: dict[bytes, _Part], message: protobuf.Message) -> _Part:
+    key = message.SerializeToString()
+    found = known.get(key)
+    if found is None:
+        found = known[key] = mirror.made_from(cls, message)
+    return found
 
 
 def encode_progress(value: Progress) -> bytes:

@@ -206,6 +206,15 @@ def test_a_topic_manifest_comes_back_as_it_was(value: TopicManifest) -> None:
     assert manifest.decode_topic_manifest(manifest.encode_topic_manifest(value)) == value
 
 
+@given(st.lists(topic_manifests, min_size=1, max_size=4))
+def test_manifests_that_are_decoded_together_are_what_they_are_alone(values: list[TopicManifest]) -> None:
+    together = manifest.TopicManifestDecoder()
+    # The second time every part is known.
+    for value in values * 2:
+        data = manifest.encode_topic_manifest(value)
+        assert together.decode(data) == manifest.decode_topic_manifest(data) == value
+
+
 @given(progress)
 def test_a_progress_object_comes_back_as_it_was(value: Progress) -> None:
     assert manifest.decode_progress(manifest.encode_progress(value)) == value
