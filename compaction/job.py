@@ -177,13 +177,21 @@ class _Job:
     # ---- planning
 
     def _plan_all(self) -> None:
-        places = self._root.topics(self._options.topics)
-        threads = min(max(1, len(places)), self._settings.store.io_threads)
-        with concurrent.futures.ThreadPoolExecutor(threads) as readers:
+        named = self._options.topics
+        with concurrent.futures.ThreadPoolExecutor(self._settings.store.io_threads) as readers:
+            if named is None:
+                places = [place for listed in readers.map(self._list, range(self._root.shards)) for place in listed]
+            else:
+                places = self._root.topics(named)
             # What was looked at is let go, one after the other: all manifests together may be large.
             for place, found in zip(places, readers.map(self._look, places), strict=True):
                 self._looked(place, found)
         _log.info("planned topics=%d runs=%d", len(places), self._waves.waiting.runs)
+
+    def _list(self, shard: int) -> list[TopicPlace]:
+        """In any thread. Raises Stopped and the store's errors."""
+        self._stop.check()
+        return self._root.listed(shard)
 
     def _look(self, place: TopicPlace) -> _Look:
         """In any thread. Raises Stopped."""
@@ -349,14 +357,13 @@ class _Job:
         topic, written = self._topics[work.topic], report.written
         bucket = written.operation.bucket
         made = set() if bucket is None else {bucket.object.name}
-        now_ms, grace_ms = self._environment.now_ms(), int(self._settings.collection.grace_s * 1000)
         try:
             if bucket is not None:
                 with self._tally.timed("verify"):
                     topic.commits.verify(bucket)
             crash_point("compaction.before_commit")
             with self._tally.timed("commit"):
-                topic.commits.commit(written, now_ms=now_ms, grace_ms=grace_ms)
+                topic.commits.commit(written, now_ms=self._environment.now_ms(), grace_ms=self._grace_ms())
             crash_point("compaction.after_commit")
         except commit.Refused as refused:
             self._again(work, refused.reason, Outcome.REFUSED, written=report)
@@ -374,6 +381,13 @@ class _Job:
         else:
             topic.left_out |= made
             self._end(work, Outcome.COMMITTED, written=report)
+
+    def _grace_ms(self) -> int:
+        """How long the sources stay. Who collects them has another clock: one that is ahead of this one must not make
+        it shorter.
+        """
+        ahead_s = max(0.0, self._root.store.clock_skew_s() or 0.0)
+        return int((self._settings.collection.grace_s + ahead_s) * 1000)
 
     def _not_written(self, work: Work, report: FailedRun) -> None:
         reason = f"{report.key}: {report.reason}" if report.key else report.reason

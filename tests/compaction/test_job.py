@@ -84,6 +84,16 @@ def test_what_is_gone_is_dropped_and_the_sources_are_left_to_collection_after_th
     assert not [call for call in world.store.calls if call.operation == "delete"], "a job deletes nothing"
 
 
+def test_a_clock_that_is_behind_the_stores_does_not_make_the_grace_shorter(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = world.topic()
+    topic.add([1, 2])
+    monkeypatch.setattr(world.memory, "clock_skew_s", lambda: 120.0)
+    world.compact()
+    assert {each.delete_after_ms for each in topic.tip().tombstones} == {roots.NOW_MS + 180_000}
+
+
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_goes_between_plan_and_commit_is_gone_from_the_merged_bucket(world: World, *, inline: bool) -> None:
     topic = world.topic()
