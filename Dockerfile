@@ -4,21 +4,28 @@
 #   docker build -t tarryd .
 #   docker run -p 127.0.0.1:7461:7461 -p 127.0.0.1:7462:7462 -v tarry:/var/lib/tarry -e TARRY_DAEMON__ID=one tarryd
 #
+# With EXTRAS="--extra spark" it has the batch jobs as well, `tarry-spark ... --engine local`; with "--extra spark --extra
+# java" also Spark itself, on one machine:
+#
+#   docker build --build-arg EXTRAS="--extra spark" -t tarry-jobs .
+#   docker run --rm -v tarry:/var/lib/tarry --entrypoint tarry-spark tarry-jobs forecast --engine local
+#
 # The id must be the same for the next container on the same root: it then takes its shards back at once.
 
 FROM python:3.11-slim-bookworm AS build
 RUN pip install --no-cache-dir uv==0.13.8
 ENV UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never
 WORKDIR /opt/tarry
+ARG EXTRAS=""
 # The libraries first: they change less often than the code.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY client/pyproject.toml client/README.md client/LICENSE client/
-RUN uv sync --locked --no-dev --no-install-workspace
+RUN uv sync --locked --no-dev --no-install-workspace ${EXTRAS}
 COPY client client
 COPY compaction compaction
 COPY daemon daemon
 COPY storage_backends storage_backends
-RUN uv sync --locked --no-dev --no-editable
+RUN uv sync --locked --no-dev --no-editable ${EXTRAS}
 
 FROM python:3.11-slim-bookworm
 RUN useradd --system --uid 7461 --home-dir /var/lib/tarry --create-home tarry
