@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
 from types import ModuleType
@@ -93,7 +94,7 @@ class Edge:
     port: int
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def settings() -> config.Config:
     """Small limits, so that a test can reach them, with the defaults of everything else."""
     return config.load(
@@ -113,8 +114,9 @@ def engine(settings: config.Config) -> FakeEngine:
     return FakeEngine(settings)
 
 
-@pytest.fixture
-async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+@contextlib.asynccontextmanager
+async def serving(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+    """The edge of an engine."""
     endpoint = server.Server(settings)
     port = endpoint.bind()
     await endpoint.start(cast(Any, engine))
@@ -122,6 +124,12 @@ async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edg
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
         yield Edge(engine, Caller(channel), endpoint, port)
     await endpoint.drain()
+
+
+@pytest.fixture
+async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+    async with serving(engine, settings) as served:
+        yield served
 
 
 @pytest.fixture

@@ -1,0 +1,63 @@
+"""Every field of every call with one request, given wrongly: the status, the field by name in the message, and nothing
+changed, so that all have one topic.
+
+That the tables have every field and every call: `test_bad_input`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from daemon import config
+from tests.daemon.grpc_services import conftest, refusals
+from tests.daemon.grpc_services.bad_calls import BAD_CALLS
+from tests.daemon.grpc_services.bad_dead_letters import BAD_DEAD_LETTERS
+from tests.daemon.grpc_services.bad_key_shared import BAD_CONSUMER_LISTS
+from tests.daemon.grpc_services.bad_key_shared_policies import BAD_KEY_SHARED_POLICIES
+from tests.daemon.grpc_services.bad_levels import BAD_LEVELS
+from tests.daemon.grpc_services.bad_redelivery import BAD_REDELIVERIES
+from tests.daemon.grpc_services.bad_requests import Case
+from tests.daemon.grpc_services.bad_views import BAD_VIEWS
+from tests.daemon.grpc_services.bad_withdrawals import BAD_WITHDRAWALS
+from tests.support import either_engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)
+async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[conftest.Edge]:
+    """The table holds for the real engine, and for the one that stands in for it elsewhere."""
+    async with (
+        either_engine.serving(request.param, settings) as engine,
+        conftest.serving(cast(Any, engine), settings) as edge,
+    ):
+        await refusals.populate(edge)
+        yield edge
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "case",
+    [
+        *BAD_CALLS,
+        *BAD_WITHDRAWALS,
+        *BAD_VIEWS,
+        *BAD_LEVELS,
+        *BAD_DEAD_LETTERS,
+        *BAD_REDELIVERIES,
+        *BAD_KEY_SHARED_POLICIES,
+        *BAD_CONSUMER_LISTS,
+    ],
+    ids=str,
+)
+async def test_a_bad_request_is_refused_by_field_value_and_limit_and_changes_nothing(
+    populated: conftest.Edge, case: Case
+) -> None:
+    before = await refusals.state(populated)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await populated.caller.unary(case.method, case.request)
+    refusals.assert_says(case, refused.value.code(), refused.value.details())
+    assert await refusals.state(populated) == before
