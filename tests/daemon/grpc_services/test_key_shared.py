@@ -24,7 +24,7 @@ from tests.daemon.grpc_services.bad_key_shared import (
 )
 from tests.daemon.grpc_services.bad_requests import SUBSCRIPTION, TOPIC, Case, opening
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.daemon.grpc_services.test_bad_input import assert_says
+from tests.daemon.grpc_services.refusals import assert_says
 from tests.support import real_engine
 
 SUBSCRIBE = "Dispatch/Subscribe"
