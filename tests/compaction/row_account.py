@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 Row = tuple[int, int, int]
 """Ledger, entry, deliver_at_ms."""
@@ -151,7 +151,17 @@ class RowAccount:
 
         Raises AssertionError.
         """
-        self._wait(lambda: self._owed(until_ms), f"everything due before {until_ms} came", timeout_s)
+        with self._changed:
+            missing = [row for row in self._fates if row[2] < until_ms]
+
+            def all_came() -> bool:
+                missing[:] = [row for row in missing if self._is_owed(row)]
+                return not missing or bool(self.breaches)
+
+            if not self._changed.wait_for(all_came, timeout_s):
+                shown = [f"{row}: {self._fates[row]}" for row in missing]
+                raise AssertionError(_shown(f"{len(missing)} rows did not come within {timeout_s:g} s", shown))
+        self.check_so_far()
 
     def came_of(self, rows: Sequence[Row]) -> int:
         """How many of them came."""
@@ -179,18 +189,9 @@ class RowAccount:
         if problems:
             raise AssertionError(_shown(f"{len(waited)} rows wait, {len(listed)} are listed", problems))
 
-    def _owed(self, until_ms: int) -> list[Row]:
-        return [
-            row
-            for row, fate in self._fates.items()
-            if row[2] < until_ms and not fate.is_withdrawn and not fate.is_asked and fate.came <= fate.nacks
-        ]
-
-    def _wait(self, missing: Callable[[], list[Row]], what: str, timeout_s: float) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: not missing() or bool(self.breaches), timeout_s):
-                raise AssertionError(_shown(f"not within {timeout_s:g} s: {what}", [str(row) for row in missing()]))
-        self.check_so_far()
+    def _is_owed(self, row: Row) -> bool:
+        fate = self._fates.get(row)
+        return fate is not None and not fate.is_withdrawn and not fate.is_asked and fate.came <= fate.nacks
 
     def _breach(self, text: str) -> None:
         self.breaches.append(text)

@@ -212,10 +212,16 @@ class Jobs:
         command = (sys.executable, "-m", "compaction.main", *self.arguments(*options, "--engine", engine, *where))
         return self.start(engine, command, action=action, environment=environment)
 
-    def submit(self, *arguments: str, master: str = "local[2]", action: Action | None = None) -> Job:
+    def submit(
+        self,
+        *arguments: str,
+        master: str = "local[2]",
+        spark_options: Sequence[str] = (),
+        action: Action | None = None,
+    ) -> Job:
         """`spark-submit` of the entry file with these arguments; started."""
-        program = (str(Path(sys.executable).parent / "spark-submit"), "--master", master, str(SPARK_SUBMIT_ENTRY))
-        return self.start("submit", (*program, *arguments), action=action)
+        program = (str(Path(sys.executable).parent / "spark-submit"), "--master", master, *spark_options)
+        return self.start("submit", (*program, str(SPARK_SUBMIT_ENTRY), *arguments), action=action)
 
     def arguments(self, *options: str) -> tuple[str, ...]:
         """`compact` of the root, with a summary in JSON."""
