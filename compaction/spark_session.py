@@ -52,6 +52,9 @@ DEFAULTS = {
     # A crash in native code says where.
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.sql.execution.pyspark.udf.faulthandler.enabled": "true",
+    # Our queries are a range and a function in Python: compiling them takes longer than running them.
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     # No tables: no metastore in the working directory.
     "spark.sql.catalogImplementation": "in-memory",
     "spark.log.level": "ERROR",
@@ -62,7 +65,11 @@ LOCAL_DEFAULTS = {
     "spark.driver.host": _LOOPBACK,
     "spark.driver.bindAddress": _LOOPBACK,
 }
-_VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP")
+#: Of a Java that is started here, unless the environment says otherwise; options of spark-defaults.conf come after
+#: them. It hands tasks around for some seconds, on the cores of those who do them: the first compiler is enough.
+_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_JAVA_VARIABLES = ("SPARK_LAUNCHER_OPTS", "SPARK_SUBMIT_OPTS")
+_VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP", *_JAVA_VARIABLES)
 _STOP_SECONDS = 30
 
 
@@ -90,6 +97,8 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
         started = not spark_submit.submitted()
         if started:
             _choose_java(Path(directory))
+            for variable in _JAVA_VARIABLES:
+                os.environ.setdefault(variable, _JAVA_OPTIONS)
             if master is not None and is_local(master):
                 os.environ.setdefault("SPARK_LOCAL_IP", _LOOPBACK)
         try:
