@@ -166,7 +166,8 @@ async def lived(engine: Engine, topic: str, subscriptions: Sequence[str], seed: 
     """A topic that has seen everything."""
     rng = random.Random(seed)
     now_ms = _now_ms()
-    for subscription in subscriptions:
+    early = [each for each in subscriptions if each != "late"]
+    for subscription in early:
         await engine.requests.create_subscription(topic, subscription)
     for ledger_id in range(1, 6):
         await add(engine, topic, random_rows(rng, 300, ledger_id, now_ms, past=bool(subscriptions)))
@@ -186,12 +187,15 @@ async def lived(engine: Engine, topic: str, subscriptions: Sequence[str], seed: 
                 await engine.requests.cancel(topic, None, ledgers, entry_id)
         if ledger_id == 3:
             await engine.requests.seal(topic)
-    for number, subscription in enumerate(subscriptions):
+    for number, subscription in enumerate(early):
         rows = random_rows(rng, 100, OWN_LEDGER + number, now_ms, past=True)
         await add(engine, topic, rows, subscription)
     await engine.requests.seal(topic)
-    for subscription in subscriptions:
+    for subscription in early:
         await settled(engine, topic, subscription, rng)
+    for subscription in subscriptions:
+        # It is owed nothing of what is due by now.
+        await engine.requests.create_subscription(topic, subscription)
         await parts_come_back(engine, topic, subscription, rng)
     await engine.requests.merge(topic, 3)
     for subscription in subscriptions:
@@ -263,7 +267,7 @@ async def check(engine: Engine, found: TopicForecast, subscriptions: Sequence[st
         assert found.overdue_rows == len(overdue)
 
 
-SUBSCRIPTIONS = {"nobody": (), "one": ("s",), "two": ("s", "t")}
+SUBSCRIPTIONS = {"nobody": (), "one": ("s",), "two": ("s", "t"), "with_a_late_one": ("late", "s", "t")}
 
 
 @pytest.mark.parametrize(("seed", "step_ms"), [(1, MINUTE_MS), (2, HOUR_MS), (3, MINUTE_MS)])
