@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from compaction.audit import Limits
 from compaction.audit_findings import Kind
+from daemon import config
+from daemon.engine.calls import AddBatch
+from daemon.engine.engine import Engine
+from daemon.errors import QuotaExceeded
 from storage_backends.formats import names
+from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.compaction.audits import (
@@ -33,6 +42,7 @@ from tests.compaction.audits import (
     sealed,
 )
 from tests.daemon.engine.calling import cancel, delete_topic, reschedule
+from tests.support import real_engine
 from tests.support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
 
 Write = tuple[str, bytes | None, Mapping[str, str]]
@@ -232,3 +242,50 @@ def test_a_topic_that_is_created_meanwhile_is_no_topic_without_manifest() -> Non
 
     assert findings(audited(store, between=between_phases(create, at=0))) == []
     assert names.topic_id("t") in MANIFESTS
+
+
+async def test_an_audit_of_a_local_directory_that_a_daemon_serves_from_finds_nothing(tmp_path: Path) -> None:
+    settings = config.load(
+        environment={}, overrides=[*BUSY, "daemon.shards=1", "daemon.id=one", "daemon.address=one:1"]
+    )
+    audits = 0
+    with LocalDirectory(tmp_path / "root") as served, LocalDirectory(tmp_path / "root") as read:
+        async with real_engine.serving(settings, store=served) as engine:
+            stop = asyncio.Event()
+            traffic = asyncio.create_task(add_and_cancel(engine, stop))
+            for _ in range(6):
+                now_ms = time.time_ns() // 1_000_000
+                report = await asyncio.to_thread(audited, read, now_ms=now_ms, limits=kept(2))
+                audits += report.tally.objects.total() > 20
+                assert findings(report) == []
+            stop.set()
+            await traffic
+        report = audited(read, now_ms=time.time_ns() // 1_000_000, limits=kept(2))
+        assert findings(report) == []
+        assert report.tally.objects["bucket"] > 0
+    assert audits
+
+
+async def add_and_cancel(engine: Engine, stop: asyncio.Event) -> None:
+    """As fast as it is answered: most rows leave at once, so that buckets are merged, dropped and collected."""
+    for ledger in itertools.count(1):
+        entries = np.arange(20, dtype=np.uint64)
+        ledgers = np.full(20, ledger, np.uint64)
+        due_ms = np.full(20, time.time_ns() // 1_000_000 + HOUR_MS, np.uint64)
+        batch = AddBatch(
+            ledger_id=ledgers,
+            entry_id=entries,
+            deliver_at_ms=due_ms,
+            delay_ms=None,
+            key_hash=None,
+            return_already_due=False,
+        )
+        try:
+            await engine.requests.add("t", batch, None)
+        except QuotaExceeded as error:
+            await asyncio.sleep((error.retry_after_ms or 0) / 1000)
+            continue
+        gone = slice(0, 20 if ledger % 2 else 7)
+        await engine.requests.cancel("t", None, ledgers[gone], entries[gone])
+        if stop.is_set() and ledger > 40:
+            return
