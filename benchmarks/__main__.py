@@ -18,6 +18,7 @@ from rich.console import Console
 from benchmarks import (
     add,
     burst,
+    compaction,
     deletions,
     drain,
     fair,
@@ -61,6 +62,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         fifo,
         selectors,
         deletions,
+        compaction,
     )
 }
 # Of the rival alone, and not among `all`.

@@ -42,11 +42,25 @@ class Cores:
 @contextlib.contextmanager
 def on_core(core: int | None) -> Iterator[None]:
     """What this thread starts meanwhile, processes and threads, keeps to the core; None changes nothing."""
-    if core is None:
+    with _on(None if core is None else {core}):
+        yield
+
+
+@contextlib.contextmanager
+def on_cores(cores: Cores) -> Iterator[None]:
+    """What this thread starts meanwhile runs on the server's and on the client's core."""
+    both = {core for core in (cores.server, cores.client) if core is not None}
+    with _on(both or None):
+        yield
+
+
+@contextlib.contextmanager
+def _on(cores: set[int] | None) -> Iterator[None]:
+    if cores is None:
         yield
         return
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:

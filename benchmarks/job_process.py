@@ -1,0 +1,102 @@
+"""`tarry-spark` as a process of its own, on both cores: what it says, how long it took, and its memory.
+
+Owns: running it to its end, and the memory of its processes. Does not own: what is asked of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from benchmarks import machine
+from examples import processes
+
+DRIVER, WORKER, JVM = "driver", "worker", "JVM"
+_LOOK_S = 0.1
+_END_S = 900.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """`document`: its JSON. `seconds`: from its start to its end. `resident_bytes_max`: of the largest process of each
+    kind.
+    """
+
+    document: dict[str, Any]
+    seconds: float
+    resident_bytes_max: dict[str, int]
+
+
+def run(cores: machine.Cores, directory: Path, command: str, root: Path, *options: str) -> Ended:
+    """Raises `ProcessFailed` when it does not end as it should."""
+    log = directory / f"{command}.log"
+    environment = {
+        # A program that is installed runs from bytecode.
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    asked = (sys.executable, "-m", "compaction.main", command, "--store", str(root), "--json", "--quiet", *options)
+    began_s = time.perf_counter()
+    with log.open("wb") as errors, machine.on_cores(cores):
+        job = subprocess.Popen(
+            asked,
+            cwd=processes.REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            # So that all of its processes are known.
+            start_new_session=True,
+        )
+    try:
+        with _Memory(job.pid) as memory:
+            said, _ = job.communicate(timeout=_END_S)
+            seconds = time.perf_counter() - began_s
+    finally:
+        job.kill()
+        job.wait()
+    if job.returncode:
+        what = f"{' '.join(asked[1:])} ended with status {job.returncode}"
+        raise processes.ProcessFailed(f"{what}:\n{said.decode()[-2_000:]}\n{log.read_text(errors='replace')[-4_000:]}")
+    return Ended(json.loads(said), seconds, memory.resident_bytes_max)
+
+
+class _Memory:
+    """Looks again and again at the processes of a session, whose leader is the driver."""
+
+    def __init__(self, session: int) -> None:
+        self.resident_bytes_max: dict[str, int] = {}
+        self._session = session
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look_on(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            for process in Path("/proc").glob("[0-9]*"):
+                try:
+                    name, _, rest = (process / "stat").read_text().partition("(")[2].rpartition(")")
+                    if int(rest.split()[3]) == self._session:
+                        self._note(int(process.name), name)
+                except (OSError, KeyError):
+                    continue  # it has ended
+
+    def _note(self, pid: int, name: str) -> None:
+        kind = DRIVER if pid == self._session else JVM if name == "java" else WORKER
+        # The most that it ever had.
+        most = processes.usage(pid).resident_bytes_max
+        self.resident_bytes_max[kind] = max(most, self.resident_bytes_max.get(kind, 0))
