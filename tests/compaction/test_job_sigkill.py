@@ -17,14 +17,15 @@ from tests.support.processes import Daemons
 
 RUNS = len(beside_a_daemon.SHAPES)
 ENGINES = ("spark", "local")
-BEFORE_PUT, AFTER_PUT = TASK_POINTS = ("compaction.before_put", "compaction.after_put")
+_, AFTER_PUT = TASK_POINTS = ("compaction.before_put", "compaction.after_put")
 # What the job has written when its driver dies there, and what of it is committed, at least and at most.
 DRIVER_POINTS = {
     "compaction.after_plan": ((0, 0), (0, 0)),
     "compaction.after_wave": ((RUNS, RUNS), (0, 0)),
     "compaction.before_commit": ((1, RUNS), (0, 0)),
     "compaction.after_commit": ((1, RUNS), (1, 1)),
-    "compaction.before_summary": ((RUNS, RUNS), (RUNS, RUNS)),
+    # What was sealed meanwhile may have had a topic planned again.
+    "compaction.before_summary": ((RUNS, 3 * RUNS), (RUNS, 3 * RUNS)),
 }
 SHORT = ("spark", "compaction.before_commit")
 CASES = [
@@ -77,18 +78,20 @@ def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_o
         job.wait_until_nothing_is_left()
 
         tasks = job.spark_tasks()
-        assert sum(task.succeeded for task in tasks) == RUNS
+        assert sum(task.succeeded for task in tasks) >= RUNS
         assert any(not task.succeeded for task in tasks), "no task failed: the test shows nothing"
         left = scene.left_by_a_job()
-        assert len(left.committed) == RUNS == len(summary["run_results"])
+        assert len(left.committed) >= RUNS
+        assert summary["runs"]["committed"] == len(left.committed)
         if point == AFTER_PUT:
             assert left.orphans, "the object of the attempt that died is not there"
         scene.collect(left.orphans)
         scene.finish()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("point", [BEFORE_PUT, pytest.param(AFTER_PUT, marks=pytest.mark.long)])
+@pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
