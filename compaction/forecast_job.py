@@ -54,7 +54,7 @@ def run(
     What of a topic cannot be read is left out, and named in `Forecast.unread`. `progress`: told how many tasks have
     ended, of how many that are known.
 
-    Raises `WorkFailed`, `Damaged` when no shard can be read without it, and the store's errors.
+    Raises WorkFailed, and the store's errors when the root cannot be listed or a task meets one other than damage.
     """
     job = _Job(root, settings, steps, engine, progress)
     for attempt in range(1, ATTEMPTS + 1):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from rich import cells
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,9 @@ BARS_MAX: Final = 32
 """Lines of the chart: what a screen has room for."""
 
 _BAR_COLUMNS_MIN: Final = 10
+# Room for the names of topics, before numbers are left out; in this order.
+_NAME_COLUMNS: Final = 24
+_SPARE_COLUMNS: Final = ("share", "beyond", "redeliveries", "deliveries", "from (UTC)")
 
 
 def print_forecast(forecast: Forecast, top: int, console: Console) -> None:
@@ -37,7 +41,7 @@ def print_forecast(forecast: Forecast, top: int, console: Console) -> None:
         _print_chart(forecast, console)
         console.print()
     if busiest := forecast.busiest_topics(top):
-        console.print(_topics(forecast, busiest))
+        console.print(_topics(forecast, busiest, console.width))
     if forecast.peak is not None:
         console.print()
         console.print(_steps(forecast, top))
@@ -85,42 +89,49 @@ def _print_chart(forecast: Forecast, console: Console) -> None:
     console.print(grid)
 
 
-def _topics(forecast: Forecast, busiest: list[TopicForecast]) -> Table:
+def _topics(forecast: Forecast, busiest: list[TopicForecast], columns_max: int) -> Table:
+    """`columns_max`: of the terminal; where they are too few, what is said elsewhere, too, is left out."""
+    columns = _columns_of_topics(forecast, busiest)
+    name_columns = min(_NAME_COLUMNS, max(map(cells.cell_len, columns["topic"])))
+    for spare in _SPARE_COLUMNS:
+        needed = sum(max(map(len, [name, *column])) + 2 for name, column in columns.items() if name != "topic")
+        if needed + name_columns <= columns_max:
+            break
+        columns.pop(spare, None)
     table = _table(f"Busiest topics ({len(busiest)} of {len(forecast.topics):,})")
-    columns = ["topic", "rows", "redeliveries", "share", "deliveries", f"peak {_step(forecast)}", "from (UTC)"]
-    columns += ["overdue", "beyond"]
-    lines = [_topic_line(forecast, topic) for topic in busiest]
-    # Where nothing is handed out or comes back, there is room for names.
-    left_out = {"redeliveries"} if not forecast.redeliveries else set()
-    left_out |= {"deliveries"} if not forecast.deliveries else set()
-    shown_columns = [number for number, name in enumerate(columns) if name not in left_out]
-    for number in shown_columns:
-        name = columns[number]
-        table.add_column(
-            name,
-            justify="left" if name in ("topic", "from (UTC)") else "right",
-            overflow="fold",
-            no_wrap=name != "topic",
-        )
-    for line in lines:
-        table.add_row(*(line[number] for number in shown_columns))
+    for name in columns:
+        if name == "topic":
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for line in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, line))
     return table
 
 
-def _topic_line(forecast: Forecast, topic: TopicForecast) -> list[str | Text]:
-    load, total = topic.load, forecast.load.rows_within
-    place = int(load.rows.argmax()) if len(load.rows) else None
-    return [
-        Text(shown(topic.topic)),
-        f"{topic.rows:,}",
-        f"{topic.redeliveries:,}",
-        f"{load.rows_within / total:.1%}" if total else "",
-        f"{topic.deliveries:,}",
-        "" if place is None else f"{int(load.rows[place]):,}",
-        "" if place is None else utc(forecast.steps.begin_ms(int(load.step[place]))),
-        f"{topic.overdue_rows:,}",
-        f"{load.beyond_rows:,}",
-    ]
+def _columns_of_topics(forecast: Forecast, topics: list[TopicForecast]) -> dict[str, list[str]]:
+    """By their names; those of which all would be alike are left out."""
+    steps, total = forecast.steps, forecast.load.rows_within
+    loads = [topic.load for topic in topics]
+    peaks = [int(load.rows.argmax()) if len(load.rows) else None for load in loads]
+    at = [None if place is None else int(load.step[place]) for load, place in zip(loads, peaks, strict=True)]
+    most = [None if place is None else int(load.rows[place]) for load, place in zip(loads, peaks, strict=True)]
+    columns = {
+        "topic": [shown(topic.topic) for topic in topics],
+        "rows": [f"{topic.rows:,}" for topic in topics],
+        "redeliveries": [f"{topic.redeliveries:,}" for topic in topics],
+        "share": [f"{load.rows_within / total:.1%}" if total else "" for load in loads],
+        "deliveries": [f"{topic.deliveries:,}" for topic in topics],
+        f"peak {_step(forecast)}": ["" if rows is None else f"{rows:,}" for rows in most],
+        "from (UTC)": ["" if step is None else utc(steps.begin_ms(step)) for step in at],
+        "overdue": [f"{topic.overdue_rows:,}" for topic in topics],
+        "beyond": [f"{load.beyond_rows:,}" for load in loads],
+    }
+    if not forecast.redeliveries:
+        del columns["redeliveries"]
+    if forecast.deliveries in (0, total):
+        del columns["deliveries"]
+    return columns
 
 
 def _steps(forecast: Forecast, top: int) -> Table:

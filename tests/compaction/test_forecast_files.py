@@ -188,6 +188,27 @@ def test_the_terminal_shows_no_more_than_it_is_asked_for() -> None:
     assert "mail" not in text_of(EXAMPLE, top=1).split("Busiest topics")[1].split("Busiest hours")[0]
 
 
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [
+        (120, "topic rows redeliveries share deliveries peak hour from (UTC) overdue beyond"),
+        (100, "topic rows redeliveries deliveries peak hour from (UTC) overdue"),
+        (80, "topic rows peak hour from (UTC) overdue"),
+        (70, "topic rows peak hour overdue"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_names_of_topics_and_fewer_numbers(width: int, columns: str) -> None:
+    topics = [topic("orders.reminders.of.eu", owed({1: 2_000_000}, receivers=2)), *EXAMPLE.topics]
+    lines = [" ".join(line.split()) for line in text_of(forecast(topics), width=width).splitlines()]
+    assert columns in lines
+    assert any(line.startswith("orders.reminders.of.eu 2,000,000 ") for line in lines)
+
+
+def test_what_is_alike_for_all_is_not_shown() -> None:
+    lines = [" ".join(line.split()) for line in text_of(forecast([topic("t", owed({1: 2}))])).splitlines()]
+    assert "topic rows share peak hour from (UTC) overdue beyond" in lines
+
+
 def test_nothing_to_come_is_said() -> None:
     assert "none: nothing comes due" in text_of(forecast([]))
 
