@@ -194,7 +194,8 @@ class _Audit:
                     if sum(each.objects for each in wave) >= OBJECTS_AT_ONCE:
                         yield wave
                         wave = []
-        yield wave
+        if wave:
+            yield wave
 
     def _wanted(self) -> list[tuple[int, tuple[str, ...] | None]]:
         """Each shard, with the ids of its topics if only some are wanted."""
@@ -235,6 +236,8 @@ class _Audit:
             _Task(self._open_store, self._root.format, tuple(job for job, _ in portion))
             for portion in audit_listing.portions(jobs, lambda each: each[1], limit)
         ]
+        if not tasks:
+            return
         for place, results in self._engine.run(_do, tasks, lambda done: self._progress(what, done, len(tasks))):
             for job, result in zip(tasks[place].jobs, results, strict=True):
                 self.tally.add(result.tally)
@@ -372,8 +375,9 @@ class _Wave:
                 detail = f"its owner has epoch {tip.owner_epoch}, the shard epoch {epoch}"
                 self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
         listed = next(each for each in self._shards if each.shard == place.shard)
-        end = max((slot for slot, _ in listed.slots), default=0)
-        if tip.applied > max(end, audit_journal.last_deleted(shard)) and self._is_beyond(place.shard, tip.applied):
+        if tip.applied > max(listed.last_slot, audit_journal.last_deleted(shard)) and self._is_beyond(
+            place.shard, tip.applied
+        ):
             detail = f"it has applied slot {tip.applied}, and the journal ends before"
             self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
 

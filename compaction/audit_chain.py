@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from compaction.audit_findings import Flaw, Kind
-from storage_backends.formats import errors, names
+from storage_backends.formats import errors, names, position_bitmap
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
     CheckpointReference,
     LiveBucket,
     ManifestHead,
     ObjectReference,
+    Progress,
     ShardManifest,
     Tombstone,
     TopicManifest,
@@ -155,6 +156,29 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
     merged = [bucket for bucket in _not_in(after.live, before.live) if bucket.level]
     if merged:
         yield from _flaws_of_merge(_not_in(before.live, after.live), merged)
+
+
+def merge_dropped(before: TopicManifest, after: TopicManifest) -> int:
+    """How many rows a merge did not copy; 0 when there was none."""
+    made = [bucket for bucket in _not_in(after.live, before.live) if bucket.level]
+    if not made:
+        return 0
+    return sum(bucket.rows for bucket in _not_in(before.live, after.live)) - sum(bucket.rows for bucket in made)
+
+
+def flaws_of_dropped(before: TopicManifest, after: TopicManifest, progress: Progress) -> Iterator[Flaw]:
+    """A merge drops only what is gone. `progress`: of the manifest before.
+
+    Of sources that were merged themselves, progress may name what they were merged from: then every name counts that is
+    not live. Raises FormatError.
+    """
+    dropped = merge_dropped(before, after)
+    if dropped <= 0:
+        return
+    staying = {bucket.object.name for bucket in after.live}
+    gone = sum(position_bitmap.count_of(part.gone) for part in progress.buckets if part.bucket not in staying)
+    if dropped > gone:
+        yield _rule(f"a merge did not copy {dropped} rows of its sources, and {gone} at most were gone")
 
 
 def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Iterator[Flaw]:

@@ -37,28 +37,31 @@ class ListedShard:
     foreign: list[str] = dataclasses.field(default_factory=list)
     astray: list[str] = dataclasses.field(default_factory=list)
     objects: int = 0
+    last_slot: int = 0
 
     def add(self, entry: ListedObject) -> None:
         self.objects += 1
         parts = entry.key.removeprefix(names.shard_prefix(self.shard)).split("/")
+        try:
+            if parts[0] == "topics":
+                names.topic_id_of(entry.key)
+        except errors.FormatError:
+            self.foreign.append(entry.key)
+            return
         try:
             number = names.number_of(entry.key)
             is_numbered = entry.key == f"{entry.key.rpartition('/')[0]}/{number:020d}"
             match parts:
                 case ["journal", _] if is_numbered:
                     self.slots.append((number, entry.size_bytes))
+                    self.last_slot = max(self.last_slot, number)
                     return
                 case ["manifest", _] | ["topics", _, "manifest", _] if not is_numbered:
                     self.astray.append(entry.key)
                     return
-                case ["manifest", _]:
+                case ["manifest", _] | ["topics", _, "manifest", _]:
                     pass
-                case ["checkpoint", _]:
-                    self.modified_ms[entry.key] = entry.modified_ms
-                case ["topics", _, "manifest", _]:
-                    names.topic_id_of(entry.key)
-                case ["topics", _, "buckets" | "progress", _]:
-                    names.topic_id_of(entry.key)
+                case ["checkpoint", _] | ["topics", _, "buckets" | "progress", _]:
                     self.modified_ms[entry.key] = entry.modified_ms
                 case _:
                     self.foreign.append(entry.key)

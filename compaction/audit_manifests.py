@@ -16,7 +16,7 @@ from compaction import audit_chain, audit_content, audit_reading
 from compaction.audit_findings import Finding, Flaw, Kind, Severity, Tally
 from compaction.audit_reading import Place, Read
 from compaction.root import Root
-from storage_backends import object_store
+from storage_backends import object_store, progress_objects
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
@@ -108,7 +108,22 @@ class _Run:
         if after is None or before is None or before.number != number - 1:
             return
         following = audit_chain.flaws_of_following_head(before.manifest.head, before.sha256, after.manifest.head)
-        self._report(number, after.manifest, [*following, *_flaws_of_change(before.manifest, after.manifest)])
+        changed = [*_flaws_of_change(before.manifest, after.manifest), *self._flaws_of_merge(before, after)]
+        self._report(number, after.manifest, [*following, *changed])
+
+    def _flaws_of_merge(self, before: _Good, after: _Good) -> Iterator[Flaw]:
+        """Whether a merge dropped rows that were not gone, as far as that can be told still."""
+        was, made = before.manifest, after.manifest
+        if not isinstance(was, TopicManifest) or not isinstance(made, TopicManifest):
+            return
+        if audit_chain.merge_dropped(was, made) <= 0:
+            return
+        try:
+            progress = progress_objects.progress_of(self._root.store, was)
+            yield from audit_chain.flaws_of_dropped(was, made, progress)
+        except (object_store.StoreError, errors.FormatError):
+            # A progress object that has been replaced since may be gone; a damaged one has a finding of its own.
+            return
 
     def _good(self, number: int, found: Read, *, report: bool) -> _Good | None:
         """The manifest, if it is whole and has its number. `report`: what is wrong with it by itself."""

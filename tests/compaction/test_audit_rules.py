@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from compaction.audit_findings import Kind, Severity
+from storage_backends import progress_objects
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import bucket, manifest, names, position_bitmap
 from storage_backends.formats.bucket import SegmentLimits
@@ -358,3 +359,51 @@ def test_a_quarantined_bucket_is_told_with_what_is_the_matter(store: MemoryStore
     store.delete(name)
     (found,) = findings(audited(store))
     assert "the object now: it is not there" in found.detail
+
+
+def merged_without(store: MemoryStore, rows_left: int) -> str:
+    """The last bucket is merged by itself, and so many of its rows are copied; the key of that manifest."""
+    tip = topic_tip(store)
+    source = tip.live[-1]
+    rows = rows_of(store, -1).take(slice(0, rows_left))
+    positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+    encoded = bucket.encode_bucket(
+        rows,
+        topic="t",
+        subscription_id=0,
+        limits=SegmentLimits(),
+        compatible=False,
+        kept=[bucket.KeptRows(source=source.object.name, positions=positions)],
+    )
+    key = names.bucket_key(0, TOPIC_ID, tip.head.number, "merged")
+    store.put(key, encoded.body)
+    live = encoded.live_bucket(key, base=tip.head.number, level=source.level + 1)
+    left = manifest.Tombstone(object=source.object, removed_in=tip.head.number + 1, delete_after_ms=1 << 42)
+    return follow(store, lambda tip: replace(tip, live=(*tip.live[:-1], live), tombstones=(*tip.tombstones, left)))
+
+
+def test_a_merge_that_drops_rows_that_are_not_gone_is_found(store: MemoryStore) -> None:
+    key = merged_without(store, 12)
+    (found,) = findings(audited(store))
+    assert (found.kind, found.object) == (Kind.CHAIN_RULE, key)
+    assert "a merge did not copy 8 rows of its sources, and 0 at most were gone" in found.detail
+
+
+def test_a_merge_may_drop_rows_that_are_gone(store: MemoryStore) -> None:
+    rows = rows_of(store, -1).take(slice(12, 20))
+    gone = manifest.BucketProgress(
+        bucket=topic_tip(store).live[-1].object.name,
+        gone=position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id),
+    )
+    follow(store, lambda tip: with_gone(store, tip, gone), commit_id="sealed")
+    merged_without(store, 12)
+    assert findings(audited(store)) == []
+
+
+def with_gone(store: MemoryStore, tip: TopicManifest, gone: manifest.BucketProgress) -> TopicManifest:
+    """Progress that is inline takes the place of the object."""
+    assert tip.progress_object is not None
+    left = manifest.Tombstone(object=tip.progress_object, removed_in=tip.head.number, delete_after_ms=1 << 42)
+    before = progress_objects.progress_of(store, tip)
+    progress = replace(before, buckets=(*before.buckets, gone))
+    return replace(tip, progress_object=None, progress=progress, tombstones=(*tip.tombstones, left))
