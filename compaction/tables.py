@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,7 @@ from compaction.topic_reading import read_states
 from compaction.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
 from storage_backends import bucket_objects
 from storage_backends.formats import index_ids
+from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import U64, Rows
 from storage_backends.object_store import ObjectStore
@@ -32,7 +33,7 @@ PART_ROWS: Final = 200_000
 """Rows from which on a part takes no further bucket."""
 
 BATCH_ROWS: Final = 50_000
-"""Rows of segments that are read together."""
+"""Rows that are read together; a segment that has more is read by itself."""
 
 TIMESTAMP_MS_MAX: Final = 253_402_300_799_999
 """The last millisecond of the year 9999."""
@@ -230,25 +231,29 @@ def read(part: Part, store: ObjectStore, wanted: Wanted = EVERYTHING) -> Iterato
 
 def _rows_of(held: BucketState | UnsealedRows, store: ObjectStore, wanted: Wanted) -> Iterator[Rows]:
     if isinstance(held, UnsealedRows):
-        yield held.rows
+        for first in range(0, len(held.rows), BATCH_ROWS):
+            yield held.rows.take(slice(first, first + BATCH_ROWS))
         return
     table, _ = bucket_objects.open_bucket(store, held.live)
-    run: list[Any] = []
-    for number, segment in enumerate(table.segments, 1):
-        if wanted.may_be_due(segment.min_deliver_at_ms, segment.max_deliver_at_ms):
+    for run in _runs(table.segments, wanted):
+        rows = Rows.concat(bucket_objects.read_segments(store, held.live.object.name, run))
+        yield rows.take(~held.gone.mask_of(rows.ledger_id, rows.entry_id)) if held.gone else rows
+
+
+def _runs(segments: Iterable[SegmentInfo], wanted: Wanted) -> Iterator[list[SegmentInfo]]:
+    """Neighbours that are wanted, as many as are read together."""
+    run: list[SegmentInfo] = []
+    rows = 0
+    for segment in segments:
+        is_wanted = wanted.may_be_due(segment.min_deliver_at_ms, segment.max_deliver_at_ms)
+        if run and (not is_wanted or rows + segment.rows > BATCH_ROWS):
+            yield run
+            run, rows = [], 0
+        if is_wanted:
             run.append(segment)
-        elif run:
-            yield _read(held, store, run)
-            run = []
-        if run and (number == len(table.segments) or sum(each.rows for each in run) >= BATCH_ROWS):
-            yield _read(held, store, run)
-            run = []
-
-
-def _read(bucket: BucketState, store: ObjectStore, run: Sequence[Any]) -> Rows:
-    """The rows of consecutive segments that are not gone."""
-    rows = Rows.concat(bucket_objects.read_segments(store, bucket.live.object.name, run))
-    return rows.take(~bucket.gone.mask_of(rows.ledger_id, rows.entry_id)) if bucket.gone else rows
+            rows += segment.rows
+    if run:
+        yield run
 
 
 def _rows_batch(source: _Source, rows: Rows) -> pa.RecordBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -231,6 +232,18 @@ def test_u64_are_ordered_and_shown_as_such(spark: SparkSession) -> None:
 
 
 # ---- without Spark
+
+
+def test_what_travels_to_tasks_holds_no_credentials(stored: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-name")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret")
+    on_s3 = datasource.TarryDataSource({"store": "s3://delays/root", "set.store.s3.region": "eu-west-1"})
+    here = datasource.TarryDataSource({"store": str(stored.place)})
+    reader = here.reader(here.schema())
+    sent = pickle.dumps([on_s3, on_s3.reader(on_s3.schema()), reader, reader.partitions()])
+    assert b"eu-west-1" in sent
+    assert b"the-secret" not in sent
+    assert b"the-name" not in sent
 
 
 @pytest.mark.parametrize(
