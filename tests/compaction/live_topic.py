@@ -38,7 +38,7 @@ FILLING = tarry.TopicPolicy(
 LIVE_LEDGERS_FROM = 1_000_000
 _BUCKETS_PER_LEDGER = 4
 # Rows that come due while the test runs: those of filled buckets at an even rate for longer than any test.
-_SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 300_000, 6_000
+_SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 600_000, 6_000
 # Rows are withdrawn so long before they are due that most of the answers are not that they are due.
 _MARGIN_MS = 100
 _PAUSE_S = 0.1

@@ -36,14 +36,14 @@ CASES = [
 KILLED = -signal.SIGKILL
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("engine", "point"), CASES)
 def test_a_driver_that_is_killed_leaves_orphans_alone_and_a_later_job_does_the_rest(
     engine: str, point: str, daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
     with beside_a_daemon.scene(daemons, jobs, root, seed=1) as scene:
         job = jobs.compact(engine, action=Action(point, "kill" if point in DRIVER_POINTS else "kill-driver"))
-        assert job.wait(90) == KILLED
+        assert job.wait() == KILLED
         job.wait_until_nothing_is_left()
         assert not job.output_text(), "a job that was killed says nothing"
 
@@ -66,7 +66,7 @@ def check_written(point: str, left: Left) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_object_is_an_orphan(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -74,7 +74,7 @@ def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_o
     with beside_a_daemon.scene(daemons, jobs, root, seed=2) as scene:
         # A task may fail three times.
         job = jobs.compact("spark", action=Action(point, "kill"), master="local[2,4]")
-        summary = job.expect(0, timeout_s=90)
+        summary = job.expect(0)
         job.wait_until_nothing_is_left()
 
         tasks = job.spark_tasks()
@@ -90,7 +90,7 @@ def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_o
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -107,14 +107,14 @@ def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_job_whose_java_is_killed_says_so_and_harms_nothing(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
     with beside_a_daemon.scene(daemons, jobs, root, seed=4) as scene:
         job = jobs.compact("spark", action=Action(point, "stop"))
-        worker = job.wait_until_stopped(90)
+        worker = job.wait_until_stopped()
         for pid in [pid for pid, command in job.processes().items() if "org.apache.spark" in command]:
             os.kill(pid, signal.SIGKILL)
         os.kill(worker, signal.SIGCONT)

@@ -20,14 +20,14 @@ from tests.support.processes import Daemons
 SHAPES = {
     # A seal puts a bucket between those that a run merges: not so often that a run never finds a gap.
     "flights": Shape(buckets=200, rows=100, seal_every=50, moves_filled=True),
-    "trains": Shape(buckets=12, rows=60, seal_every=10, own=True),
+    "trains": Shape(buckets=12, rows=100, seal_every=10, own=True),
 }
 SEED = 2026
 # Into at most so many those that were there are merged.
 MERGED_MAX = 8
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ["spark", pytest.param("local", marks=pytest.mark.long)])
 def test_a_job_merges_what_a_daemon_serves_and_no_row_is_lost_doubled_or_early(
     engine: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -40,8 +40,8 @@ def test_a_job_merges_what_a_daemon_serves_and_no_row_is_lost_doubled_or_early(
             topic.begin()
         turns = [topic.turns for topic in topics]
         job = jobs.compact(engine, "--attempts", "10")
-        summary = job.expect(0, timeout_s=120)
-        assert all(topic.turns > before + 10 for topic, before in zip(topics, turns, strict=True)), "nothing was called"
+        summary = job.expect(0)
+        assert all(topic.turns > before + 3 for topic, before in zip(topics, turns, strict=True)), "nothing was called"
         check_workers_did_the_reading(job, summary, filled)
         if engine == "spark":
             check_by_the_figures_of_spark(job, summary)
@@ -95,7 +95,7 @@ def serve_what_was_merged(topic: LiveTopic, summary: Mapping[str, Any], filled: 
     topic.wait_until(lambda: made <= topic.bucket_names(), "the daemon serves what was merged")
     assert not filled & topic.bucket_names()
     assert len(made) <= MERGED_MAX < len(filled)
-    soon = topic.next_of_filled_buckets(8)
+    soon = topic.next_of_filled_buckets(4)
     topic.account.wait_until_owed_came(max(row[2] for row in soon) + 1)
     assert topic.account.came_of(soon), "no row of a merged bucket came: the test shows nothing"
 

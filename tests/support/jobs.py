@@ -28,7 +28,7 @@ from tests.support import spark
 
 OBSERVER = REPOSITORY / "tests" / "compaction" / "observer"
 SPARK_SUBMIT_ENTRY = REPOSITORY / "deploy" / "spark" / "tarry_spark.py"
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 _LOG_TAIL_CHARACTERS = 8_000
 _POLL_S = 0.01
 
