@@ -142,9 +142,10 @@ def test_topics_without_a_colour_of_their_own_are_drawn_together(tmp_path: Path)
     assert columns_of(pixels(tmp_path / "due.png"), (0xB0, 0xB0, 0xB0)) > 200
 
 
-@pytest.mark.parametrize("name", ["_private", "$a_b$ c", "日本\x1b[31m\n", "x" * 1000, "\U0001f600"])
-def test_any_name_of_a_topic_can_be_drawn(name: str, tmp_path: Path) -> None:
-    forecast_picture.write(forecast([topic(name, owed({1: 2}))], MINUTES), tmp_path / "due.png")
+def test_any_name_of_a_topic_can_be_drawn(tmp_path: Path) -> None:
+    names = ["_private", "$a_b$ c", "日本\x1b[31m\n", "x" * 1000, "\U0001f600"]
+    topics = [topic(name, owed({1: 2})) for name in names]
+    forecast_picture.write(forecast(topics, MINUTES), tmp_path / "due.png")
     assert pixels(tmp_path / "due.png").shape == (600, 1200, 3)
 
 
