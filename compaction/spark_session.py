@@ -65,11 +65,15 @@ LOCAL_DEFAULTS = {
     "spark.driver.host": _LOOPBACK,
     "spark.driver.bindAddress": _LOOPBACK,
 }
-#: Of a Java that is started here, unless the environment says otherwise; options of spark-defaults.conf come after
-#: them. It hands tasks around for some seconds, on the cores of those who do them: the first compiler is enough.
-_JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-_JAVA_VARIABLES = ("SPARK_LAUNCHER_OPTS", "SPARK_SUBMIT_OPTS")
-_VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP", *_JAVA_VARIABLES)
+#: Options of a Java that is started here, unless the environment says otherwise: of the one that reads Spark's command
+#: line, and of the driver's. That one hands tasks around for some seconds, on the cores of those who do them: the first
+#: compiler is enough. Its collector is the operator's to choose: Java does not start when told of two.
+_JAVA_OPTIONS = {
+    "SPARK_LAUNCHER_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1",
+}
+_VARIABLES = ("SPARK_LAUNCHER_OPTS", "SPARK_SUBMIT_OPTS")
+_VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP", *_JAVA_OPTIONS)
 _STOP_SECONDS = 30
 
 
@@ -97,8 +101,8 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
         started = not spark_submit.submitted()
         if started:
             _choose_java(Path(directory))
-            for variable in _JAVA_VARIABLES:
-                os.environ.setdefault(variable, _JAVA_OPTIONS)
+            for variable, options in _JAVA_OPTIONS.items():
+                os.environ.setdefault(variable, options)
             if master is not None and is_local(master):
                 os.environ.setdefault("SPARK_LOCAL_IP", _LOOPBACK)
         try:
