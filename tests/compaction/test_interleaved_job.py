@@ -93,6 +93,11 @@ def _accept(patch: pytest.MonkeyPatch, accepted: Callable[[topic_merge.Merge, To
     patch.setattr(topic_merge.Merge, "apply", applied)
 
 
+def _of_workers(patch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
+    """The steps of a merge as a worker does them; those of other processes stay."""
+    patch.setattr(worker, "merging", types.SimpleNamespace(**(vars(merging) | functions)))
+
+
 def rows_are_dropped_that_no_manifest_says_are_gone(patch: pytest.MonkeyPatch) -> None:
     """A worker with a clock of its own drops what it takes for over."""
     merged = merging.merged
@@ -105,7 +110,7 @@ def rows_are_dropped_that_no_manifest_says_are_gone(patch: pytest.MonkeyPatch) -
         part = BucketProgress(bucket=first.name, gone=union_of((own, gone)))
         return merged(task_plan, sources, dataclasses.replace(progress, buckets=(*parts, part)), **others)
 
-    patch.setattr(worker.merging, "merged", over)
+    _of_workers(patch, merged=over)
     patch.setattr(topic_merge.Merge, "_not_gone", lambda self, tip: None)
 
 
@@ -116,7 +121,7 @@ def a_row_is_lost_and_nobody_counts(patch: pytest.MonkeyPatch) -> None:
         source = read_source(store, live)
         return dataclasses.replace(source, rows=source.rows.take(slice(0, max(1, len(source.rows) - 1))))
 
-    patch.setattr(worker.merging, "read_source", one_less)
+    _of_workers(patch, read_source=one_less)
     patch.setattr(topic_merge.Merge, "_not_conserved", lambda self, sources: None)
 
 
