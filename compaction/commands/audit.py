@@ -133,4 +133,4 @@ def _show(report: Report) -> None:
         to.print(f"... and {len(found) - SHOWN_MAX:,} more: --json or --output has them")
     totals = f"{tally.objects.total():,} objects, {filesize.decimal(tally.size_bytes.total())}, {tally.rows:,} rows"
     outcome = f"{report.errors:,} errors, {report.count(Severity.WARNING):,} warnings"
-    to.print(f"{outcome}; read {totals} in {report.seconds:.1f} s ({report.engine})")
+    to.print(f"{outcome}; read {totals} in {report.seconds:.1f} s ({report.engine})", soft_wrap=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
-from storage_backends.formats import names
+from compaction import main
+from compaction.commands import output
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
-from tests.compaction.audits import HOUR_MS, MANIFESTS, keys, sound_root
-from tests.support.engine_fixture import EPOCH_MS
+from tests.compaction.audits import MANIFESTS, keys, sound_root
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,8 @@ def test_a_sound_root_ends_with_0_and_is_left_as_it_was(place: Path, tmp_path: P
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["errors"], report["store"], report["engine"], report["topics"]) == (0, str(place), "local", 3)
+    # They left in the time of the story, years ago: the daemons' settings say when that is too long.
+    assert report["counts"]["tombstone_overdue"] == report["warnings"] > 0
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert stored(place) == before
 
@@ -75,29 +79,29 @@ def test_errors_end_with_1_and_people_see_what_where_and_how_bad(place: Path) ->
 
 def test_a_topic_is_audited_alone(place: Path) -> None:
     damage(place)
-    assert run(place, "--topic", "other", "--quiet").returncode == 0
-    assert run(place, "--topic", "t", "--quiet").returncode == 1
+    ended = run(place, "--topic", "other", "--quiet")
+    assert ended.returncode == 0, ended.stdout
+    assert not ended.stderr
 
 
-def test_what_cannot_run_ends_with_1_and_says_why(place: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs it in this process; for what ends before any task begins."""
+    monkeypatch.setattr(output, "configure", lambda *, quiet: None)
+    return lambda *arguments: CliRunner().invoke(main.cli, ["audit", "--engine", "local", *map(str, arguments)])
+
+
+def test_what_cannot_run_ends_with_1_and_says_why(command: Callable[..., Result], place: Path, tmp_path: Path) -> None:
     for arguments, text in (
-        ((tmp_path / "nowhere",), "no such directory"),
-        ((tmp_path,), "FORMAT is missing"),
-        ((place, "--topic", "nowhere"), "topic 'nowhere' has nothing in the root"),
+        (("--store", tmp_path / "nowhere"), "no such directory"),
+        (("--store", tmp_path), "FORMAT is missing"),
+        (("--store", place, "--topic", "nowhere"), "topic 'nowhere' has nothing in the root"),
     ):
-        ended = run(Path(arguments[0]), *map(str, arguments[1:]), "--json")
-        assert ended.returncode == 1
+        ended = command(*arguments, "--json")
+        assert ended.exit_code == 1
         assert text in ended.stderr
         assert not ended.stdout
 
 
-def test_a_wrong_sample_ends_with_2(place: Path) -> None:
-    assert run(place, "--sample", "1.5").returncode == 2
-
-
-def test_overdue_tombstones_follow_the_daemons_settings(place: Path) -> None:
-    # They left in the time of the story, years ago.
-    assert EPOCH_MS + 1000 * HOUR_MS < 1_800_000_000_000
-    report = json.loads(run(place, "--json").stdout)
-    assert report["counts"]["tombstone_overdue"] == report["warnings"] > 0
-    assert names.FORMAT_KEY not in {found["object"] for found in report["findings"]}
+def test_a_wrong_sample_ends_with_2(command: Callable[..., Result], place: Path) -> None:
+    assert command("--store", place, "--sample", "1.5").exit_code == 2
