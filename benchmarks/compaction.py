@@ -28,6 +28,7 @@ from benchmarks import job_process, load, report, small_buckets, steady_load, ta
 from benchmarks.job_process import DRIVER, JVM, WORKER
 from compaction import topic_reading, topic_state
 from compaction.root import Root
+from examples import processes
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
 
@@ -41,6 +42,8 @@ BUCKETS_GOAL = report.Goal(most=40)
 LATENESS_GOAL = report.Goal(most=50)
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
 WITHOUT, MEANWHILE = "lateness without", "lateness meanwhile"
+# Of a job beside a daemon on the same cores.
+NICENESS = 10
 # Between two spans; what comes due meanwhile belongs to none.
 PAUSE_MS = 1_000
 # The topic is served, and what was merged, too.
@@ -81,7 +84,7 @@ def run(bench: workbench.Workbench) -> report.Result:
                 turns[f"{engine}, {job}"] = functools.partial(topic.read, engine, job)
         rounds.run(turns)
     parameters: dict[str, report.Value] = dataclasses.asdict(size)
-    parameters |= {"rows": size.rows, "rows_per_s": RATE}
+    parameters |= {"rows": size.rows, "rows_per_s": RATE, "niceness": NICENESS}
     notes = ("a quick run does without Spark, and compacts only beside a daemon",) if bench.quick else ()
     figures = [rounds.figure(name, _unit(name), _goal(name)) for name in rounds.names]
     return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems, notes)
@@ -158,7 +161,7 @@ class _Topic:
                 _sleep_until(max(load.now_ms(), steady.first_due_ms) + PAUSE_MS)
                 alone = _span(self._size.alone_s)
                 began_ms = load.now_ms()
-                done = self._run(folder, COMPACT, engine, root, "--topic", NAME).document
+                done = self._run(folder, COMPACT, engine, root, "--topic", NAME, niceness=NICENESS).document
                 merged_s = time.perf_counter()
                 client.add(NAME, last.ledger_id, last.entry_id, deliver_at_ms=last.deliver_at_ms)
                 client.seal(NAME)
@@ -177,8 +180,8 @@ class _Topic:
             f"{who}, seconds": done["seconds"]["total"],
             f"{who}, until all is served": served_s - merged_s,
             f"{who}, buckets of the daemon": stats.buckets,
-            **_quantiles(f"{engine}, {WITHOUT}", came.lateness_of(alone)),
-            **_quantiles(f"{engine}, {MEANWHILE}", came.lateness_of((began_ms, ended_ms))),
+            **self._lateness(f"{engine}, {WITHOUT}", came, alone),
+            **self._lateness(f"{engine}, {MEANWHILE}", came, (began_ms, ended_ms)),
         }
 
     def read(self, engine: str, job: str) -> Mapping[str, float]:
@@ -194,9 +197,20 @@ class _Topic:
     def _copy(self, folder: Path) -> Path:
         return Path(shutil.copytree(self._root, folder / "root"))
 
-    def _run(self, folder: Path, job: str, engine: str, root: Path, *options: str) -> job_process.Ended:
-        master = ("--master", "local[2]") if engine == SPARK else ()
-        return job_process.run(self._bench.cores, folder, job, root, "--engine", engine, *master, *options)
+    def _run(
+        self, folder: Path, job: str, engine: str, root: Path, *options: str, niceness: int = 0
+    ) -> job_process.Ended:
+        asked = ("--engine", engine, *(("--master", "local[2]") if engine == SPARK else ()), *options)
+        return job_process.run(self._bench.cores, folder, job, root, asked, niceness=niceness)
+
+    def _lateness(self, name: str, came: steady_load.Came, span_ms: tuple[int, int]) -> dict[str, float]:
+        """Nothing where the machine is too busy to add a row before it is due."""
+        try:
+            values = np.percentile(came.lateness_of(span_ms), list(QUANTILES.values()))
+        except processes.ProcessFailed as error:
+            self._bench.say(f"{name} is not known: {error}")
+            return {}
+        return {f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)}
 
     def _check_job(self, who: str, done: Mapping[str, Any]) -> None:
         runs = done["runs"]
@@ -236,11 +250,6 @@ def _together(*parts: load.Rows) -> load.Rows:
         np.concatenate([part.entry_id for part in parts]),
         np.concatenate([part.deliver_at_ms for part in parts]),
     )
-
-
-def _quantiles(name: str, lateness_ms: np.typing.NDArray[np.int64]) -> dict[str, float]:
-    values = np.percentile(lateness_ms, list(QUANTILES.values()))
-    return {f"{name}, {quantile}": float(value) for quantile, value in zip(QUANTILES, values, strict=True)}
 
 
 def _span(seconds: int) -> tuple[int, int]:

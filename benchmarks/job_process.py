@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,9 @@ class Ended:
     resident_bytes_max: dict[str, int]
 
 
-def run(cores: machine.Cores, directory: Path, command: str, root: Path, *options: str) -> Ended:
+def run(
+    cores: machine.Cores, directory: Path, command: str, root: Path, options: Sequence[str], *, niceness: int = 0
+) -> Ended:
     """Raises `ProcessFailed` when it does not end as it should."""
     log = directory / f"{command}.log"
     environment = {
@@ -42,7 +45,18 @@ def run(cores: machine.Cores, directory: Path, command: str, root: Path, *option
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
-    asked = (sys.executable, "-m", "compaction.main", command, "--store", str(root), "--json", "--quiet", *options)
+    job_command = (
+        sys.executable,
+        "-m",
+        "compaction.main",
+        command,
+        "--store",
+        str(root),
+        "--json",
+        "--quiet",
+        *options,
+    )
+    asked = ("nice", "-n", str(niceness), *job_command)
     began_s = time.perf_counter()
     with log.open("wb") as errors, machine.on_cores(cores):
         job = subprocess.Popen(
@@ -63,7 +77,7 @@ def run(cores: machine.Cores, directory: Path, command: str, root: Path, *option
         job.kill()
         job.wait()
     if job.returncode:
-        what = f"{' '.join(asked[1:])} ended with status {job.returncode}"
+        what = f"{' '.join(asked)} ended with status {job.returncode}"
         raise processes.ProcessFailed(f"{what}:\n{said.decode()[-2_000:]}\n{log.read_text(errors='replace')[-4_000:]}")
     return Ended(json.loads(said), seconds, memory.resident_bytes_max)
 
