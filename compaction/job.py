@@ -306,7 +306,8 @@ class _Job:
             if first is not None and places == list(range(first, first + len(places))):
                 found.append(work)
             else:
-                self._again(work, "other buckets have taken the place of its sources, or lie between", Outcome.REFUSED)
+                reason = "other buckets have taken the place of its sources, or lie between"
+                self._again(work, reason, Outcome.REFUSED, read=False)
         return found
 
     def _tasks_ended(self) -> None:
@@ -417,9 +418,13 @@ class _Job:
         else:
             self._again(work, reason, Outcome.REFUSED)
 
-    def _again(self, work: Work, reason: str, finally_: Outcome, *, written: WrittenRun | None = None) -> None:
-        """Its topic is planned again; at the last attempt this is what became of it."""
-        again = self._waves.refused(work)
+    def _again(
+        self, work: Work, reason: str, finally_: Outcome, *, read: bool = True, written: WrittenRun | None = None
+    ) -> None:
+        """Its topic is planned again; at the last attempt this is what became of it. `read`: whether its sources may
+        have been read.
+        """
+        again = self._waves.refused(work, read=read)
         name = self._topics[work.topic].name
         what = "planned again" if again else "given up, attempts are used up"
         _log.info("topic %s: a run is refused and %s: %s", name, what, reason)

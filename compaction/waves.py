@@ -77,9 +77,12 @@ class Waves:
         state = self._topics.setdefault(topic, _Topic())
         state.attempt += 1
         state.again = False
-        self._waiting += [Work(topic, run, state.attempt) for run in runs]
-        self._sorted = False
+        self._wait([Work(topic, run, state.attempt) for run in runs])
         self.waiting += Amount.of(runs)
+
+    def _wait(self, works: Collection[Work]) -> None:
+        self._waiting += works
+        self._sorted = False
 
     def next_wave(self, size: int) -> list[Work]:
         """The next runs to be done, at most `size`, the most useful first; they are under way."""
@@ -105,16 +108,23 @@ class Waves:
         """What became of it is known, and nothing follows."""
         self._topics[work.topic].under_way -= 1
 
-    def refused(self, work: Work) -> bool:
-        """It cannot be done as it was planned; whether its topic is planned again."""
+    def refused(self, work: Work, *, read: bool = True) -> bool:
+        """It cannot be done as it was planned; whether its topic is planned again. `read`: whether its sources were
+        read, or may have been; if not, others may read as much.
+        """
+        if not read and self._bytes_left is not None:
+            self._bytes_left += work.run.size_bytes
+            self._wait(self._over_limit)
+            self._over_limit = []
         state = self._topics[work.topic]
         state.under_way -= 1
-        if state.attempt >= self._attempts_max:
-            return False
-        state.again = True
-        self._waiting = [other for other in self._waiting if other.topic != work.topic]
+        again = state.attempt < self._attempts_max
+        if again:
+            state.again = True
+            self._waiting = [other for other in self._waiting if other.topic != work.topic]
+            self._over_limit = [other for other in self._over_limit if other.topic != work.topic]
         self.waiting = Amount.of([work.run for work in self._waiting])
-        return True
+        return again
 
     def to_plan_again(self) -> list[TopicPlace]:
         """Topics of which a run was refused and none is under way; each is to be offered next."""

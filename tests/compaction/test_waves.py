@@ -73,6 +73,36 @@ def test_the_last_attempt_is_refused_for_good_and_the_others_of_the_topic_go_on(
     assert names(waves.next_wave(1)) == ["b"]
 
 
+def test_a_run_that_is_refused_before_it_is_read_leaves_its_bytes_to_others() -> None:
+    waves = Waves(attempts_max=2, bytes_max=250)
+    waves.offer(FLIGHTS, [run("a", 6, 200)])
+    waves.offer(TRAINS, [run("t", 3, 100)])
+    (refused,) = waves.next_wave(2)
+    waves.refused(refused, read=False)
+    assert names(waves.next_wave(2)) == ["t"]
+    waves.offer(FLIGHTS, [run("again", 6, 200)])
+    assert waves.next_wave(2) == []
+    assert names(waves.rest()[0]) == ["again"]
+
+
+def test_a_run_that_is_refused_at_the_last_attempt_leaves_its_bytes_to_its_topic_too() -> None:
+    waves = Waves(attempts_max=1, bytes_max=250)
+    waves.offer(FLIGHTS, [run("a", 6, 200), run("b", 3, 100)])
+    (refused,) = waves.next_wave(2)
+    assert not waves.refused(refused, read=False)
+    assert names(waves.next_wave(2)) == ["b"]
+
+
+def test_what_the_limit_on_bytes_left_is_withdrawn_when_its_topic_is_planned_again() -> None:
+    waves = Waves(attempts_max=2, bytes_max=250)
+    waves.offer(FLIGHTS, [run("a", 6, 200), run("b", 3, 100)])
+    (refused,) = waves.next_wave(2)
+    assert waves.refused(refused)
+    waves.offer(FLIGHTS, [run("a", 6, 200)])
+    assert waves.next_wave(2) == []
+    assert names(waves.rest()[0]) == ["a"]
+
+
 class WavesComeToAnEnd(RuleBasedStateMachine):
     """Whatever is refused: no run is under way twice, and a topic is planned as often as it may be, at most."""
 
