@@ -23,13 +23,11 @@ INSTALLED = Path(pyspark.__file__).resolve().parent
 #: For tests that may be the first of their process to start Java, while other tests use every core.
 patient = pytest.mark.timeout(240)
 
-# The first compiler alone, a collector without threads, no code generated for queries of a few rows: half the time.
+# The first compiler alone and a collector without threads: half the time.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _QUICK = {
     "spark.driver.extraJavaOptions": _QUICK_JAVA,
     "spark.executor.extraJavaOptions": _QUICK_JAVA,
-    "spark.sql.codegen.wholeStage": "false",
-    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
 }
 
 
