@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +20,31 @@ from tests.support.processes import Daemons
 RUNS = len(beside_a_daemon.SHAPES)
 DONE, CONFLICTS = 0, 75
 BEFORE_COMMIT = Action("compaction.before_commit", "stop")
-ENGINES = ["local", pytest.param("spark", marks=pytest.mark.long)]
+ENGINES = ["local", "spark"]
 
 
+@pytest.mark.timeout(400)
+def test_a_job_that_is_overtaken_in_each_way_is_refused_and_harms_nothing(
+    daemons: Daemons, jobs: Jobs, root: Path
+) -> None:
+    with beside_a_daemon.scene(daemons, jobs, root, seed=4) as scene:
+        job = jobs.compact("local", action=Action("compaction.after_plan", "stop"))
+        job.wait_until_stopped()
+        jobs.compact("local", "--topic", "flights").expect(DONE)
+        merge_by_owner(scene, "trains")
+        # Of the topic that is left the floor alone changes. It rises since there is something to collect.
+        scene.collect(scene.plant_orphans())
+        resume(job)
+        refused = check_refused(job, RUNS)
+        assert {run["topic"] for run in refused} == set(beside_a_daemon.SHAPES)
+        assert all("floor" in run["reason"] for run in refused if run["topic"] == "ferries"), refused
+        left = scene.left_by_a_job()
+        assert left.orphans, "a refused job deleted what it wrote"
+        scene.collect(left.orphans)
+        scene.finish()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_of_two_jobs_one_merges_and_the_other_finds_its_sources_gone(
@@ -65,6 +88,7 @@ def test_two_jobs_that_begin_together_merge_each_bucket_once(
         scene.finish()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
     daemons: Daemons, jobs: Jobs, root: Path
@@ -73,9 +97,7 @@ def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
         job = jobs.compact("local", action=BEFORE_COMMIT)
         job.wait_until_stopped()
         for topic in scene.topics:
-            scene.client.set_policy(topic.name, tarry.TopicPolicy(max_num_buckets=2, merge_buckets_max=3))
-            merged = scene.client.merge(topic.name, timeout_s=30)
-            assert merged.merges, "the owner merged nothing: the test shows nothing"
+            merge_by_owner(scene, topic.name)
         resume(job)
         check_refused(job, RUNS)
         left = scene.left_by_a_job()
@@ -85,6 +107,7 @@ def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
         scene.check_settled()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_job_that_is_slower_than_the_floor_is_refused_and_deletes_nothing(
     daemons: Daemons, jobs: Jobs, root: Path
@@ -146,14 +169,21 @@ def born_again(scene: Scene) -> None:
     scene.topics[0].begin()
 
 
+def merge_by_owner(scene: Scene, topic: str) -> None:
+    scene.client.set_policy(topic, tarry.TopicPolicy(max_num_buckets=2, merge_buckets_max=3))
+    merged = scene.client.merge(topic, timeout_s=30)
+    assert merged.merges, "the owner merged nothing: the test shows nothing"
+
+
 def resume(job: Job) -> None:
     os.kill(job.wait_until_stopped(), signal.SIGCONT)
 
 
-def check_refused(job: Job, runs: int, *, reason: str = "") -> None:
-    """So many runs were refused, for that reason. The job says so, also where it planned the topic again and did it."""
+def check_refused(job: Job, runs: int, *, reason: str = "") -> list[dict[str, Any]]:
+    """So many runs were refused, for that reason: these. The job says so, also where it planned the topic again."""
     status = job.wait()
     assert status in (DONE, CONFLICTS), job.log_text()
     refused = [run for run in job.summary()["run_results"] if run["outcome"] in ("refused", "replanned")]
     assert len(refused) >= runs, job.summary()
     assert all(reason in run["reason"] for run in refused), refused
+    return refused
