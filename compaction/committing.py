@@ -11,13 +11,13 @@ the manifest says of the sources. So a worker that was wrong is refused, whateve
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from compaction.root import Root, TopicPlace
 from storage_backends import bucket_objects, commit
-from storage_backends.formats.manifest import LiveBucket, TopicManifest
+from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.merging import WrittenMerge
 from storage_backends.object_store import Damaged
-from storage_backends.progress_objects import LastProgress
 
 Tip = commit.Tip[TopicManifest]
 
@@ -26,11 +26,21 @@ COMMIT_DEADLINE_S = 30.0
 
 
 class TopicCommits:
-    """The commits of one topic, one after the other. `writer`: who commits, for people who read the manifest."""
+    """The commits of one topic, one after the other. `writer`: who commits, for people who read the manifest.
+    `progress_of`: as of `topic_merge.Merge`.
+    """
 
-    def __init__(self, root: Root, place: TopicPlace, tip: Tip, *, writer: str) -> None:
+    def __init__(
+        self,
+        root: Root,
+        place: TopicPlace,
+        tip: Tip,
+        *,
+        writer: str,
+        progress_of: Callable[[TopicManifest], Progress],
+    ) -> None:
         self._store = root.store
-        self._progress = LastProgress(root.store)
+        self._progress_of = progress_of
         self._log = root.log(place)
         self._writer = writer
         self.tip = tip
@@ -61,7 +71,7 @@ class TopicCommits:
         FormatError when progress is damaged.
         """
         operation = dataclasses.replace(
-            written.operation, progress_of=self._progress.of, delete_after_ms=now_ms + grace_ms
+            written.operation, progress_of=self._progress_of, delete_after_ms=now_ms + grace_ms
         )
         try:
             self.tip = commit.commit(

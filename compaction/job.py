@@ -35,6 +35,7 @@ from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import Damaged, NotFound, StoreError
+from storage_backends.progress_objects import LastProgress
 from storage_backends.topic_merge import adjacent_order
 
 _log = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ class _Job:
         self._waves = Waves(attempts_max=options.attempts_max, bytes_max=options.bytes_max)
         self._tally = Tally(environment.elapsed_s)
         self._topics: dict[TopicPlace, _Topic] = {}
+        # Of the topic that was committed last: all of them together may be large.
+        self._progress = LastProgress(root.store)
         # Begun, and without a result.
         self._under_way: list[Work] = []
 
@@ -229,7 +232,8 @@ class _Job:
         tip, runs = found
         self._tally.saw(place.shard, tip.manifest, has_runs=bool(runs))
         if runs:
-            self._topics[place] = _Topic(TopicCommits(self._root, place, tip, writer=self._writer))
+            commits = TopicCommits(self._root, place, tip, writer=self._writer, progress_of=self._progress.of)
+            self._topics[place] = _Topic(commits)
             self._waves.offer(place, runs)
 
     def _cannot_read(self, place: TopicPlace, error: object) -> None:
@@ -345,8 +349,8 @@ class _Job:
     # ---- what becomes of a run
 
     def _commit_all(self, reports: Iterable[tuple[Work, Report]]) -> None:
-        """Raises Stopped between two commits."""
-        for work, report in reports:
+        """Those of one topic after each other. Raises Stopped between two commits."""
+        for work, report in sorted(reports, key=lambda each: each[0].topic):
             self._stop.check()
             if isinstance(report, FailedRun):
                 self._not_written(work, report)

@@ -10,7 +10,7 @@ import threading
 
 from storage_backends import object_store
 from storage_backends.formats import errors, manifest
-from storage_backends.formats.manifest import Progress, TopicManifest
+from storage_backends.formats.manifest import ObjectReference, Progress, TopicManifest
 
 
 def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress:
@@ -37,14 +37,14 @@ class LastProgress:
     def __init__(self, store: object_store.ObjectStore) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._last: tuple[str, Progress] | None = None
+        self._last: tuple[ObjectReference, Progress] | None = None
 
     def of(self, tip: TopicManifest) -> Progress:
         """As `progress_of`."""
-        if tip.progress_object is None:
+        reference = tip.progress_object
+        if reference is None:
             return progress_of(self._store, tip)
-        name = tip.progress_object.name
         with self._lock:
-            if self._last is None or self._last[0] != name:
-                self._last = name, progress_of(self._store, tip)
+            if self._last is None or self._last[0] != reference:
+                self._last = reference, progress_of(self._store, tip)
             return self._last[1]

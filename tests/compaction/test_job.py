@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from compaction import plan, wave
+from compaction import merge, plan, wave
 from compaction.job import Options
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
 from compaction.summary import Outcome, RunResult, Status, Summary
-from storage_backends import crash_points
+from storage_backends import crash_points, progress_objects
 from storage_backends.formats import names
+from storage_backends.formats.manifest import Progress, TopicManifest
+from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
 from tests.compaction import roots
 from tests.compaction.jobs_in_process import World
@@ -367,6 +370,36 @@ def test_tasks_that_the_engine_loses_are_failed_and_later_waves_go_on(world: Wor
     summary = world.compact(four_runs())
     assert (summary.waves, summary.runs.failed, summary.runs.committed) == (2, 2, 6)
     assert (summary.exit_status, len(topic.waiting())) == (1, 32 * 20)
+
+
+def test_progress_objects_are_read_once_for_the_commits_of_a_topic_and_one_is_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        topic = world.topic(name)
+        sources = topic.add(range(1, 17))
+        topic.seal(gone={live.object.name: {ledger: [0]} for ledger, live in enumerate(sources, 1)}, inline=False)
+    monkeypatch.setattr(world.engine, "parallelism", 3)
+    reads = 0
+    read = progress_objects.progress_of
+
+    def watched(store: ObjectStore, tip: TopicManifest) -> Progress:
+        nonlocal reads
+        reads += 1
+        return read(store, tip)
+
+    monkeypatch.setattr(merge, "progress_by", lambda settings, tip: read(world.memory, tip))
+    monkeypatch.setattr(progress_objects, "progress_of", watched)
+    alive: list[int] = []
+
+    def count() -> None:
+        gc.collect()
+        alive.append(sum(isinstance(each, Progress) and len(each.buckets) == 16 for each in gc.get_objects()))
+
+    with at("compaction.after_commit", count, times=12):
+        summary = world.compact(four_runs())
+    assert (summary.waves, summary.runs.committed) == (1, 12)
+    assert (reads, max(alive)) == (3, 1)
 
 
 # ---- limits and ends
