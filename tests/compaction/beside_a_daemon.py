@@ -30,9 +30,9 @@ from tests.support.processes import Daemons
 
 # Each topic is one run.
 SHAPES = {
-    "flights": Shape(buckets=12, rows=40, seal_every=10),
-    "trains": Shape(buckets=8, rows=40, own=True, seal_every=10),
-    "ferries": Shape(buckets=8, rows=40, seal_every=10),
+    "flights": Shape(buckets=12, rows=40, seal_every=5),
+    "trains": Shape(buckets=8, rows=40, own=True, seal_every=5),
+    "ferries": Shape(buckets=8, rows=40, seal_every=5),
 }
 # What no manifest needs is deleted when somebody asks for it, and then at once.
 SETTINGS: dict[str, object] = {
@@ -71,7 +71,7 @@ class Scene:
         for topic in self.topics:
             topic.begin()
 
-    def go_on(self, turns: int = 8) -> None:
+    def go_on(self, turns: int = 4) -> None:
         """The traffic goes on; each topic has committed something since, and so knows every merge before."""
         for topic in self.topics:
             topic.wait_for_turns(turns)
@@ -136,7 +136,7 @@ class Scene:
         summary = compact_here(self.root)
         assert summary.status is Status.DONE, summary
         assert {run.outcome for run in summary.run_results} <= {Outcome.COMMITTED}, summary.run_results
-        self.go_on(turns=3)
+        self.go_on(turns=2)
         for topic in self.topics:
             merged = sorted(self.before.live & topic.bucket_names())
             assert not merged, f"{topic.name}: small buckets are left: {merged}"

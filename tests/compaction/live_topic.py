@@ -41,7 +41,7 @@ _BUCKETS_PER_LEDGER = 4
 _SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 600_000, 6_000
 # Rows are withdrawn so long before they are due that most of the answers are not that they are due.
 _MARGIN_MS = 100
-_PAUSE_S = 0.1
+_PAUSE_S = 0.2
 _NACK_SHARE, _NACK_MS = 0.05, (200, 2_000)
 # Positions keep so long in the hands of the receiver before it answers.
 _KEPT_SHARE = 0.2
@@ -61,7 +61,7 @@ class Shape:
     buckets: int
     rows: int
     own: bool = False
-    seal_every: int = 20
+    seal_every: int = 10
     moves_filled: bool = False
 
 
@@ -184,20 +184,20 @@ class LiveTopic:
                 self.counts["sealed"] += 1
 
     def _add_some(self) -> None:
-        rows = self._rng.randint(1, 20)
+        rows = self._rng.randint(1, 40)
         if self._entry > 1_000:
             self._ledger, self._entry = self._ledger + 1, 0
         first, self._entry = self._entry, self._entry + rows
         self._add([(self._ledger, entry) for entry in range(first, first + rows)])
         self.counts["added"] += rows
-        again = self._cancelled[:2]
-        del self._cancelled[:2]
+        again = self._cancelled[:4]
+        del self._cancelled[:4]
         if again:
             self._add(again)
             self.counts["added again"] += len(again)
 
     def _cancel_some(self) -> None:
-        rows = self._chosen(6)
+        rows = self._chosen(12)
         ledger_id, entry_id, _ = _columns(rows)
         if not rows:
             return
@@ -208,7 +208,7 @@ class LiveTopic:
         self.counts["cancelled"] += len(kept)
 
     def _reschedule_some(self) -> None:
-        rows = [row for row in self._chosen(6) if self._may_move(row)]
+        rows = [row for row in self._chosen(12) if self._may_move(row)]
         if not rows:
             return
         moved = [(ledger, entry, self._due((ledger, entry))) for ledger, entry, _ in rows]

@@ -19,8 +19,8 @@ from tests.support.processes import Daemons
 
 SHAPES = {
     # A seal puts a bucket between those that a run merges: not so often that a run never finds a gap.
-    "flights": Shape(buckets=200, rows=100, seal_every=50, moves_filled=True),
-    "trains": Shape(buckets=12, rows=100, seal_every=10, own=True),
+    "flights": Shape(buckets=200, rows=100, seal_every=30, moves_filled=True),
+    "trains": Shape(buckets=12, rows=100, seal_every=5, own=True),
 }
 SEED = 2026
 # Into at most so many those that were there are merged.
