@@ -1,19 +1,24 @@
 """`tarry-spark`: the command.
 
-Owns: which commands there are, and the exit status of an error: 1, and 2 for a wrong option or setting.
+Owns: which commands there are, and the exit status of an error: 1, 2 for a wrong option or setting, 130 when
+it is interrupted.
 Does not own: the commands (`commands`), whose modules are imported when they are asked for.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import signal
+from typing import Any, Final
 
 import click
 
 from compaction import engine, root
 from storage_backends.object_store import StoreError
 from storage_backends.settings import SettingsError
+
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+"""Of a command that has no more to say when it is interrupted."""
 
 _COMMANDS = {
     "audit": "compaction.commands.audit",
@@ -38,6 +43,9 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
         except SettingsError as error:
             raise click.UsageError(str(error)) from error
         except (root.RootAbsent, StoreError, engine.WorkFailed, engine.EngineUnusable) as error:

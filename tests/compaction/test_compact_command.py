@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from compaction.commands.compact import Duration, Size
 from compaction.main import cli
+from compaction.root import Root
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
 from tests.compaction import roots
@@ -181,3 +182,13 @@ def test_durations_have_units_and_are_seconds_without(text: str, seconds: float)
 def test_what_is_no_size_is_refused(wrong: str) -> None:
     with pytest.raises(click.BadParameter):
         Size().convert(wrong, None, None)
+
+
+def test_an_interruption_before_the_job_begins_ends_in_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(store: object) -> Root:
+        raise KeyboardInterrupt
+
+    (tmp_path / "root").mkdir()
+    monkeypatch.setattr(Root, "open", staticmethod(interrupted))
+    result = call(tmp_path)
+    assert (result.exit_code, result.stdout) == (130, "")
