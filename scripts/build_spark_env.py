@@ -100,8 +100,8 @@ def install(root: Path, python: str, uv_platform: str | None) -> None:
     """The distributions of the group, in the versions and with the hashes of the lock, in `root`/lib."""
     uv = os.environ.get("UV") or shutil.which("uv") or str(REPOSITORY / ".tools" / "uv")
     requirements = root / "requirements.txt"
-    export = [uv, "export", "--quiet", "--locked", "--only-group", GROUP, "--no-emit-workspace", "--output-file"]
-    subprocess.run([*export, str(requirements)], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    export = [uv, "export", "--quiet", "--locked", "--no-header", "--only-group", GROUP, "--no-emit-workspace"]
+    subprocess.run([*export, "--output-file", str(requirements)], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     into = [uv, "pip", "install", "--quiet", "--target", str(root / "lib"), "--python-version", python]
     # A build would be for this machine.
     strict = ["--no-deps", "--require-hashes", "--only-binary", ":all:"]
