@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import pyarrow
-from py4j.protocol import Py4JError
 from pyspark import SparkContext, TaskContext
 from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.errors import PySparkException
@@ -69,6 +68,7 @@ class SparkEngine:
         self._open = contextlib.ExitStack()
         self._job, self._master, self._parallelism = job, master, parallelism
         self._session: SparkSession | None = None
+        self._cores = 1
 
     @classmethod
     def of_session(cls, session: SparkSession) -> Self:
@@ -89,8 +89,10 @@ class SparkEngine:
 
     @property
     def parallelism(self) -> int:
-        """The cores that executors offer now; it grows while they start."""
-        return max(1, self.session.sparkContext.defaultParallelism)
+        """The cores that executors offer now; it grows while they start. The last number known, when Java is lost."""
+        with contextlib.suppress(*spark_session.LOST):  # the next run says so
+            self._cores = max(1, self.session.sparkContext.defaultParallelism)
+        return self._cores
 
     def __enter__(self) -> Self:
         if self._session is None:
@@ -111,7 +113,8 @@ class SparkEngine:
         context = self.session.sparkContext
         failures = context.accumulator((), _Failures())
         performer = _Performer(work, tuple(pickle.dumps(task) for task in tasks), failures)
-        rows = self.session.range(0, len(tasks), 1, numPartitions=len(tasks)).mapInArrow(performer, _RESULT_SCHEMA)
+        with _loss_said():
+            rows = self.session.range(0, len(tasks), 1, numPartitions=len(tasks)).mapInArrow(performer, _RESULT_SCHEMA)
         action = _Action(context, rows.toArrow)
         try:
             while not action.wait(_LOOK_SECONDS) and not failures.value:
@@ -180,16 +183,21 @@ class _Action:
         return self._ended.wait(seconds)
 
     def ended_tasks(self) -> int:
-        """How many of its tasks have ended."""
-        tracker = self._context.statusTracker()
-        jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group)]
-        stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
+        """How many of its tasks have ended.
+
+        :raises WorkFailed: Java is lost.
+        """
+        with _loss_said():
+            tracker = self._context.statusTracker()
+            jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(self._group)]
+            stages = [tracker.getStageInfo(stage) for job in jobs if job is not None for stage in job.stageIds]
         return sum(stage.numCompletedTasks for stage in stages if stage is not None)
 
     def end(self) -> None:
         """Cancels what still runs, and waits until it has ended."""
         if not self._ended.is_set():
-            self._context.cancelJobGroup(self._group)
+            with contextlib.suppress(*spark_session.LOST):  # then the action ends by itself, and its result says so
+                self._context.cancelJobGroup(self._group)
             if not self._ended.wait(_CANCEL_SECONDS):
                 _log.warning("a cancelled action of Spark still runs after %d s", _CANCEL_SECONDS)
 
@@ -197,7 +205,7 @@ class _Action:
         """
         :raises WorkFailed: the action failed.
         """
-        if isinstance(self._outcome, (PySparkException, Py4JError)):
+        if isinstance(self._outcome, (PySparkException, *spark_session.LOST)):
             raise engine.WorkFailed(f"Spark gave up: {spark_session.first_line(self._outcome)}") from self._outcome
         if isinstance(self._outcome, BaseException):
             raise self._outcome
@@ -211,6 +219,17 @@ class _Action:
             self._outcome = failure
         finally:
             self._ended.set()
+
+
+@contextlib.contextmanager
+def _loss_said() -> Iterator[None]:
+    """
+    :raises WorkFailed: Java is lost.
+    """
+    try:
+        yield
+    except spark_session.LOST as failure:
+        raise engine.WorkFailed(f"Spark's Java is lost: {spark_session.first_line(failure)}") from failure
 
 
 def _failure(place: int, failure: Exception) -> _Failure:

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ _JAVA_OPTIONS = {
 }
 _VARIABLES = ("JAVA_HOME", "PYSPARK_DRIVER_PYTHON", "PYSPARK_PYTHON", "SPARK_LOCAL_IP", *_JAVA_OPTIONS)
 _STOP_SECONDS = 30
+#: How a call ends when Java has died, or dies meanwhile.
+LOST = (Py4JError, OSError, EOFError)
 
 
 class SparkUnusable(engine.EngineUnusable):
@@ -112,7 +115,7 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
         try:
             yield spark
         finally:
-            spark.stop()
+            _stop(spark)
             _end_java(started)
 
 
@@ -199,6 +202,16 @@ def _choose_python(conf: SparkConf) -> None:
     if chosen is not None:
         os.environ["PYSPARK_PYTHON"] = chosen
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+
+
+def _stop(spark: SparkSession) -> None:
+    try:
+        with warnings.catch_warnings():
+            # Spark's own word for it.
+            warnings.filterwarnings("ignore", "Unable to cleanly shutdown Spark JVM process", RuntimeWarning)
+            spark.stop()
+    except LOST as failure:
+        _log.warning("Spark's Java was lost before the session was stopped: %s", first_line(failure))
 
 
 def _end_java(started: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -153,6 +155,54 @@ def test_a_parallelism_beside_a_master_is_refused() -> None:
     refused = spark_engine.SparkEngine("tests", master="spark://cluster:7077", parallelism=3)
     with pytest.raises(engine.EngineUnusable, match="parallelism 3 is for work on this machine alone"), refused:
         pass
+
+
+LOSING_JAVA = """\
+import os, signal
+from pyspark import SparkContext
+from compaction import engine, spark_engine
+from tests.compaction import test_spark_engine as pieces
+
+def kill_java_when_both_run(ended):
+    if len(os.listdir(".")) == 2:
+        os.kill(SparkContext._gateway.proc.pid, signal.SIGKILL)
+
+with spark_engine.SparkEngine("loses Java", parallelism=2) as workers:
+    cores = workers.parallelism
+    for _ in range(2):
+        try:
+            tasks = [pieces.Piece(number, os.getcwd()) for number in range(2)]
+            list(workers.run(pieces.marked_and_endless, tasks, kill_java_when_both_run))
+        except engine.WorkFailed as failure:
+            print(failure)
+    print(workers.parallelism == cores)
+"""
+
+
+@pytest.mark.long
+def test_the_loss_of_java_is_said_in_one_line_and_the_job_goes_on_to_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    environment = {
+        "PATH": os.defpath,
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent.parent),
+        **spark_support.environment(tmp_path / "spark"),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", LOSING_JAVA],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    during, afterwards, same_cores = run.stdout.splitlines()
+    assert during.startswith(("Spark gave up: ", "Spark's Java is lost: "))
+    assert afterwards.startswith("Spark's Java is lost: ")
+    assert same_cores == "True"
+    assert "Traceback" not in run.stderr
 
 
 def stages(spark: SparkSession) -> dict[int, int]:
