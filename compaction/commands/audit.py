@@ -17,8 +17,8 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from compaction import audit as auditing
-from compaction.audit_findings import MEANING, Kind, Report, Severity
+from compaction.audit import driver
+from compaction.audit.findings import MEANING, Kind, Report, Severity
 from compaction.commands import options, output
 from compaction.commands.options import Shared
 from compaction.store_of import store_of
@@ -67,26 +67,26 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
       tarry-spark audit --store s3://delays/root --json --sample 0.05
     """
     store = store_of(shared.settings)
-    request = auditing.Request(
+    request = driver.Request(
         store=_name_of(shared),
-        limits=auditing.Limits.of(shared.settings),
+        limits=driver.Limits.of(shared.settings),
         topics=shared.topics,
         sample=sample,
         seed=random.SystemRandom().getrandbits(32),
     )
     try:
         with (
-            shared.open_engine("audit", preload=[auditing.__name__]) as engine,
+            shared.open_engine("audit", preload=[driver.__name__]) as engine,
             output.progress("audit", shown=not shared.quiet) as show,
         ):
-            report = auditing.audit(
+            report = driver.audit(
                 store,
                 engine,
                 request,
                 open_store=functools.partial(store_of, shared.settings),
                 progress=lambda what, done, total: show(done, total),
             )
-    except auditing.UnknownTopic as error:
+    except driver.UnknownTopic as error:
         raise click.ClickException(str(error)) from error
     if output_file is not None:
         output_file.write_bytes(msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2) + b"\n")

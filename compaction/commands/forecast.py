@@ -1,6 +1,6 @@
 """`tarry-spark forecast`.
 
-Owns: its options, which files it writes, and its exit status. Does not own: the forecast (`compaction.forecast_job`).
+Owns: its options, which files it writes, and its exit status. Does not own: the forecast (`compaction.forecast.job`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from types import FrameType
 
 import click
 
-from compaction import forecast_job, forecast_text
 from compaction.commands import options, output
-from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
-from compaction.forecast_files import OutputFile, Unwritable
-from compaction.forecast_result import STEP_NAMES, Forecast
+from compaction.forecast import job as forecast_job
+from compaction.forecast import text as forecast_text
+from compaction.forecast.files import OutputFile, Unwritable
+from compaction.forecast.result import STEP_NAMES, Forecast
+from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
 from compaction.root import Root
 from compaction.store_of import store_of
 
@@ -131,11 +132,11 @@ def _writers(
     try:
         # Each takes as long to import as a small forecast takes.
         if parquet is not None:
-            from compaction import forecast_parquet
+            from compaction.forecast import parquet as forecast_parquet
 
             writers.append((files.enter_context(OutputFile(parquet)), forecast_parquet.write))
         if png is not None:
-            from compaction import forecast_picture
+            from compaction.forecast import picture as forecast_picture
 
             writers.append((files.enter_context(OutputFile(png)), forecast_picture.write))
     except ModuleNotFoundError as error:
@@ -148,7 +149,7 @@ def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
     root = Root.open(store_of(shared.settings))
     places = root.topics(shared.topics) if shared.topics else None
     with (
-        shared.open_engine("forecast", preload=("compaction.forecast_counting",)) as engine,
+        shared.open_engine("forecast", preload=("compaction.forecast.counting",)) as engine,
         output.progress("counting", shown=not shared.quiet) as progress,
     ):
         begun_s = time.monotonic()

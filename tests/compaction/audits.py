@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-from compaction import audit
-from compaction.audit import Limits, Request
-from compaction.audit_findings import Finding, Kind, Report, Severity
-from compaction.audit_reading import WallClock
+from compaction.audit import driver as audit
+from compaction.audit.driver import Limits, Request
+from compaction.audit.findings import Finding, Kind, Report, Severity
+from compaction.audit.reading import WallClock
 from daemon.engine import bucket_life
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest

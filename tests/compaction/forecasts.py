@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
-from compaction.forecast_result import Forecast, Owed, TopicForecast
+from compaction.forecast.result import Forecast, Owed, TopicForecast
+from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
 
 # 2025-11-21 23:20:34.567 UTC
 NOW_MS = 1_763_767_234_567

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from compaction import audit, audit_findings
-from compaction.audit_findings import Kind, Severity
+from compaction.audit import driver as audit
+from compaction.audit import findings as audit_findings
+from compaction.audit.findings import Kind, Severity
 from compaction.root import RootAbsent
 from storage_backends import topic_manifest
 from storage_backends.commit import COMMIT_ID

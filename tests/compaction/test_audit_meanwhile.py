@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compaction.audit import Limits
-from compaction.audit_findings import Kind
+from compaction.audit.driver import Limits
+from compaction.audit.findings import Kind
 from daemon import config
 from daemon.engine.calls import AddBatch
 from daemon.engine.engine import Engine

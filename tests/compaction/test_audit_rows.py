@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from compaction.audit_findings import Finding, Kind, Report, Severity
+from compaction.audit.findings import Finding, Kind, Report, Severity
 from storage_backends import collection, commit, topic_manifest
 from storage_backends.formats import bucket, journal, names
 from storage_backends.formats.bucket import SegmentLimits

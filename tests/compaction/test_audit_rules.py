@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from compaction.audit_findings import Kind, Severity
+from compaction.audit.findings import Kind, Severity
 from storage_backends import progress_objects
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import bucket, manifest, names, position_bitmap

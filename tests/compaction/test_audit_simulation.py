@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from compaction.audit_findings import Finding, Kind, Report
+from compaction.audit.findings import Finding, Kind, Report
 from storage_backends.formats import names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import NO_METADATA

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from compaction import audit, settings, spark_engine
-from compaction.audit import Limits, Request
-from compaction.audit_findings import Kind
+from compaction import settings, spark_engine
+from compaction.audit import driver as audit
+from compaction.audit.driver import Limits, Request
+from compaction.audit.findings import Kind
 from compaction.store_of import store_of
 from storage_backends.local_directory import LocalDirectory
 from tests.compaction.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root

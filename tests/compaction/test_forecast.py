@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compaction import forecast
-from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, BucketCount, Counts, Steps
+from compaction.forecast import steps as forecast
+from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, BucketCount, Counts, Steps
 from storage_backends.formats import bucket, errors
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
 from storage_backends.formats.rows import Rows

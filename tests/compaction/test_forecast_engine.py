@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from pyspark.sql import SparkSession
 
-from compaction import forecast_counting, forecast_job, settings, spark_engine
+from compaction import settings, spark_engine
 from compaction.engine import Engine as Workers
-from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
-from compaction.forecast_result import Forecast, TopicForecast
+from compaction.forecast import counting as forecast_counting
+from compaction.forecast import job as forecast_job
+from compaction.forecast.result import Forecast, TopicForecast
+from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
 from compaction.local_engine import LocalEngine
 from compaction.root import Root
 from compaction.store_of import store_of
@@ -387,7 +389,7 @@ async def test_local_processes_and_spark_say_the_same(
     await lived(served, "t", ("s", "t"), 4)
     now_ms = _now_ms()
     inline = forecast(job, now_ms)
-    local = forecast(job, now_ms, workers=LocalEngine(parallelism=2, preload=("compaction.forecast_counting",)))
+    local = forecast(job, now_ms, workers=LocalEngine(parallelism=2, preload=("compaction.forecast.counting",)))
     by_spark = forecast(job, now_ms, workers=spark_engine.SparkEngine.of_session(spark))
     for other in (local, by_spark):
         assert by_step(other.load) == by_step(inline.load)

@@ -20,9 +20,11 @@ import pytest
 from pyspark.sql import SparkSession
 from rich.console import Console
 
-from compaction import forecast_parquet, forecast_picture, forecast_text
-from compaction.forecast_files import OutputFile, Unwritable
-from compaction.forecast_result import Forecast, TopicForecast, Unread
+from compaction.forecast import parquet as forecast_parquet
+from compaction.forecast import picture as forecast_picture
+from compaction.forecast import text as forecast_text
+from compaction.forecast.files import OutputFile, Unwritable
+from compaction.forecast.result import Forecast, TopicForecast, Unread
 from tests.compaction.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
 from tests.support.spark import patient
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compaction.forecast import DAY_MS, HOUR_MS, MINUTE_MS, Steps
-from compaction.forecast_result import Bars, shown, timestamp, utc, width_name
+from compaction.forecast.result import Bars, shown, timestamp, utc, width_name
+from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Steps
 from tests.compaction.forecasts import EXAMPLE, HOURS, MINUTES, NOW_MS, counts, forecast, owed, topic
 
 

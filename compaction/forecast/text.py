@@ -1,6 +1,6 @@
 """A forecast for people and for programs: in the terminal, and as JSON.
 
-Owns: what is shown of it, and how. Does not own: the numbers (`forecast_result`).
+Owns: what is shown of it, and how. Does not own: the numbers (`result`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from compaction.forecast_result import (
+from compaction.forecast.result import (
     STEP_NAMES,
     Bars,
     Forecast,

@@ -2,7 +2,7 @@
 
 Owns: the full decoding of slots, what may follow what among them, and telling a slot that was truncated from one that
 was lost.
-Does not own: which rows the journal holds (`audit_rows`).
+Does not own: which rows the journal holds (`rows`).
 
 Owners write one slot after the other; the first slot of an epoch is its fence. Slots up to `replay_from` of the
 checkpoint before the newest may have been deleted, but for fences.
@@ -14,9 +14,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from compaction import audit_content, audit_reading
-from compaction.audit_findings import Finding, Flaw, Kind, Severity, Tally
-from compaction.audit_reading import Read
+from compaction.audit import content as audit_content
+from compaction.audit import reading as audit_reading
+from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
+from compaction.audit.reading import Read
 from compaction.root import Root
 from storage_backends import object_store
 from storage_backends.formats import errors, journal, names

@@ -2,7 +2,7 @@
 
 Owns: reading each manifest of a sequence with the one before it, finding the tip, and telling a manifest that was
 collected from one that was lost.
-Does not own: what may follow what (`audit_chain`), and the objects that manifests name (`audit_objects`).
+Does not own: what may follow what (`chain`), and the objects that manifests name (`objects`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
-from compaction import audit_chain, audit_content, audit_reading
-from compaction.audit_findings import Finding, Flaw, Kind, Severity, Tally
-from compaction.audit_reading import Place, Read
+from compaction.audit import chain as audit_chain
+from compaction.audit import content as audit_content
+from compaction.audit import reading as audit_reading
+from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
+from compaction.audit.reading import Place, Read
 from compaction.root import Root
 from storage_backends import object_store, progress_objects
 from storage_backends.commit import COMMIT_ID

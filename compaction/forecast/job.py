@@ -1,8 +1,8 @@
 """A forecast of a root: the driver's side.
 
 Owns: which buckets become tasks and how many go into one, and what is counted again.
-Does not own: what a topic holds (`topic_state`) and what its counts make (`forecast_topic`), counting (`forecast`,
-`forecast_counting`), the engines.
+Does not own: what a topic holds (`topic_state`) and what its counts make (`topic`), counting (`forecast`,
+`counting`), the engines.
 
 Topics are read one after the other, and their tasks run in waves: what is in memory is the sets of one wave, and the
 counts. A bucket that is gone when a task comes to read it was merged meanwhile, or all of its rows are gone: its topic
@@ -15,12 +15,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from compaction import forecast_counting
 from compaction.engine import Engine
-from compaction.forecast import Steps, counted_at_once
-from compaction.forecast_counting import Failure, Part, Result, Task
-from compaction.forecast_result import Effort, Forecast, Unread
-from compaction.forecast_topic import TopicCount
+from compaction.forecast import counting as forecast_counting
+from compaction.forecast.counting import Failure, Part, Result, Task
+from compaction.forecast.result import Effort, Forecast, Unread
+from compaction.forecast.steps import Steps, counted_at_once
+from compaction.forecast.topic import TopicCount
 from compaction.root import Root, TopicPlace
 from compaction.settings import Settings
 from compaction.topic_reading import read_states

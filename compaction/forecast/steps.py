@@ -1,7 +1,7 @@
 """How many rows come due in each minute or hour of the days to come.
 
 Owns: the steps of time, sparse counts over them, and which segments of a bucket must be read to count it.
-Does not own: reading (`forecast_counting`), whose rows are counted (`forecast_job`), and how counts are shown.
+Does not own: reading (`counting`), whose rows are counted (`job`), and how counts are shown.
 
 A bucket or segment that lies within one step counts by its number of rows: it is not read. Where rows of a bucket are
 gone, it is read from the front, since what comes due first is gone first, and no further than until all that is gone

@@ -1,7 +1,7 @@
 """The tasks of a forecast: counting buckets that must be read.
 
 Owns: reading what a count needs, and which failures are a task's result. Does not own: what it needs (`forecast`), and
-which buckets a task has (`forecast_job`).
+which buckets a task has (`job`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from compaction.forecast import BucketCount, Counts, Steps
-from compaction.forecast_result import Effort
+from compaction.forecast.result import Effort
+from compaction.forecast.steps import BucketCount, Counts, Steps
 from compaction.settings import Settings
 from compaction.store_of import store_of
 from storage_backends import bucket_objects

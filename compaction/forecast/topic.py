@@ -1,7 +1,7 @@
 """What the counts of a topic make: who is owed what when.
 
 Owns: whose rows an index has, when what was negatively acknowledged comes back, and what waits for nothing but a
-dispatcher. Does not own: what a topic holds (`topic_state`), counting buckets (`forecast_counting`).
+dispatcher. Does not own: what a topic holds (`topic_state`), counting buckets (`counting`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 
 import numpy as np
 
-from compaction.forecast import Counts, Steps
-from compaction.forecast_result import Owed, TopicForecast, Unread
+from compaction.forecast.result import Owed, TopicForecast, Unread
+from compaction.forecast.steps import Counts, Steps
 from compaction.root import TopicPlace
 from compaction.topic_state import SubscriptionState, TopicState
 from storage_backends.formats import index_ids

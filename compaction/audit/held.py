@@ -1,7 +1,7 @@
 """Which rows the checkpoints and the journal of a shard know of: that wait there, or that left.
 
 Owns: reading them for some topics, and what of it accounts for a position.
-Does not own: rows of buckets (`audit_rows`).
+Does not own: rows of buckets (`rows`).
 
 Everything that is still kept is read, also slots below the newest checkpoint: what they say of a row that has left
 since tells that it was not lost.
@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Set
 from typing import TypeAlias
 
-from compaction import audit_reading
+from compaction.audit import reading as audit_reading
 from compaction.root import Root
 from storage_backends import object_store, progress_objects
 from storage_backends.formats import checkpoint, errors, index_ids, journal, names, position_bitmap, redelivery

@@ -1,7 +1,7 @@
 """Which jobs an audit has, and what each costs.
 
 Owns: the division of manifests, slots and objects into jobs, and which objects a manifest names. Pure.
-Does not own: what a job does (`audit_manifests`, `audit_journal`, `audit_objects`, `audit_rows`), and which jobs make a
+Does not own: what a job does (`manifests`, `journal`, `objects`, `rows`), and which jobs make a
 task (`audit`).
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from compaction import audit_listing
-from compaction.audit_journal import SlotRun
-from compaction.audit_listing import OBJECT_BYTES
-from compaction.audit_manifests import ManifestRun
-from compaction.audit_objects import Item, ObjectRun, Role
-from compaction.audit_reading import Place, WallClock
-from compaction.audit_rows import LeftoversRun, Unnamed
+from compaction.audit import listing as audit_listing
+from compaction.audit.journal import SlotRun
+from compaction.audit.listing import OBJECT_BYTES
+from compaction.audit.manifests import ManifestRun
+from compaction.audit.objects import Item, ObjectRun, Role
+from compaction.audit.reading import Place, WallClock
+from compaction.audit.rows import LeftoversRun, Unnamed
 from compaction.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.listing import Listed

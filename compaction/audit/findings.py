@@ -1,7 +1,7 @@
 """What an audit finds, and how it is told.
 
 Owns: the kinds of findings with what each means, how many are kept of a kind, and the report as JSON.
-Does not own: looking (`audit_manifests`, `audit_journal`, `audit_objects`, `audit_rows`), and tables for people
+Does not own: looking (`manifests`, `journal`, `objects`, `rows`), and tables for people
 (`commands.audit`).
 """
 

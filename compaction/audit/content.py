@@ -1,7 +1,7 @@
 """Whether an object is whole and says what names it: the bytes of buckets, checkpoints, progress.
 
 Owns: the full decoding of one object and what is checked of it. Pure: bytes in, flaws out.
-Does not own: reading (`audit_reading`), and how much a flaw matters (`audit_objects`).
+Does not own: reading (`reading`), and how much a flaw matters (`objects`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from compaction.audit_findings import Flaw, Kind
+from compaction.audit.findings import Flaw, Kind
 from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap, redelivery
 from storage_backends.formats.bucket import BucketMetadata
 from storage_backends.formats.manifest import LiveBucket, ObjectReference, Progress

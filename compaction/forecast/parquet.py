@@ -1,6 +1,6 @@
 """A forecast as a Parquet file.
 
-Owns: its columns, and what the file says of itself. Does not own: the numbers (`forecast_result`).
+Owns: its columns, and what the file says of itself. Does not own: the numbers (`result`).
 
 One row for each topic, whoever it is owed to, and step in which anything comes due:
 
@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from compaction.forecast import Steps
-from compaction.forecast_result import STEP_NAMES, Forecast, Owed, TopicForecast, timestamp
+from compaction.forecast.result import STEP_NAMES, Forecast, Owed, TopicForecast, timestamp
+from compaction.forecast.steps import Steps
 
 GROUP_ROWS: Final = 1 << 20
 """Rows of a row group, about."""

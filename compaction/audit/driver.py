@@ -6,7 +6,7 @@
                  what no manifest names, and whether its rows are anywhere else
 
 Owns: that order, what is read by which task, and the report.
-Does not own: what is checked (the other modules `audit_*`), the engine that runs the tasks, and the command.
+Does not own: what is checked (the other modules of this package), the engine that runs the tasks, and the command.
 
 It writes nothing. The manifests are read after the listing, so that what they do not name and was listed is unnamed;
 what is then not there, or named since, is judged by manifests that are read once more (R9).
@@ -22,15 +22,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from compaction import audit_jobs, audit_journal, audit_listing, audit_manifests
-from compaction.audit_findings import Finding, Kind, Report, Severity, Tally
-from compaction.audit_jobs import Job
-from compaction.audit_journal import SlotRun, SlotsSeen
-from compaction.audit_listing import OBJECT_BYTES, ListedShard
-from compaction.audit_manifests import ManifestRun, ManifestsSeen
-from compaction.audit_objects import Item, Role
-from compaction.audit_reading import SYSTEM_CLOCK, Place, WallClock
-from compaction.audit_rows import TwiceRun, Unnamed
+from compaction.audit import jobs as audit_jobs
+from compaction.audit import journal as audit_journal
+from compaction.audit import listing as audit_listing
+from compaction.audit import manifests as audit_manifests
+from compaction.audit.findings import Finding, Kind, Report, Severity, Tally
+from compaction.audit.jobs import Job
+from compaction.audit.journal import SlotRun, SlotsSeen
+from compaction.audit.listing import OBJECT_BYTES, ListedShard
+from compaction.audit.manifests import ManifestRun, ManifestsSeen
+from compaction.audit.objects import Item, Role
+from compaction.audit.reading import SYSTEM_CLOCK, Place, WallClock
+from compaction.audit.rows import TwiceRun, Unnamed
 from compaction.engine import Engine
 from compaction.root import Root
 from compaction.settings import Settings

@@ -2,7 +2,7 @@
 
 Owns: reading each object in full, and how much it matters what is wrong with it: an error where the newest manifest
 still lives on it, a warning elsewhere.
-Does not own: what is checked of bytes (`audit_content`), and which objects there are (`audit`).
+Does not own: what is checked of bytes (`content`), and which objects there are (`audit`).
 
 What is absent or damaged is judged by a manifest that was read *after* that was found (R9): a bucket that was merged
 away meanwhile is not missing.
@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Final
 
-from compaction import audit_content, audit_reading
-from compaction.audit_findings import Finding, Flaw, Kind, Severity, Tally
-from compaction.audit_reading import Named, Place, Read, WallClock
+from compaction.audit import content as audit_content
+from compaction.audit import reading as audit_reading
+from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
+from compaction.audit.reading import Named, Place, Read, WallClock
 from compaction.root import Root
 from storage_backends import bucket_objects, object_store
 from storage_backends.formats import errors, manifest, names

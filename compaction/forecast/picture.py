@@ -1,6 +1,6 @@
 """A forecast as a picture.
 
-Owns: the drawing, PNG. Does not own: the numbers (`forecast_result`).
+Owns: the drawing, PNG. Does not own: the numbers (`result`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from compaction.forecast import I64
-from compaction.forecast_result import STEP_NAMES, Bars, Forecast, shown, utc, width_name
+from compaction.forecast.result import STEP_NAMES, Bars, Forecast, shown, utc, width_name
+from compaction.forecast.steps import I64
 
 WIDTH_PIXELS: Final = 1200
 HEIGHT_PIXELS: Final = 600

@@ -1,8 +1,8 @@
 """A forecast: what comes due when, for each topic and whoever is owed it, and what is asked of that most.
 
 Owns: the values of a forecast, its totals, its busiest topics and steps.
-Does not own: how it was counted (`forecast_job`), and the forms it is written in (`forecast_text`, `forecast_parquet`,
-`forecast_picture`).
+Does not own: how it was counted (`job`), and the forms it is written in (`text`, `parquet`,
+`picture`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from compaction.forecast import DAY_MS, HOUR_MS, I64, MINUTE_MS, Counts, Steps
+from compaction.forecast.steps import DAY_MS, HOUR_MS, I64, MINUTE_MS, Counts, Steps
 
 STEP_NAMES = {MINUTE_MS: "minute", HOUR_MS: "hour"}
 

@@ -2,8 +2,8 @@
 
 Owns: positions of the live buckets of a topic against each other; of objects that are not named, which are garbage
 and which are on their way, and whether the rows of a bucket are anywhere else.
-Does not own: what a journal and a checkpoint hold of rows (`audit_held`), and whether objects are whole
-(`audit_objects`).
+Does not own: what a journal and a checkpoint hold of rows (`held`), and whether objects are whole
+(`objects`).
 
 A row moves from the journal and the checkpoint into a bucket, and from there into merged ones. They are read in that
 order, so that no row is overlooked that moves meanwhile.
@@ -16,10 +16,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from compaction import audit_content, audit_held, audit_objects, audit_reading
-from compaction.audit_findings import Finding, Kind, Severity, Tally
-from compaction.audit_held import HeldRows
-from compaction.audit_reading import Place, WallClock
+from compaction.audit import content as audit_content
+from compaction.audit import held as audit_held
+from compaction.audit import objects as audit_objects
+from compaction.audit import reading as audit_reading
+from compaction.audit.findings import Finding, Kind, Severity, Tally
+from compaction.audit.held import HeldRows
+from compaction.audit.reading import Place, WallClock
 from compaction.root import Root
 from storage_backends import bucket_objects, object_store, progress_objects, topic_manifest
 from storage_backends.formats import bucket, errors, index_ids, merge, position_bitmap

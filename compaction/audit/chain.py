@@ -1,8 +1,8 @@
 """What may follow what in a sequence of manifests: the rules that the operations keep, read backwards.
 
 Owns: the checks of one manifest by itself and of two neighbours. Pure: manifests in, flaws out.
-Does not own: reading manifests and which are missing (`audit_manifests`), and the objects that they name
-(`audit_objects`).
+Does not own: reading manifests and which are missing (`manifests`), and the objects that they name
+(`objects`).
 
 Every change is one operation of an owner, of a merger or of collection, so that what stays must stay as it was, what
 leaves becomes a tombstone, and what never falls never falls.
@@ -16,7 +16,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from compaction.audit_findings import Flaw, Kind
+from compaction.audit.findings import Flaw, Kind
 from storage_backends.formats import errors, names, position_bitmap
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
