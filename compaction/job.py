@@ -40,8 +40,10 @@ from storage_backends.topic_merge import adjacent_order
 
 _log = logging.getLogger(__name__)
 
-WAVE_FACTOR: Final = 4
-"""Runs of a wave for each task that the engine does at once: few enough that commits follow soon after writing."""
+WAVE_FACTOR: Final = 8
+"""Runs of a wave for each task that the engine does at once: few enough that commits follow soon after writing, and so
+many that what Spark takes for a wave by itself, half a second, is little.
+"""
 
 ATTEMPTS_MAX: Final = 3
 

@@ -19,9 +19,10 @@ import click
 import ulid
 from rich import filesize
 
-from compaction import job, job_metrics, plan, summary, tally
+from compaction import job, job_metrics, merge, plan, summary, tally
 from compaction.commands import options, output
 from compaction.commands.options import Shared
+from compaction.engine import Engine
 from compaction.root import Root
 from compaction.store_of import store_of
 from compaction.summary import Summary
@@ -174,6 +175,8 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
         engine = None
         if not dry_run:
             engine = stack.enter_context(shared.open_engine("compact", preload=("compaction.merge",)))
+            if shared.engine == "spark":
+                _start_workers(engine)
         root = Root.open(store_of(shared.settings))
         # After the engine: Spark sets handlers of its own.
         stack.enter_context(_signals(stop))
@@ -187,6 +190,12 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
             stop=stop,
             watch=lambda advance: _show_advance(show, advance),
         )
+
+
+def _start_workers(engine: Engine) -> None:
+    """Spark starts its workers with the first tasks that they get; those of the job find them there."""
+    for _ in engine.run(merge.ready, range(engine.parallelism), lambda ended: None):
+        pass
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from compaction import merge, plan, wave
+from compaction import job, merge, plan, wave
 from compaction.job import Options
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
@@ -29,6 +29,8 @@ from tests.support.merging_process import MergingProcess
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """With waves so small that a few runs make several."""
+    monkeypatch.setattr(job, "WAVE_FACTOR", 4)
     return World(monkeypatch)
 
 
