@@ -173,6 +173,7 @@ def merge_by_owner(scene: Scene, topic: str) -> None:
     scene.client.set_policy(topic, tarry.TopicPolicy(max_num_buckets=2, merge_buckets_max=3))
     merged = scene.client.merge(topic, timeout_s=30)
     assert merged.merges, "the owner merged nothing: the test shows nothing"
+    scene.client.set_policy(topic, tarry.TopicPolicy(max_num_buckets=-1))
 
 
 def resume(job: Job) -> None:
