@@ -120,7 +120,12 @@ def merge_run(task: MergeTask) -> WrittenRun | FailedRun:
     """Does one run. Everything that it expects to go wrong it reports."""
     worker = Worker(host=socket.gethostname(), pid=os.getpid())
     try:
-        return _merge_run(task, worker)
+        store = store_of(task.settings)
+    except StoreError as error:
+        # Also where this machine has no such directory.
+        return FailedRun(failure=Failure.UNAVAILABLE, key=error.key, reason=error.reason, worker=worker)
+    try:
+        return _merge_run(store, task, worker)
     except Damaged as error:
         return FailedRun(failure=Failure.DAMAGED, key=error.key, reason=error.reason, worker=worker)
     except NotFound as error:
@@ -131,9 +136,9 @@ def merge_run(task: MergeTask) -> WrittenRun | FailedRun:
         return FailedRun(failure=Failure.INCONSISTENT, key="", reason=str(error), worker=worker)
 
 
-def _merge_run(task: MergeTask, worker: Worker) -> WrittenRun:
+def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRun:
     """Raises the store's errors, and what `merging.merged` raises."""
-    store, tip = store_of(task.settings), task.tip
+    tip = task.tip
     key = names.bucket_key(task.shard, tip.topic_id, tip.head.number, str(ulid.ULID()))
     plan = merging.MergePlan(tip, tip.live, key)
     begun_s = time.monotonic()

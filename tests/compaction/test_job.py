@@ -14,11 +14,12 @@ from compaction import job, merge, plan, wave
 from compaction.job import Options
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
+from compaction.settings import Settings
 from compaction.summary import Outcome, RunResult, Status, Summary
 from storage_backends import crash_points, progress_objects
 from storage_backends.formats import names
 from storage_backends.formats.manifest import Progress, TopicManifest
-from storage_backends.object_store import ObjectStore
+from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
 from tests.compaction import roots
 from tests.compaction.jobs_in_process import World
@@ -293,6 +294,19 @@ def test_a_store_that_stays_away_is_an_error_and_the_other_topics_are_merged(wor
     assert (summary.status, summary.exit_status) == (Status.ERROR, 1)
     assert (len(away.tip().live), len(there.tip().live)) == (4, 1)
     assert (summary.runs.failed, summary.runs.replanned) == (1, 2)
+
+
+def test_workers_that_have_no_such_store_are_an_error_and_no_conflict(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere(settings: Settings) -> ObjectStore:
+        raise NotFound(settings.store.path, "there is no such directory")
+
+    world.topic().add(range(1, 5))
+    monkeypatch.setattr(merge, "store_of", nowhere)
+    summary = world.compact()
+    assert (summary.status, summary.exit_status, summary.runs.failed) == (Status.ERROR, 1, 1)
+    assert "no such directory" in only(summary, Outcome.FAILED).reason
 
 
 def test_a_damaged_source_is_named_and_its_run_left_while_others_go_on(world: World) -> None:
