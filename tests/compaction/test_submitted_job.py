@@ -52,6 +52,7 @@ def test_a_job_that_is_done_ends_in_0_and_its_summary_stands_alone_on_standard_o
 
 
 @patient
+@pytest.mark.long
 def test_a_job_that_leaves_conflicts_ends_in_75(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     before = topic.waiting()
     job = submitted(jobs, tmp_path, "--attempts", "1", action=Action("compaction.before_commit", "stop"))
