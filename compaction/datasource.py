@@ -8,7 +8,10 @@ Does not own: the tables (`tables`) and what is passed over (`pruning`).
 
 Spark refuses a source that takes filters while `spark.sql.python.filterPushdown.enabled` is off, so `register` looks at
 that. What is passed over by a filter is only what no row of which can satisfy it: Spark filters what is left in any
-case. Neither options, nor parts, nor plans hold credentials: every process has its own, as its environment gives it.
+case. But Spark 4.3 keeps what a filtered query was told to read for the next query of the same DataFrame, which then
+lacks rows without a word. So filters count only where the option `prune` says that there is one query.
+
+Neither options, nor parts, nor plans hold credentials: every process has its own, as its environment gives it.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"
 
 _TABLE: Final = "table"
 _OVERRIDE: Final = "set."
-_OPTIONS: Final = (_TABLE, "store", "path", "config", "topic", "topics")
+_PRUNE: Final = "prune"
+_OPTIONS: Final = (_TABLE, "store", "path", "config", "topic", "topics", _PRUNE)
 _EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _MICROSECOND: Final = datetime.timedelta(microseconds=1)
 
@@ -58,7 +62,8 @@ _MICROSECOND: Final = datetime.timedelta(microseconds=1)
 class TarryDataSource(DataSource):
     """Options: `table` (`rows`, `buckets` or `backlog`; default `rows`); where the root is: `store` or the path of
     `load` (a local path or `s3://bucket/prefix`), `config` (the daemon's file), `set.<section>.<key>` (one of its
-    settings); what of it: `topic` (one name) or `topics` (a JSON list of names).
+    settings); what of it: `topic` (one name) or `topics` (a JSON list of names); `prune` (`true` or `false`): the
+    DataFrame is for one query, whose filters decide what is read.
     """
 
     def __init__(self, options: Mapping[str, str]) -> None:
@@ -76,6 +81,7 @@ class TarryDataSource(DataSource):
             raise SettingsError("both option store and a path say where the root is")
         if "topic" in given and "topics" in given:
             raise SettingsError("both option topic and option topics say which topics are read")
+        self._prune = _flag(_PRUNE, given.get(_PRUNE, "false"))
         self._topics = (given["topic"],) if "topic" in given else _topics_of(given.get("topics"))
         self._settings = job_settings.load(
             Path(given["config"]) if "config" in given else None,
@@ -98,13 +104,20 @@ class PushingTarryDataSource(TarryDataSource):
     """The same, where Spark may push filters down."""
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return _PushingReader(self._table, self._settings, self._topics)
+        kind = _PushingReader if self._prune else _Reader
+        return kind(self._table, self._settings, self._topics)
 
 
 def register(spark: SparkSession) -> None:
     """Makes the format known to a session. To be called again when the session's `filterPushdown` was changed."""
     pushing = str(spark.conf.get(PUSHDOWN)).lower() == "true"
     spark.dataSource.register(PushingTarryDataSource if pushing else TarryDataSource)
+
+
+def _flag(name: str, value: str) -> bool:
+    if value.lower() not in ("true", "false"):
+        raise SettingsError(f"option {name} is {value}: it is true or false")
+    return value.lower() == "true"
 
 
 def _topics_of(listed: str | None) -> tuple[str, ...] | None:

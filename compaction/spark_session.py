@@ -48,8 +48,6 @@ REQUIRED = {
 #: What the operator may set otherwise.
 DEFAULTS = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
-    # The data source is asked to leave rows out itself.
-    "spark.sql.python.filterPushdown.enabled": "true",
     # A crash in native code says where.
     "spark.python.worker.faulthandler.enabled": "true",
     "spark.sql.execution.pyspark.udf.faulthandler.enabled": "true",

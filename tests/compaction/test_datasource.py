@@ -166,7 +166,17 @@ def test_filters_give_the_same_rows_where_they_are_pushed_down(pushing: SparkSes
     frame = load(pushing, stored)
     everything = pushing.createDataFrame(frame.collect(), frame.schema)
     for name, condition in CONDITIONS.items():
-        assert identities(frame.where(condition)) == identities(everything.where(condition)), name
+        pruned = load(pushing, stored, prune="true").where(condition)
+        assert identities(pruned) == identities(everything.where(condition)), name
+
+
+def test_a_filtered_query_takes_no_rows_from_the_next_one_of_the_same_frame(
+    pushing: SparkSession, stored: Root
+) -> None:
+    frame = load(pushing, stored)
+    assert identities(frame.where("topic = 'u'")) < identities(frame)
+    assert frame.where("topic = 'nobody'").count() == 0
+    assert frame.count() == len(identities(load(pushing, stored)))
 
 
 @pytest.fixture
@@ -183,12 +193,12 @@ def damaged(tmp_path: Path) -> Iterator[Root]:
 def test_buckets_that_a_filter_rules_out_are_not_read(pushing: SparkSession, damaged: Root) -> None:
     later = f"deliver_at > timestamp_millis({NOW_MS + 5 * HOUR_MS // 2})"
     for condition in ("topic = 'u'", "ledger_id > 2", later):
-        assert identities(load(pushing, damaged).where(condition)), condition
+        assert identities(load(pushing, damaged, prune="true").where(condition)), condition
 
 
 def test_where_filters_stay_with_spark_every_bucket_is_read(registered: SparkSession, damaged: Root) -> None:
     with pytest.raises(PySparkException, match=re.escape("/buckets/")):
-        load(registered, damaged).where("topic = 'u'").collect()
+        load(registered, damaged, prune="true").where("topic = 'u'").collect()
     assert identities(load(registered, damaged, topic="u"))
 
 
@@ -203,6 +213,7 @@ def test_topics_can_be_named(registered: SparkSession, stored: Root) -> None:
     [
         ({"tabel": "rows"}, "option tabel is not known"),
         ({"table": "row"}, "option table is row: there are rows, buckets, backlog"),
+        ({"prune": "yes"}, "option prune is yes: it is true or false"),
         ({"topics": "u"}, "option topics is u: it is a JSON list"),
         ({"topic": "u", "topics": '["t"]'}, "both option topic and option topics"),
         ({"store": "a", "path": "b"}, "both option store and a path"),
