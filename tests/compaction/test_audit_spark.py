@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import pytest
 from pyspark.sql import SparkSession
 
 from compaction import settings, spark_engine
@@ -17,6 +18,7 @@ from tests.compaction.audits import BUCKETS, audited, copy_of, findings, keys, k
 from tests.support.spark import patient
 
 
+@pytest.mark.long
 @patient
 def test_tasks_of_spark_find_what_is_found_in_this_process(spark: SparkSession, tmp_path: Path) -> None:
     written = sound_root()

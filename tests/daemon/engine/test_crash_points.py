@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import daemon
+import storage_backends
 from tests.support.clients import Client
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
@@ -40,7 +41,8 @@ WRITES = ("put", "put_if_absent")
 
 
 def test_every_crash_point_of_the_daemon_is_tried_here() -> None:
-    sources = Path(daemon.__file__).parent.rglob("*.py") if daemon.__file__ else Path(daemon.__path__[0]).rglob("*.py")
+    folders = [Path(package.__path__[0]) for package in (daemon, storage_backends)]
+    sources = [source for folder in folders for source in folder.rglob("*.py")]
     found = {name for source in sources for name in re.findall(r'crash_point\("([^"]+)"\)', source.read_text())}
     # Those of deletions have tests of their own.
     assert {name for name in found if not name.startswith("deletion.")} == {*WRITING, *TAKING_OVER}
