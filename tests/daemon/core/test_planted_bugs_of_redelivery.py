@@ -29,7 +29,7 @@ from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import Withdrawals
 from storage_backends.formats.journal import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from storage_backends.formats.rows import U32, U64, Rows
-from tests.daemon.core import test_dead_lettering, test_redelivery
+from tests.daemon.core import test_dead_lettering, test_redelivering, test_redelivery
 from tests.daemon.core.redelivery_machine import RedeliveryMachine
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine, search
 
@@ -394,7 +394,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     ),
     (
         a_nack_is_applied_to_what_has_left,
-        test_redelivery.test_a_message_that_times_out_when_its_entry_dies_leaves_with_it,
+        test_redelivering.test_a_nack_of_what_an_earlier_record_of_its_slot_ended_does_nothing,
     ),
     (
         a_trim_leaves_messages_of_batches,

@@ -373,6 +373,17 @@ def test_a_replayed_message_that_comes_due_while_its_entry_leaves_is_not_handed_
     assert (one.handed_out(NOW_MS + 30), one.state.backlog, one.topic.indexes.present_rows) == ([], 1, 1)
 
 
+def test_a_nack_of_what_an_earlier_record_of_its_slot_ended_does_nothing() -> None:
+    one, twin = One(), One()
+    for each in (one, twin):
+        each.add([1])
+        each.handed_out()
+    nacked, _ = one.staged([(1, None, NOW_MS)], delay_ms=5)
+    ended, _ = twin.topic.acknowledging.stage(twin.state, twin.claims([(1, None, NOW_MS)]))
+    one.apply([*ended, *nacked])
+    assert (one.handed_out(NOW_MS + 5), len(one.state.nacks), one.state.backlog) == ([], 0, 0)
+
+
 def in_flight_with_a_message_of_a_lower_count() -> One:
     one = One()
     one.add([1])
