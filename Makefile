@@ -104,7 +104,7 @@ clean: ## remove what make brought or made
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(SYNCED): pyproject.toml client/pyproject.toml uv.lock | $(UV)
-	$(UV) sync --locked --all-extras --compile-bytecode
+	$(UV) sync --locked --all-extras
 	@touch $@
 
 .tools/uv:
