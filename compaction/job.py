@@ -5,7 +5,8 @@ Does not own: the choice of runs (`plan`), their order and attempts (`waves`), w
 a commit (`committing`), what is written down (`tally`), and what is shown.
 
 While the workers do a wave the driver checks and commits the one before. It commits upon the newest manifest that it
-knows, and learns of others' commits when it comes second; then it plans the topic again from what it was shown. It
+knows, and learns of others' commits when it comes second; then it plans the topic again from what it was shown. After
+the commits of a wave it leaves hints for the owners; one that is lost costs only time. It
 deletes nothing: what is not committed is an orphan, which the daemon's collection removes.
 """
 
@@ -29,11 +30,12 @@ from compaction.summary import Outcome, Summary
 from compaction.tally import Advance, Tally
 from compaction.wave import Report, Wave
 from compaction.waves import Amount, Waves, Work
-from storage_backends import commit
+from storage_backends import commit, merge_hints
 from storage_backends import settings as sections
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors
 from storage_backends.formats.manifest import TopicManifest
+from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import Damaged, NotFound, StoreError
 from storage_backends.progress_objects import LastProgress
 from storage_backends.topic_merge import adjacent_order
@@ -158,6 +160,8 @@ class _Job:
         self._progress = LastProgress(root.store)
         # Begun, and without a result.
         self._under_way: list[Work] = []
+        # Committed, or perhaps so, and no hint says it yet.
+        self._unhinted: set[TopicPlace] = set()
 
     def run(self) -> Summary:
         with contextlib.suppress(Stopped):
@@ -352,13 +356,29 @@ class _Job:
 
     def _commit_all(self, reports: Iterable[tuple[Work, Report]]) -> None:
         """Those of one topic after each other. Raises Stopped between two commits."""
-        for work, report in sorted(reports, key=lambda each: each[0].topic):
-            self._stop.check()
-            if isinstance(report, FailedRun):
-                self._not_written(work, report)
-            else:
-                self._commit(work, report)
-            self._show_advance()
+        try:
+            for work, report in sorted(reports, key=lambda each: each[0].topic):
+                self._stop.check()
+                if isinstance(report, FailedRun):
+                    self._not_written(work, report)
+                else:
+                    self._commit(work, report)
+                self._show_advance()
+        finally:
+            self._leave_hints()
+
+    def _leave_hints(self) -> None:
+        """The owners of the topics look at once, and not at their next turn."""
+        if not self._unhinted:
+            return
+        hints = [MergeHint(place.shard, place.topic_id) for place in sorted(self._unhinted)]
+        try:
+            with self._tally.timed("commit"):
+                merge_hints.leave(self._root.store, hints, value=self._environment.new_id())
+        except StoreError as error:
+            _log.warning("%d topics were merged, and no hint says so; their owners see it later: %s", len(hints), error)
+        else:
+            self._unhinted.clear()
 
     def _commit(self, work: Work, report: WrittenRun) -> None:
         topic, written = self._topics[work.topic], report.written
@@ -380,6 +400,7 @@ class _Job:
         except commit.CommitOutcomeUnknown as error:
             _log.error("topic %s: %s", topic.name, error)
             topic.left_out |= work.run.names | made
+            self._unhinted.add(work.topic)
             self._end(work, Outcome.UNKNOWN, str(error), written=report)
         except (Damaged, errors.FormatError) as error:
             self._give_up(work, str(error), left_out=work.run.names, written=report)
@@ -387,6 +408,7 @@ class _Job:
             self._again(work, str(error), Outcome.FAILED, written=report)
         else:
             topic.left_out |= made
+            self._unhinted.add(work.topic)
             self._end(work, Outcome.COMMITTED, written=report)
 
     def _grace_ms(self) -> int:

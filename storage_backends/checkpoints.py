@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from storage_backends import object_store
 from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import errors, manifest
+from storage_backends.formats import errors, manifest, names
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,9 @@ def read_checkpoint(
         raise object_store.Damaged(key, str(error)) from error
     if (checkpoint.shard, checkpoint.slot) != (shard, reference.slot):
         raise object_store.Damaged(key, f"it is of slot {checkpoint.slot} of shard {checkpoint.shard}")
+    for part in checkpoint.topics:
+        if not names.is_topic_id(part.topic_id):
+            raise object_store.Damaged(key, f"a part is of topic id {part.topic_id!r}, which is none")
     return checkpoint
 
 

@@ -13,8 +13,10 @@ from typing import NamedTuple
 from storage_backends import object_store
 from storage_backends.formats import errors, journal, names
 
-# On a remote store a slot takes a round trip; this many are under way at once.
-READ_AHEAD_SLOTS = 16
+# Portions of a tail that are under way at once. Where a read is a request a portion is one slot, which takes a round
+# trip; elsewhere it is read by one call: to hand each slot from thread to thread would take longer than to read it.
+READ_AHEAD = 16
+PORTION_SLOTS = 64
 
 
 class SlotDamaged(object_store.Damaged):
@@ -38,18 +40,30 @@ class Slot(NamedTuple):
 
 def read_slot(store: object_store.ObjectStore, shard: int, slot: int) -> Slot | None:
     """None when it is absent. Raises SlotDamaged, and the store's errors."""
-    key = names.journal_slot_key(shard, slot)
+    found = read_run(store, shard, range(slot, slot + 1))
+    return found[0] if found else None
+
+
+def read_run(store: object_store.ObjectStore, shard: int, slots: range) -> list[Slot]:
+    """These slots, up to the first that is absent. Raises SlotDamaged, and the store's errors."""
+    keys = [names.journal_slot_key(shard, slot) for slot in slots]
     try:
-        body = store.get(key)
-        header, records, deletions = journal.read_slot(body)
-    except object_store.NotFound:
-        return None
+        bodies = store.get_run(keys)
     except object_store.Damaged as error:
-        raise SlotDamaged(key, None, error.reason) from error
+        raise SlotDamaged(error.key, None, error.reason) from error
+    return [_decoded(shard, slot, key, body) for slot, key, body in zip(slots, keys, bodies, strict=False)]
+
+
+def _decoded(shard: int, slot: int, key: str, body: bytes) -> Slot:
+    try:
+        header, records, deletions = journal.read_slot(body)
     except errors.FormatError as error:
         raise SlotDamaged(key, error.offset, error.detail) from error
     if (header.shard, header.slot) != (shard, slot):
         raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
+    for topic_id in {record.topic_id for record in records}:
+        if not names.is_topic_id(topic_id):
+            raise SlotDamaged(key, journal.HEADER_BYTES, f"a record names topic id {topic_id!r}, which is none")
     return Slot(header, records, deletions, len(body))
 
 
@@ -59,37 +73,49 @@ def read_tail(
     from_slot: int,
     *,
     executor: concurrent.futures.Executor,
-    read_ahead_slots: int = READ_AHEAD_SLOTS,
+    read_ahead: int = READ_AHEAD,
+    portion_slots: int | None = None,
 ) -> list[Slot]:
-    """The slots `from_slot`, `from_slot` + 1, ... up to the first that is absent.
+    """The slots `from_slot`, `from_slot` + 1, ... up to the first that is absent, in portions of `portion_slots`.
 
     An owner that still lives may write meanwhile: only a fence makes the end final. Raises SlotDamaged, Damaged for a
     gap or an epoch that falls, and the store's errors. `executor` must not be the one that runs this call.
     """
+    portion = portion_slots or (1 if store.reads_are_requests else PORTION_SLOTS)
     slots: list[Slot] = []
-    ahead: collections.deque[concurrent.futures.Future[Slot | None]] = collections.deque()
-    next_slot = from_slot
+    ahead: collections.deque[concurrent.futures.Future[list[Slot]]] = collections.deque()
+    begun = next_slot = from_slot
     try:
         while True:
-            while len(ahead) < read_ahead_slots:
-                ahead.append(executor.submit(read_slot, store, shard, next_slot + len(ahead)))
-            slot = ahead.popleft().result()
-            if slot is None and any(later.result() is not None for later in ahead):
-                # A living owner may have written this slot and a later one after the first look.
-                slot = read_slot(store, shard, next_slot)
-                if slot is None:
-                    key = names.journal_slot_key(shard, next_slot)
+            while len(ahead) < read_ahead:
+                ahead.append(executor.submit(read_run, store, shard, range(begun, begun + portion)))
+                begun += portion
+            read = ahead.popleft().result()
+            if len(read) < portion and any(later.result() for later in ahead):
+                # A living owner may have written the slot that was absent, and a later one, after the first look.
+                missing = next_slot + len(read)
+                written = read_slot(store, shard, missing)
+                if written is None:
+                    key = names.journal_slot_key(shard, missing)
                     raise object_store.Damaged(key, "it is missing though a later slot exists: the store has lost it")
+                read.append(written)
                 ahead.clear()
-            if slot is None:
-                return slots
-            if slots:
-                check_epochs(slots[-1].header, slot.header)
-            slots.append(slot)
-            next_slot += 1
+                begun = next_slot + len(read)
+            elif len(read) < portion:
+                return _continued(slots, read)
+            _continued(slots, read)
+            next_slot += len(read)
     finally:
         for later in ahead:
             later.cancel()
+
+
+def _continued(slots: list[Slot], more: list[Slot]) -> list[Slot]:
+    for slot in more:
+        if slots:
+            check_epochs(slots[-1].header, slot.header)
+        slots.append(slot)
+    return slots
 
 
 def check_epochs(earlier: journal.SlotHeader, later: journal.SlotHeader) -> None:

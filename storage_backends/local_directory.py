@@ -25,7 +25,8 @@ import itertools
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,8 @@ LOCKS_FOLDER: Final = ".locks"
 OWNER_SUFFIX: Final = ".owner"
 
 _KNOWN_FOLDERS_MAX: Final = 10_000
+# Journal folders that are held open: one or two of each shard are in use.
+_HELD_FOLDERS_MAX: Final = 128
 """Folders remembered as synchronised; beyond that they are forgotten and synchronised once more."""
 
 _PLACE_TRIES_MAX: Final = 10
@@ -83,6 +86,9 @@ class LocalDirectory(ObjectStore):
         self._deletions_survive: Final = deletions_survive
         self._temporary_folder: Final = self.root / TEMPORARY_FOLDER
         self._known_folders: set[Path] = set()
+        # Of these, those that another process may remove and make anew, open: so no other folder has their identity.
+        self._held_folders: dict[Path, int] = {}
+        self._holding = threading.Lock()
         self._broken: str | None = None
         self._numbers = itertools.count()
         with _translated(str(self.root)):
@@ -125,13 +131,30 @@ class LocalDirectory(ObjectStore):
         with self._opened(key, path) as file:
             self._conclude_existing(file, path)
             data = _read(file, 0, os.fstat(file).st_size)
-        envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], len(data), key, path)
-        body = data[envelope.size_bytes :]
-        if google_crc32c.value(body) != envelope.body_crc32c:
-            raise Damaged(
-                key, f"{path} is damaged at byte {envelope.size_bytes} or above: the CRC32C of the body differs"
-            )
-        return body, envelope.metadata
+        return _opened_envelope(data, key, path)
+
+    def get_run(self, keys: Sequence[str]) -> list[bytes]:
+        # A file was synchronised before it got its name (`_temporary`), whoever wrote it: what may be missing after a
+        # power failure is the name. Each folder is synchronised once, after the last name in it was seen, and before
+        # anybody is told; a synchronisation of each file would take longer than all else.
+        bodies, folders = [], set()
+        for key in keys:
+            path = self.path_of(key)
+            try:
+                with self._opened(key, path) as file:
+                    data = _read(file, 0, os.fstat(file).st_size)
+            except NotFound:
+                break
+            folders.add(path.parent)
+            bodies.append(_opened_envelope(data, key, path)[0])
+        for folder in folders:
+            with self._usable(str(folder)), suppress(FileNotFoundError):  # all of it was deleted since
+                self._synchronise_folder(folder)
+        return bodies
+
+    @property
+    def reads_are_requests(self) -> bool:
+        return False
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         check_range(offset, length)
@@ -178,6 +201,7 @@ class LocalDirectory(ObjectStore):
                     os.rmdir(path.parent)
 
     def close(self) -> None:
+        self._forget_folders()
         if self._owner_file >= 0:
             (self._temporary_folder / f"{self._token}{OWNER_SUFFIX}").unlink(missing_ok=True)
             os.close(self._owner_file)
@@ -219,9 +243,15 @@ class LocalDirectory(ObjectStore):
         for _ in range(_PLACE_TRIES_MAX):
             self._make_folder(path.parent)
             try:
-                return place()
+                place()
             except FileNotFoundError:
-                self._known_folders.clear()
+                self._forget_folders()
+                continue
+            if not self._is_as_known(path.parent):
+                # Whoever made it anew may have died before it was synchronised.
+                self._forget_folders()
+                self._make_folder(path.parent)
+            return
         raise FileNotFoundError(errno.ENOENT, f"the folder vanished {_PLACE_TRIES_MAX} times", str(path.parent))
 
     def _make_folder(self, folder: Path) -> None:
@@ -231,10 +261,41 @@ class LocalDirectory(ObjectStore):
         self._make_folder(folder.parent)
         with suppress(FileExistsError):
             os.mkdir(folder)
-        self._synchronise_folder(folder.parent)
-        if len(self._known_folders) >= _KNOWN_FOLDERS_MAX:
-            self._known_folders.clear()
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if _NUMBERED_FOLDER.fullmatch(folder.name) else None
+        try:
+            self._synchronise_folder(folder.parent)
+        except BaseException:
+            if held is not None:
+                os.close(held)
+            raise
+        if len(self._known_folders) >= _KNOWN_FOLDERS_MAX or len(self._held_folders) >= _HELD_FOLDERS_MAX:
+            self._forget_folders()
+        if held is not None:
+            self._hold(folder, held)
         self._known_folders.add(folder)
+
+    def _hold(self, folder: Path, file: int) -> None:
+        with self._holding:
+            former = self._held_folders.get(folder)
+            self._held_folders[folder] = file
+        if former is not None:
+            os.close(former)
+
+    def _is_as_known(self, folder: Path) -> bool:
+        """Whether what has the name now is the folder that was synchronised in its parent."""
+        if not _NUMBERED_FOLDER.fullmatch(folder.name):
+            return True
+        with self._holding:
+            file = self._held_folders.get(folder)
+            return file is not None and os.path.samestat(os.fstat(file), os.stat(folder))
+
+    def _forget_folders(self) -> None:
+        self._known_folders.clear()
+        with self._holding:
+            held = list(self._held_folders.values())
+            self._held_folders.clear()
+            for file in held:
+                os.close(file)
 
     def _conclude_existing(self, file: int, path: Path) -> None:
         """Make survive what may be only in the page cache, left there by a writer that died."""
@@ -427,6 +488,15 @@ def _walk(folder: Path, base: str, prefix: str, start_after: str) -> Iterator[Li
                 with suppress(FileNotFoundError):  # deleted meanwhile
                     found = entry.stat(follow_symlinks=False)
                     yield ListedObject(key, found.st_size, found.st_mtime_ns // 1_000_000)
+
+
+def _opened_envelope(data: bytes, key: str, path: Path) -> tuple[bytes, Mapping[str, str]]:
+    """Body and metadata of a whole file. Raises `Damaged`."""
+    envelope = Envelope.decode(data[:ENVELOPE_BYTES_MAX], len(data), key, path)
+    body = data[envelope.size_bytes :]
+    if google_crc32c.value(body) != envelope.body_crc32c:
+        raise Damaged(key, f"{path} is damaged at byte {envelope.size_bytes} or above: the CRC32C of the body differs")
+    return body, envelope.metadata
 
 
 def _read_envelope(file: int, key: str, path: Path) -> Envelope:

@@ -9,7 +9,8 @@ Every implementation is synchronous and may be called from any number of threads
 Promised, by every implementation:
 - `put_if_absent` has at most one winner for a key, whoever asks, from whichever process or machine.
 - What a successful write stored survives a crash of the machine and is seen by every later `get`, `head` and `list`.
-- An object found by `get`, `get_with_metadata` or `head` survives a crash of the machine too, whoever wrote it.
+- An object found by `get`, `get_run`, `get_with_metadata` or `head` survives a crash of the machine too, whoever wrote
+  it.
 - An object is seen whole or not at all: a `put` over an existing key leaves the old object or the new one.
 - `list` is complete: it shows every object that was there before it began and is not deleted while it runs.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Final, Self
@@ -134,6 +135,21 @@ class ObjectStore(ABC):
     def get(self, key: str) -> bytes:
         """The whole body. Raises `NotFound`, `Damaged`."""
         return self.get_with_metadata(key)[0]
+
+    def get_run(self, keys: Sequence[str]) -> list[bytes]:
+        """The whole bodies of these objects, up to the first that does not exist. Raises `Damaged`."""
+        bodies = []
+        for key in keys:
+            try:
+                bodies.append(self.get(key))
+            except NotFound:
+                break
+        return bodies
+
+    @property
+    def reads_are_requests(self) -> bool:
+        """Whether a read waits for another machine: then many should be under way at once."""
+        return True
 
     @abstractmethod
     def get_range(self, key: str, offset: int, length: int) -> bytes:

@@ -65,7 +65,29 @@ class Store(Section, frozen=True):
     path: Annotated[str, Meta(min_length=1, description="The local directory; made when it does not exist.")] = (
         "./tarry-data"
     )
-    io_threads: Annotated[int, Meta(ge=1, le=256, description="Threads for requests to the store and for seals.")] = 16
+    io_threads: Annotated[
+        int,
+        Meta(ge=1, le=256, description="Threads for requests to the store that have none of their own below."),
+    ] = 16
+    journal_threads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=4096,
+            description="Threads of the daemon for slots of the journals, looks at the epochs and heartbeats: two "
+            "for a shard let none of them wait for another.",
+        ),
+    ] = 32
+    load_threads: Annotated[
+        int, Meta(ge=1, le=256, description="Topics that the daemon reads at the same time after taking shards over.")
+    ] = 16
+    seal_threads: Annotated[
+        int, Meta(ge=1, le=256, description="Topics whose buckets the daemon seals at the same time.")
+    ] = 8
+    collection_threads: Annotated[
+        int,
+        Meta(ge=1, le=256, description="Threads of the daemon that delete objects and slots nobody needs."),
+    ] = 4
     s3: S3 = S3()
 
 

@@ -358,7 +358,8 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
     if message.rows != info.rows:
         detail = f"it says {message.rows} rows, the offset table {info.rows}"
         raise errors.FormatError(info.what, info.offset + _ENTRY.size, detail)
-    return mirror.made_from(BucketMetadata, message)
+    with errors.reading(info.what, info.offset + _ENTRY.size):
+        return mirror.made_from(BucketMetadata, message)
 
 
 def decode_segment(entry: bytes, info: SegmentInfo, zstd: zstandard.ZstdDecompressor | None = None) -> Rows:

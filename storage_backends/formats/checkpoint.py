@@ -154,14 +154,12 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     """Raises FormatError on damage and UnsupportedVersion on a version that is not known here."""
     payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
-    topics = tuple(_topic_part(state) for state in message.topics)
-    stored = None
-    if message.HasField("deletions"):
-        stored = deletions.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
-    try:
+    with errors.reading(_WHAT, framing.HEADER_BYTES):
+        topics = tuple(_topic_part(state) for state in message.topics)
+        stored = None
+        if message.HasField("deletions"):
+            stored = deletions.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
         return Checkpoint(message.shard, message.epoch, message.slot, topics, stored)
-    except ValueError as error:
-        raise errors.FormatError(_WHAT, framing.HEADER_BYTES, str(error)) from error
 
 
 def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:

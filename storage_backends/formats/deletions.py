@@ -322,14 +322,12 @@ def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> D
     decision = message.WhichOneof("decision")
     if decision is None:
         raise errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
-    try:
+    with errors.reading(what, offset):
         if decision == "in_use":
             change = InUseChange(message.in_use.change)
             return ChangeInUse(message.in_use.topic, change, _in_use_of(message.in_use.ledgers, what, offset))
         made: DeletionRecord = mirror.made_from(_MIRRORED[decision], getattr(message, decision))
-    except ValueError as error:
-        raise errors.FormatError(what, offset, str(error)) from error
-    return made
+        return made
 
 
 def portions(state: DeletionState) -> Iterator[DeletionState]:
@@ -357,7 +355,7 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
     for each in message.deletions:
         if not (each.pending_delete.component and each.pending_delete.ledger_type):
             raise errors.FormatError(what, offset, f"deletion {each.deletion_id} has no component, or no ledger type")
-    try:
+    with errors.reading(what, offset):
         in_use = tuple(
             TopicInUse(
                 topic.topic,
@@ -366,8 +364,6 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
             )
             for topic in message.in_use
         )
-    except ValueError as error:
-        raise errors.FormatError(what, offset, str(error)) from error
     return DeletionState(message.last_id, MadeWhenRead(message.deletions, _deletion_of), in_use)
 
 

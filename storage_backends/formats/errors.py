@@ -6,6 +6,9 @@ Does not own: what follows from it (quarantine, refusal); the layers above decid
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class FormatError(Exception):
     """Stored bytes are damaged: truncated, altered, or not what they are taken for.
@@ -31,3 +34,18 @@ class UnsupportedVersion(FormatError):
         super().__init__(what, offset, f"format version {found} is not known, this release reads version {supported}")
         self.found = found
         self.supported = supported
+
+
+@contextlib.contextmanager
+def reading(what: str, offset: int) -> Iterator[None]:
+    """Whatever goes wrong while a value is made of stored bytes is their damage: bytes with the right checksum may
+    still say what makes no sense. Raises FormatError in place of anything else but MemoryError, which says nothing of
+    bytes.
+    """
+    try:
+        yield
+    except (FormatError, MemoryError):
+        raise
+    except Exception as error:
+        detail = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise FormatError(what, offset, detail) from error

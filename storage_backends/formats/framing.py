@@ -9,8 +9,10 @@ Does not own: the frames of journal slots and buckets, which carry more (`journa
 
 from __future__ import annotations
 
+import functools
 import struct
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import google_crc32c
 from google.protobuf import message as protobuf
@@ -63,7 +65,7 @@ def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
 
 
 def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
-    """The message, all required fields present. Raises FormatError."""
+    """The message, all required fields present and all text UTF-8. Raises FormatError."""
     message = message_class()
     try:
         message.ParseFromString(payload)
@@ -71,4 +73,40 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
         raise errors.FormatError(what, offset, f"not a {message_class.DESCRIPTOR.name}: {error}") from error
     if not message.IsInitialized():
         raise errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field")
+    check = _text_check(message_class.DESCRIPTOR)
+    if check is not None and (field := check(message)):
+        raise errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name}: {field} is not UTF-8")
     return message
+
+
+_TextCheck = Callable[[Any], str]
+"""The name of a field of the message, or of a message in it, whose text is not UTF-8; empty when there is none."""
+
+
+@functools.cache
+def _text_check(of: Any) -> _TextCheck | None:
+    """None when no field of such a message can hold text. Text of proto2 that is not UTF-8 is read as bytes."""
+    texts: list[tuple[str, bool]] = [
+        (each.name, each.is_repeated) for each in of.fields if each.type == each.TYPE_STRING
+    ]
+    nested: list[tuple[str, bool, _TextCheck]] = [
+        (each.name, each.is_repeated, check)
+        for each in of.fields
+        if each.message_type is not None and (check := _text_check(each.message_type)) is not None
+    ]
+    if not texts and not nested:
+        return None
+
+    def check_text(message: Any) -> str:
+        for name, repeated in texts:
+            content = getattr(message, name)
+            if not all(isinstance(text, str) for text in (content if repeated else (content,))):
+                return name
+        for name, repeated, check in nested:
+            parts = getattr(message, name) if repeated else (getattr(message, name),) if message.HasField(name) else ()
+            for part in parts:
+                if found := check(part):
+                    return f"{name}.{found}"
+        return ""
+
+    return check_text

@@ -62,6 +62,8 @@ __all__ = [
     "decode_slot",
     "encode_slot",
     "fill_record",
+    "merge_key",
+    "merged",
     "read_slot",
     "size_max",
 ]
@@ -229,21 +231,29 @@ class _Group:
     records: list[Record]
 
     def merged(self) -> Record:
-        first = self.records[0]
-        if len(self.records) == 1:
-            return first
-        # Of one kind: they have the same columns.
-        records: list[Any] = self.records
-        if isinstance(first, GoneRecord | WaiveRecord):
-            return dataclasses.replace(
-                first, positions=position_bitmap.union_of(record.positions for record in records)
-            )
-        names = COLUMNS.get(type(first), ())
-        joined: dict[str, Any] = {name: np.concatenate([getattr(record, name) for record in records]) for name in names}
-        if not isinstance(first, PurgeRecord):
-            joined["rows"] = Rows.concat([record.rows for record in records])
-        merged: Record = dataclasses.replace(first, **joined)
-        return merged
+        return merged(self.records)
+
+
+def merge_key(record: Record) -> tuple[object, ...]:
+    """What records of one topic have in common that can be merged into one."""
+    return type(record), record.incarnation, record.subscription_id, *_detail(record)
+
+
+def merged(records: Sequence[Record]) -> Record:
+    """Records of one topic that have one `merge_key`, as one. At least one."""
+    first = records[0]
+    if len(records) == 1:
+        return first
+    # Of one kind: they have the same columns.
+    alike: Sequence[Any] = records
+    if isinstance(first, GoneRecord | WaiveRecord):
+        return dataclasses.replace(first, positions=position_bitmap.union_of(record.positions for record in alike))
+    names = COLUMNS.get(type(first), ())
+    joined: dict[str, Any] = {name: np.concatenate([getattr(record, name) for record in alike]) for name in names}
+    if not isinstance(first, PurgeRecord):
+        joined["rows"] = Rows.concat([record.rows for record in alike])
+    made: Record = dataclasses.replace(first, **joined)
+    return made
 
 
 class SlotBuilder:

@@ -430,14 +430,12 @@ class TopicManifestDecoder:
         what = "topic manifest"
         payload = framing.unframe(data, TOPIC_MAGIC, FORMAT_VERSION, what)
         message = framing.parse(manifest_pb2.TopicManifest, payload, what, framing.HEADER_BYTES)
-        try:
+        with errors.reading(what, framing.HEADER_BYTES):
             live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
             tombstones = tuple(_made_once(Tombstone, self._tombstones, part) for part in message.tombstones)
             message.ClearField("live")
             message.ClearField("tombstones")
             made = mirror.made_from(TopicManifest, message)
-        except ValueError as error:
-            raise errors.FormatError(what, framing.HEADER_BYTES, str(error)) from error
         return dataclasses.replace(made, live=live, tombstones=tombstones)
 
 
@@ -485,7 +483,5 @@ def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
 def _decode(cls: type[_Mirror], magic: bytes, message_class: type[protobuf.Message], what: str, data: bytes) -> _Mirror:
     payload = framing.unframe(data, magic, FORMAT_VERSION, what)
     message = framing.parse(message_class, payload, what, framing.HEADER_BYTES)
-    try:
+    with errors.reading(what, framing.HEADER_BYTES):
         return mirror.made_from(cls, message)
-    except ValueError as error:
-        raise errors.FormatError(what, framing.HEADER_BYTES, str(error)) from error

@@ -12,6 +12,8 @@ Does not own: listing and reading (`object_store`), and the order of keys: no co
     shards/<ss>/topics/<topic-id>/buckets/<base>-<unique>
     shards/<ss>/topics/<topic-id>/progress/<base>-<unique>
     dead_objects/<key>                                          an object that could not be deleted
+    hints/merged/<ss>-<topic-id>                                a process that owns nothing may have merged there
+    hints/merged-changed                                        changes after such hints
 
 Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a
 ULID) makes its name its own.
@@ -30,8 +32,11 @@ from storage_backends.formats import errors
 FORMAT_KEY = "FORMAT"
 DAEMONS_PREFIX = "daemons/"
 _DEAD_OBJECTS_PREFIX = "dead_objects/"
+MERGE_HINTS_PREFIX = "hints/merged/"
+MERGE_HINTS_CHANGED_KEY = "hints/merged-changed"
 _TOPIC_ID_HASH_BYTES = 20
 _TOPIC_ID = re.compile(r"[a-z2-7]{32}")
+_MERGE_HINT = re.compile(rf"{MERGE_HINTS_PREFIX}(\d{{2,}})-({_TOPIC_ID.pattern})")
 _NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z_-]+)?")
 
 
@@ -41,6 +46,11 @@ def topic_id(topic: str) -> str:
     """
     digest = hashlib.sha256(topic.encode()).digest()[:_TOPIC_ID_HASH_BYTES]
     return base64.b32encode(digest).decode("ascii").lower()
+
+
+def is_topic_id(name: str) -> bool:
+    """Whether it can be what `topic_id` gives."""
+    return _TOPIC_ID.fullmatch(name) is not None
 
 
 def shard_of(topic: str, shards: int) -> int:
@@ -121,6 +131,18 @@ def dead_object_key(object_name: str) -> str:
     return f"{_DEAD_OBJECTS_PREFIX}{object_name}"
 
 
+def merge_hint_key(shard: int, topic_id: str) -> str:
+    return f"{MERGE_HINTS_PREFIX}{shard:02d}-{topic_id}"
+
+
+def merge_hint_of(key: str) -> tuple[int, str]:
+    """The shard and the topic id of a hint. Raises FormatError when the key is not of this layout."""
+    match = _MERGE_HINT.fullmatch(key)
+    if match is None or merge_hint_key(int(match[1]), match[2]) != key:
+        raise errors.FormatError(f"key {key!r}", 0, f"it is not {MERGE_HINTS_PREFIX}<ss>-<topic-id>")
+    return int(match[1]), match[2]
+
+
 def numbered_key(prefix: str, number: int) -> str:
     return f"{prefix}{number:020d}"
 
@@ -140,6 +162,6 @@ def number_of(key: str) -> int:
 def topic_id_of(key: str) -> str:
     """The topic id in the key of an object of a topic. Raises FormatError when the key is not of this layout."""
     parts = key.split("/")
-    if len(parts) < 5 or parts[0] != "shards" or parts[2] != "topics" or not _TOPIC_ID.fullmatch(parts[3]):
+    if len(parts) < 5 or parts[0] != "shards" or parts[2] != "topics" or not is_topic_id(parts[3]):
         raise errors.FormatError(f"key {key!r}", 0, "it does not begin with shards/<ss>/topics/<topic-id>/")
     return parts[3]

@@ -146,10 +146,8 @@ def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor 
 
 def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
     """The record of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
-    try:
+    with errors.reading(what, offset):
         return _record_of(message, what, offset)
-    except ValueError as error:
-        raise errors.FormatError(what, offset, str(error)) from error
 
 
 def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:

@@ -129,7 +129,8 @@ def decode(
     if found != rows or message.rows != rows:
         raise errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
     if message.indexes:
-        return _from_indexes(message)
+        with errors.reading(what, offset):
+            return _from_indexes(message)
     zstd = zstd or decompressor()
 
     def column(name: str, data: bytes) -> U64:

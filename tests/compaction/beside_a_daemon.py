@@ -183,6 +183,6 @@ def compact_here(root: Path) -> Summary:
 def is_known(path: str) -> bool:
     """Whether a file is of the layout, and no temporary."""
     parts = path.split("/")
-    return path == "FORMAT" or (
+    return path.startswith(("FORMAT", "hints/merged")) or (
         parts[0] == "shards" and (parts[2:3] == ["manifest"] or parts[4:5] in (["manifest"], ["buckets"], ["progress"]))
     )

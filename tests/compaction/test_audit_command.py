@@ -35,7 +35,7 @@ def place(written: MemoryStore, tmp_path: Path) -> Path:
 
 def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "compaction.main", "audit", "--store", str(place), "--engine", "local", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def stored(place: Path) -> dict[str, bytes]:

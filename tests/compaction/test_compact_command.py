@@ -144,7 +144,7 @@ def test_sigterm_ends_the_command_after_the_commit_under_way(tmp_path: Path, top
         [sys.executable, "-c", _SIGNALLED, *command, "--max-sources", "4"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=600,
         check=False,
     )
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr

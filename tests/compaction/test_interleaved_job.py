@@ -26,7 +26,6 @@ SEARCHED = 100
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "seeds",
     [range(SEEDS), pytest.param(range(SEEDS, SEEDS_LONG), marks=[pytest.mark.long, pytest.mark.timeout(3_600)])],
@@ -164,7 +163,6 @@ BUGS: Sequence[Plant] = (
 )
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant) -> None:
     assert any(interleaved.breach_of(seed, plant) is not None for seed in range(SEARCHED)), plant.__doc__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +18,10 @@ from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
 from compaction.settings import Settings
 from compaction.summary import Outcome, RunResult, Status, Summary
-from storage_backends import crash_points, progress_objects
+from storage_backends import crash_points, merge_hints, progress_objects
 from storage_backends.formats import names
 from storage_backends.formats.manifest import Progress, TopicManifest
+from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
 from tests.compaction import roots
@@ -258,7 +261,7 @@ def test_a_lost_answer_to_the_put_of_a_bucket_leaves_an_orphan_and_is_done_again
     summary = world.compact()
     assert (summary.exit_status, summary.runs.committed, summary.conflicts_retried) == (0, 1, 1)
     assert topic.waiting() == before
-    written = [call.key for call in world.store.calls if call.operation == "put"]
+    written = [call.key for call in world.store.calls if call.operation == "put" and "/buckets/" in call.key]
     assert len(written) == len(set(written)) == 2, "each attempt has an object of its own"
 
 
@@ -535,3 +538,53 @@ def test_a_task_has_of_the_manifest_only_what_names_its_sources(world: World) ->
     for task in world.engine.tasks:
         assert len(task.tip.live) == len(task.tip.progress.buckets) == 4
         assert {part.bucket for part in task.tip.progress.buckets} == {live.object.name for live in task.tip.live}
+
+
+# ---- hints for the owners
+
+
+def hints(world: World) -> list[MergeHint]:
+    return sorted(merge_hints.listed(world.memory)[0])
+
+
+def test_hints_of_what_was_merged_are_left_after_the_commits_of_each_wave(world: World) -> None:
+    topics = [world.topic(name) for name in ("flights", "trains", "boats")]
+    for topic in topics[:2]:
+        topic.add(range(1, 17))
+    topics[2].add([1])
+    summary = world.compact(four_runs())
+    assert hints(world) == sorted(MergeHint(topic.shard, names.topic_id(topic.name)) for topic in topics[:2])
+    writes = [
+        call.key for call in world.store.calls if call.operation.startswith("put") and "/buckets/" not in call.key
+    ]
+    values = [place for place, key in enumerate(writes) if key == names.MERGE_HINTS_CHANGED_KEY]
+    assert len(values) == summary.waves == 2
+    assert values[-1] == len(writes) - 1, "no commit comes after the last value"
+    for begun, ended in itertools.pairwise((-1, *values)):
+        kinds = ["hint" if key.startswith("hints/") else "commit" for key in writes[begun + 1 : ended]]
+        assert kinds == sorted(kinds), "first the commits, then the hints"
+
+
+def test_a_dry_run_and_a_job_that_merged_nothing_leave_no_hints(world: World) -> None:
+    topic = world.topic()
+    topic.add(range(1, 11))
+    world.compact(dry_run=True)
+    topic.seal(gone={})
+    assert (hints(world), merge_hints.value(world.memory)) == ([], None)
+
+
+def test_a_hint_that_cannot_be_left_is_a_warning_and_no_failure(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.topic().add(range(1, 11))
+    world.script.plan("put", Fault.FAIL_BEFORE, key_part="hints/")
+    with caplog.at_level(logging.WARNING):
+        summary = world.compact()
+    assert (summary.status, summary.exit_status, summary.runs.committed) == (Status.DONE, 0, 1)
+    assert "no hint says so" in caplog.text
+
+
+def test_a_job_that_is_asked_to_end_leaves_hints_of_what_it_committed(world: World) -> None:
+    world.topic().add(range(1, 17))
+    with at("compaction.after_commit", lambda: world.stop.request(signal.SIGTERM)):
+        summary = world.compact(four_runs())
+    assert summary.runs.committed == 1
+    assert len(hints(world)) == 1

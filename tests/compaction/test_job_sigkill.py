@@ -36,7 +36,6 @@ CASES = [
 KILLED = -signal.SIGKILL
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("engine", "point"), CASES)
 def test_a_driver_that_is_killed_leaves_orphans_alone_and_a_later_job_does_the_rest(
     engine: str, point: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -66,7 +65,6 @@ def check_written(point: str, left: Left) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_object_is_an_orphan(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -90,7 +88,6 @@ def test_the_task_of_a_spark_worker_that_is_killed_is_done_again_and_its_first_o
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
     point: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -107,7 +104,6 @@ def test_a_job_whose_local_worker_is_killed_says_so_and_harms_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("point", TASK_POINTS)
 def test_a_job_whose_java_is_killed_says_so_and_harms_nothing(
     point: str, daemons: Daemons, jobs: Jobs, root: Path

@@ -23,7 +23,6 @@ BEFORE_COMMIT = Action("compaction.before_commit", "stop")
 ENGINES = ["local", "spark"]
 
 
-@pytest.mark.timeout(400)
 def test_a_job_that_is_overtaken_in_each_way_is_refused_and_harms_nothing(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
@@ -45,7 +44,6 @@ def test_a_job_that_is_overtaken_in_each_way_is_refused_and_harms_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_of_two_jobs_one_merges_and_the_other_finds_its_sources_gone(
     engine: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -65,7 +63,6 @@ def test_of_two_jobs_one_merges_and_the_other_finds_its_sources_gone(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_jobs_that_begin_together_merge_each_bucket_once(
     engine: str, daemons: Daemons, jobs: Jobs, root: Path
@@ -89,7 +86,6 @@ def test_two_jobs_that_begin_together_merge_each_bucket_once(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
@@ -108,7 +104,6 @@ def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_that_is_slower_than_the_floor_is_refused_and_deletes_nothing(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
@@ -127,7 +122,6 @@ def test_a_job_that_is_slower_than_the_floor_is_refused_and_deletes_nothing(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_whose_object_was_collected_before_its_commit_is_refused(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:
@@ -144,7 +138,6 @@ def test_a_job_whose_object_was_collected_before_its_commit_is_refused(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_whose_topic_was_deleted_and_is_there_again_harms_neither(
     daemons: Daemons, jobs: Jobs, root: Path
 ) -> None:

@@ -64,16 +64,16 @@ def test_what_done_raises_ends_the_tasks_that_run(local: LocalEngine) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(local.run(time.sleep, [60.0, 60.0], stop))
-    assert time.monotonic() - began < 30
+        list(local.run(time.sleep, [3_600.0, 3_600.0], stop))
+    assert time.monotonic() - began < 600
 
 
 def test_leaving_the_results_early_ends_the_tasks_that_run(local: LocalEngine) -> None:
     began = time.monotonic()
-    results = local.run(time.sleep, [0.0, 60.0], no_matter)
+    results = local.run(time.sleep, [0.0, 3_600.0], no_matter)
     next(results)
     results.close()  # type: ignore[attr-defined] # a generator
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 600
 
 
 def test_workers_pay_no_heed_to_control_c_and_give_way_to_others() -> None:
@@ -89,11 +89,11 @@ def test_it_is_as_parallel_as_the_machine_unless_it_is_told() -> None:
 
 def test_no_worker_outlives_a_driver_that_is_killed() -> None:
     command = [sys.executable, "-c", _KILLED_DRIVER]
-    driver = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    driver = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert driver.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in driver.stdout.split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 300
     while left := [pid for pid in pids if is_running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -110,7 +110,7 @@ with LocalEngine(parallelism=2) as engine:
     def kill(ended):
         if next(looks, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-    list(engine.run(say_and_sleep, [60.0, 60.0], kill))
+    list(engine.run(say_and_sleep, [3_600.0, 3_600.0], kill))
 """
 
 

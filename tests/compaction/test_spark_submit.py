@@ -34,7 +34,7 @@ def outputs(tmp_path: Path, **environment: str) -> tuple[str, str]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            timeout=60,
+            timeout=600,
             check=True,
         )
     return run.stdout, messages.read_text()

@@ -135,12 +135,12 @@ def test_a_paused_call_waits_until_it_is_released(store: FaultStore, memory: Mem
     pause = script.pause("put_if_absent", key_part="journal/", then=Fault.FAIL_AFTER)
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(store.put_if_absent, "journal/1", BODY, metadata={})
-        assert pause.reached.wait(timeout=30)
+        assert pause.reached.wait(timeout=300)
         store.put("other", BODY)
         assert {found.key for found in memory.list("")} == {"other"}
         pause.released.set()
         with pytest.raises(OutcomeUnknown):
-            writing.result(timeout=30)
+            writing.result(timeout=300)
     assert memory.get("journal/1") == BODY
 
 
@@ -148,11 +148,11 @@ def test_a_paused_call_that_is_released_while_the_store_is_down_fails(store: Fau
     pause = script.pause("put")
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(store.put, "a", BODY)
-        assert pause.reached.wait(timeout=30)
+        assert pause.reached.wait(timeout=300)
         store.go_down()
         pause.released.set()
         with pytest.raises(StoreUnavailable):
-            writing.result(timeout=30)
+            writing.result(timeout=300)
 
 
 def test_a_script_meets_the_first_call_that_fits(store: FaultStore, script: Script) -> None:

@@ -83,6 +83,15 @@ def test_reading_what_does_not_exist_is_not_found(store: ObjectStore) -> None:
         store.head("no/such")
 
 
+def test_a_run_is_read_up_to_the_first_object_that_does_not_exist(store: ObjectStore) -> None:
+    keys = [f"run/{number}" for number in range(5)]
+    assert store.get_run(keys) == []
+    for key in (*keys[:3], keys[4]):
+        store.put(key, key.encode())
+    assert store.get_run(keys) == [key.encode() for key in keys[:3]]
+    assert store.get_run([]) == []
+
+
 def test_a_key_that_is_only_a_folder_is_not_found(store: ObjectStore) -> None:
     store.put("a/b/c", b"x")
     for key in ("a", "a/b", "a/b/c/d"):
@@ -145,7 +154,7 @@ def test_the_second_creation_loses_and_changes_nothing(open_store: OpenStore) ->
 
 def test_of_concurrent_creations_exactly_one_wins(open_store: OpenStore) -> None:
     stores = [open_store(), open_store()]
-    barrier = threading.Barrier(RACERS, timeout=30)
+    barrier = threading.Barrier(RACERS, timeout=300)
 
     def race(round_number: int, racer: int) -> bool:
         barrier.wait()

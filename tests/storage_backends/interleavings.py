@@ -28,7 +28,7 @@ from storage_backends.object_store import (
 from tests.support.virtual_clock import VirtualClock
 
 DAY_S = 86_400.0
-HANDOVER_TIMEOUT_S = 20.0
+HANDOVER_TIMEOUT_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)

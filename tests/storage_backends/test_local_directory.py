@@ -220,6 +220,20 @@ def test_a_folder_that_another_process_made_is_synchronised_too(store: LocalDire
     assert calls.seen.index("fsync .") < calls.seen.index("rename a/b")
 
 
+def test_a_journal_folder_that_another_process_removed_and_made_anew_is_synchronised_again(
+    store: LocalDirectory, calls: SystemCalls
+) -> None:
+    first, second = (f"shards/00/journal/{slot:020}" for slot in (1, 2))
+    store.put_if_absent(first, b"x", metadata={})
+    folder = store.path_of(first).parent
+    store.path_of(first).unlink()
+    folder.rmdir()
+    folder.mkdir()
+    calls.seen.clear()
+    store.put_if_absent(second, b"x", metadata={})
+    assert "fsync shards/00/journal" in calls.seen
+
+
 @pytest.mark.parametrize("concluding", ["put_if_absent", "get", "head"])
 def test_what_is_found_to_exist_is_synchronised_before_it_is_said(
     store: LocalDirectory, calls: SystemCalls, concluding: str
@@ -234,6 +248,21 @@ def test_what_is_found_to_exist_is_synchronised_before_it_is_said(
     else:
         store.head("a/b")
     assert calls.seen[-2:] == ["fsync a/b", "fsync a"]
+
+
+def test_of_a_run_of_slots_each_folder_is_synchronised_once_before_anybody_is_told(
+    store: LocalDirectory, calls: SystemCalls
+) -> None:
+    slots = [f"shards/00/journal/{number:020d}" for number in range(998, 1003)]
+    for key in slots[:-1]:
+        store.put_if_absent(key, key.encode(), metadata={})
+    calls.seen.clear()
+    assert store.get_run(slots) == [key.encode() for key in slots[:-1]]
+    folders = {f"fsync {store.path_of(key).parent.relative_to(store.root)}" for key in (slots[0], slots[2])}
+    assert sorted(calls.seen) == sorted(folders)
+    calls.failing[sorted(folders)[0]] = errno.EIO
+    with pytest.raises(StoreUnavailable):
+        store.get_run(slots)
 
 
 def test_a_ranged_read_synchronises_nothing(store: LocalDirectory, calls: SystemCalls) -> None:
@@ -468,7 +497,7 @@ def test_a_lock_is_free_as_soon_as_its_holder_is_killed(tmp_path: Path) -> None:
         holder.send_signal(signal.SIGSTOP)
         assert locks.try_lock("daemon-1") is None
         holder.send_signal(signal.SIGKILL)
-        holder.wait(timeout=30)
+        holder.wait(timeout=600)
     held = locks.try_lock("daemon-1")
     assert held is not None
     held.release()

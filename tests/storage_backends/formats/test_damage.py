@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap
+from storage_backends.formats import bucket, checkpoint, errors, framing, journal, manifest, position_bitmap
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import deletion_examples, examples
@@ -261,6 +261,66 @@ def test_a_reader_of_ranges_learns_the_version_from_the_footer() -> None:
     struct.pack_into("<I", footer, 20, 2)
     with pytest.raises(errors.UnsupportedVersion):
         bucket.decode_footer(bytes(footer), len(BUCKET.body))
+
+
+# ---- bytes with the right checksum that say what makes no sense: what a mistake in a writer would look like
+
+FRAMED = ("FORMAT", "shard manifest", "topic manifest", "progress", "dead object", "checkpoint")
+SLOT_HEAD = struct.Struct("<4sHBBIQQIQ")
+
+
+def payload_of(name: str) -> bytes:
+    data = OBJECTS[name].data
+    return data[journal.HEADER_BYTES :] if name == "journal slot" else data[framing.HEADER_BYTES : -4]
+
+
+def with_payload(name: str, payload: bytes) -> bytes:
+    """The object with another payload, its lengths and checksums right."""
+    data = OBJECTS[name].data
+    if name != "journal slot":
+        return framing.frame(data[:4], 1, payload)
+    head = SLOT_HEAD.pack(*SLOT_HEAD.unpack_from(data)[:-1], len(payload))
+    return head + struct.pack("<I", framing.crc32c(head, payload)) + payload
+
+
+def is_refused(name: str, payload: bytes) -> bool:
+    """Whether it is refused as damage; any other error fails the test."""
+    try:
+        OBJECTS[name].decode(with_payload(name, payload))
+    except errors.FormatError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", [*FRAMED, "journal slot"])
+def test_an_object_that_says_something_else_with_the_right_checksum_is_read_or_is_damage(name: str) -> None:
+    payload = payload_of(name)
+    places = range(0, len(payload), max(1, len(payload) // 300))
+    refused = 0
+    for place in places:
+        altered = bytearray(payload)
+        altered[place] ^= 1 << place % 8
+        refused += is_refused(name, bytes(altered))
+    assert refused >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field"),
+    [
+        ("topic manifest", b"orders", "topic"),
+        ("topic manifest", b"1s 5s", "delay_levels.table"),
+        ("shard manifest", b"o", "owner"),
+        ("FORMAT", b"r", "root_id"),
+        ("dead object", b"denied", "error"),
+        ("checkpoint", b"\x0a\x02id", "topics.carried.records.topic_id"),
+        ("journal slot", b"\x0a\x02id", "records.topic_id"),
+    ],
+)
+def test_text_that_is_not_utf_8_is_damage_that_names_its_field(name: str, text: bytes, field: str) -> None:
+    payload = payload_of(name)
+    place = payload.rindex(text) + len(text) - 1
+    with pytest.raises(errors.FormatError, match=rf"{field} is not UTF-8"):
+        OBJECTS[name].decode(with_payload(name, payload[:place] + b"\xff" + payload[place + 1 :]))
 
 
 # ---- whole objects of the right kind, and others than those that were named
