@@ -9,15 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from daemon.core.bucket import Bucket
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows
-from daemon.core.runs import SortedRun, TieredRuns, take_due
+from daemon.core.runs import LAST_PLACE, Place, SortedRun, TieredRuns, take_before
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentRange
 
 # Segments of a bucket that are read with one request.
 READ_AHEAD_SEGMENTS = 4
-_NO_TIME_LIMIT_MS = (1 << 64) - 1
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,11 +31,17 @@ class _LogPlace:
 
 
 class BacklogReader:
-    """From the beginning of every bucket, or from where the index stands now (`at_head`)."""
+    """From the beginning of every bucket, or from where the index stands now (`at_head`).
+
+    `is_held_up`: at the last look nothing could be taken, since an earlier row has not been passed yet.
+    """
 
     def __init__(self, sealed: Iterable[SealedBucket], mutable: Iterable[MutableBucket], *, at_head: bool) -> None:
         self._cursors: dict[str, SegmentCursor] = {}
         self._places: dict[int, _LogPlace] = {}
+        # By bucket, what was passed behind its cursor.
+        self._late: dict[str, TieredRuns] = {}
+        self.is_held_up = False
         if at_head:
             for bucket in sealed:
                 self._start(bucket, at_head=True)
@@ -56,13 +64,20 @@ class BacklogReader:
         """A bucket took the place of its sources. If all that was passed of them was read, what is in it before its
         head is not read again; else it is read from the beginning, and the caller leaves out what is in hand."""
         cursors = [(self._cursors.pop(source.name, None), source.head.place) for source in sources]
+        late = [self._late.pop(source.name, None) for source in sources]
         all_read = all(cursor is not None and cursor.place >= head for cursor, head in cursors)
+        all_read = all_read and not any(runs is not None and runs.next_due_ms() is not None for runs in late)
         self._start(bucket, at_head=all_read)
 
     def dropped(self, bucket: SealedBucket | MutableBucket) -> None:
         """The bucket is no more; nothing in it was owed."""
         self._cursors.pop(bucket.name, None)
+        self._late.pop(bucket.name, None)
         self._places.pop(id(bucket), None)
+
+    def passed_late(self, bucket: Bucket, rows: KeyedRows) -> None:
+        """Rows that lie before the head of a bucket were passed: the cursor may be beyond them."""
+        self._late.setdefault(bucket.name, TieredRuns()).add(rows)
 
     def needs(self, sealed: Iterable[SealedBucket], cache: SegmentCache) -> list[SegmentRange]:
         """The segments that must be in memory for the next `take`; empty when it can go on."""
@@ -85,8 +100,10 @@ class BacklogReader:
         mutable: Sequence[MutableBucket],
         cache: SegmentCache,
         limit: int,
+        bound: Place | None = None,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
-        """About `limit` rows, by bucket, unordered; empty when everything that was passed has been read.
+        """About `limit` rows, by bucket, unordered, of those that come before a place if there is one; empty when
+        everything of them that was passed has been read.
 
         Call when nothing is needed.
         """
@@ -94,23 +111,34 @@ class BacklogReader:
         rows_taken = 0
         # A take ends where a segment of any bucket does.
         while 2 * rows_taken < limit:
-            taken = self._take_once(sealed, mutable, limit)
+            taken = self._take_once(sealed, mutable, limit, bound or LAST_PLACE)
             for bucket, rows in taken:
                 parts.setdefault(bucket, []).append(rows)
                 rows_taken += len(rows)
             if not taken or self.needs(sealed, cache):
                 break
-        return [(bucket, KeyedRows.concat(each)) for bucket, each in parts.items()]
+        self.is_held_up = not rows_taken and bound is not None
+        return [(bucket, self._once(bucket, KeyedRows.concat(each))) for bucket, each in parts.items()]
+
+    def _once(self, bucket: SealedBucket | MutableBucket, rows: KeyedRows) -> KeyedRows:
+        """Each of the rows once: the cursor may find what came late."""
+        if bucket.name not in self._late:
+            return rows
+        return rows.take(np.sort(np.unique(rows.keys, return_index=True)[1]))
 
     def _take_once(
         self,
         sealed: Sequence[SealedBucket],
         mutable: Sequence[MutableBucket],
         limit: int,
+        bound: Place,
     ) -> list[tuple[SealedBucket | MutableBucket, KeyedRows]]:
         sources: list[SealedBucket | MutableBucket] = []
         runs: list[SortedRun] = []
         for bucket in sealed:
+            for late in self._late[bucket.name].runs if bucket.name in self._late else ():
+                sources.append(bucket)
+                runs.append(late)
             run = self._cursors[bucket.name].run
             if run is None:
                 continue
@@ -128,7 +156,7 @@ class BacklogReader:
                 runs.append(run)
         # One part for each bucket: a row that left and came back as it was is in its log twice.
         taken: dict[int, tuple[SealedBucket | MutableBucket, list[KeyedRows]]] = {}
-        for number, rows in take_due(runs, _NO_TIME_LIMIT_MS, limit):
+        for number, rows in take_before(runs, bound, limit):
             taken.setdefault(id(sources[number]), (sources[number], []))[1].append(rows)
         return [(source, KeyedRows.concat(parts)) for source, parts in taken.values()]
 

@@ -15,7 +15,7 @@ from daemon.core.index import Index
 from daemon.core.indexes import Passed
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of, contained
-from daemon.core.runs import in_due_order
+from daemon.core.runs import Place, in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from daemon.core.subscription import SubscriptionState
@@ -54,10 +54,10 @@ def feed(
             state.pass_by(owed)
         state.backlog += sum(map(len, owed))
         if not state.is_fed:
-            if state.dispatchers:
-                # The reader may be beyond the late ones.
-                late = [rows for each, rows in zip(came, owed, strict=True) if each.late]
-                state.feed(_staying(state, in_due_order(late)))
+            if state.reader is not None:
+                for each, rows in zip(came, owed, strict=True):
+                    if each.late:
+                        state.reader.passed_late(each.bucket, rows)
             continue
         if complete:
             everything = in_due_order(owed) if everything is None else everything
@@ -115,15 +115,18 @@ def owed_of(state: SubscriptionState, passed: Sequence[Passed]) -> tuple[list[Ke
     return owed, complete
 
 
-def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int) -> list[SegmentRange]:
+def catch_up(
+    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
+) -> list[SegmentRange]:
     """Derives about `limit` READY rows for a subscription that is behind; the segments to load first, if any.
 
-    `indexes`: those that it is owed rows of. When there is nothing left to derive the subscription is fed again. Of a
-    bounded number of rows, none of which may be READY: then there is more to derive as long as there is a reader.
+    `indexes`: those that it is owed rows of. `bound`: later rows are not derived yet. When there is nothing left to
+    derive the subscription is fed again. Of a bounded number of rows, none of which may be READY: then there is more to
+    derive as long as there is a reader that is not held up.
     """
     if state.reader is None or state.is_full:
         return []
-    reading = _Reading(indexes, cache, state, state.reader)
+    reading = _Reading(indexes, cache, state, state.reader, bound)
     rows = reading.read(limit)
     if rows is not None:
         state.derived(rows)
@@ -133,13 +136,13 @@ def catch_up(indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionS
 
 
 def find_let_go(
-    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int
+    indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
 ) -> list[SegmentRange]:
     """The same of rows that a subscription that is shared by key let go and seeks."""
     key_shared = state.key_shared
     if key_shared is None or key_shared.let_go is None or key_shared.let_go.reader is None:
         return []
-    reading = _Reading(indexes, cache, state, key_shared.let_go.reader)
+    reading = _Reading(indexes, cache, state, key_shared.let_go.reader, bound)
     rows = reading.read(limit)
     found = KeyedRows.empty() if rows is None else state.counted(rows)
     key_shared.found_let_go(found, KeyedRows.concat(reading.passed_over), are_all=reading.is_at_end)
@@ -147,12 +150,17 @@ def find_let_go(
 
 
 class _Reading:
-    """One look of a reader at a bounded number of rows. `needed`: the segments to load first, if any. `passed_over`: of
-    the rows those that are READY.
+    """One look of a reader at a bounded number of rows. `bound`: no row at or behind it is looked at. `needed`: the
+    segments to load first, if any. `passed_over`: of the rows those that are READY.
     """
 
     def __init__(
-        self, indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, reader: BacklogReader
+        self,
+        indexes: Sequence[Index],
+        cache: SegmentCache,
+        state: SubscriptionState,
+        reader: BacklogReader,
+        bound: Place | None,
     ) -> None:
         self.needed: list[SegmentRange] = []
         self.passed_over: list[KeyedRows] = []
@@ -162,6 +170,7 @@ class _Reading:
         self._cache = cache
         self._state = state
         self._reader = reader
+        self._bound = bound
 
     def read(self, limit: int) -> KeyedRows | None:
         """About `limit` rows, in due order, that the subscription is owed and has not acknowledged, and that are
@@ -172,9 +181,9 @@ class _Reading:
             self.needed = self._reader.needs(self._sealed, self._cache)
             if self.needed:
                 return None
-            taken = self._reader.take(self._sealed, self._memory, self._cache, limit)
+            taken = self._reader.take(self._sealed, self._memory, self._cache, limit, self._bound)
             if not taken:
-                self.is_at_end = True
+                self.is_at_end = not self._reader.is_held_up
                 return None
             looked_at_rows += sum(len(rows) for _, rows in taken)
             rows = self._owed(taken)

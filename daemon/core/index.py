@@ -21,6 +21,7 @@ from pyroaring import BitMap64
 
 from daemon.core import merging, quarantine
 from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.bucket_counts import BucketCounts
 from daemon.core.level_rows import LevelRows
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket, MutableRows
@@ -62,11 +63,20 @@ class Index:
     """`index_id`: which index of the topic it is (`formats.index_ids`).
 
     `staged`: positions of rows that are on their way into it. `acknowledging_lost`: positions of damaged buckets that
-    were being acknowledged when these were quarantined.
+    were being acknowledged when these were quarantined. `counts`: of the topic's buckets.
     """
 
-    def __init__(self, pages: PageTable, cache: SegmentCache, *, now_ms: int, index_id: int = SHARED) -> None:
+    def __init__(
+        self,
+        pages: PageTable,
+        cache: SegmentCache,
+        *,
+        now_ms: int,
+        index_id: int = SHARED,
+        counts: BucketCounts | None = None,
+    ) -> None:
         self.index_id = index_id
+        self._counts = BucketCounts() if counts is None else counts
         self.pages = pages
         self.cache = cache
         self.staged = StagedKeys(pages)
@@ -81,7 +91,7 @@ class Index:
         self._left_out: set[str] = set()
 
     def _new_mutable(self, now_ms: int) -> MutableBucket:
-        bucket = MutableBucket(self.pages, horizon_ms=now_ms, index_id=self.index_id)
+        bucket = MutableBucket(self.pages, horizon_ms=now_ms, index_id=self.index_id, counts=self._counts)
         bucket.levels = self.levels
         return bucket
 
@@ -263,6 +273,7 @@ class Index:
         bucket = self.mutable
         bucket.begin_seal(name)
         self.sealing.append(bucket)
+        self._counts.seal_begins(bucket, sealing=len(self.sealing))
         self.mutable = self._new_mutable(now_ms)
         return bucket
 
@@ -272,6 +283,7 @@ class Index:
         Segments that come due before `near_ms` need not be read: their rows are here.
         """
         self.sealing.remove(memory)
+        self._counts.seal_ended(sealing=len(self.sealing))
         if sealed is not None:
             sealed.passed, sealed.passed_rows = memory.passed, memory.passed_rows
             sealed.acknowledged = memory.acknowledged
@@ -304,12 +316,16 @@ class Index:
     def add_sealed(self, bucket: SealedBucket) -> None:
         self.sealed[bucket.name] = bucket
         bucket.levels = self.levels
+        bucket.counts = self._counts
+        self._counts.sealed_came(bucket)
         for page in bucket.pages:
             self._of_page.setdefault(page, {})[bucket.name] = bucket
 
-    def droppable(self) -> list[SealedBucket]:
-        """Buckets every row of which is gone."""
-        return [bucket for bucket in self.sealed.values() if not bucket.present_rows]
+    def close(self) -> None:
+        """The index is no more: nothing of it counts or is in memory."""
+        self._counts.index_left(self.mutable, sealing=len(self.sealing), sealed=list(self.sealed))
+        for name in self.sealed:
+            self.cache.discard_bucket(name)
 
     def drop(self, name: str) -> SealedBucket:
         """The manifest names the bucket no longer."""
@@ -319,6 +335,8 @@ class Index:
 
     def _take_out(self, name: str) -> SealedBucket:
         bucket = self.sealed.pop(name)
+        bucket.counts = None
+        self._counts.sealed_left(name)
         for page in bucket.pages:
             del self._of_page[page][name]
             if not self._of_page[page]:

@@ -20,11 +20,12 @@ from pyroaring import BitMap64
 
 from daemon.core import quarantine
 from daemon.core.bucket import Bucket
+from daemon.core.bucket_counts import BucketCounts
 from daemon.core.index import Index, IndexCut
 from daemon.core.mutable_bucket import ROW_BYTES, MutableBucket, SealLimits
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable, contained
 from daemon.core.quarantine import QuarantinedBucket, RebuildNeeded
-from daemon.core.runs import SortedRun, earliest, take_due
+from daemon.core.runs import Place, SortedRun, earliest, take_due
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
 from storage_backends.formats.index_ids import SHARED, batch_parts_of
@@ -56,10 +57,13 @@ class Indexes(Mapping[int, Index]):
 
     def __init__(self, cache: SegmentCache, *, now_ms: int) -> None:
         self.cache = cache
+        self._counts = BucketCounts()
         self.places = PagePlaces()
         self.passed_until_ms = 0
         self.leaving = BitMap64()
         self._horizon_ms = now_ms
+        # The clock when rows were passed last.
+        self._passing_ms = now_ms
         self._by_id: dict[int, Index] = {}
         self.shared = self.of(SHARED)
 
@@ -77,7 +81,7 @@ class Indexes(Mapping[int, Index]):
         index = self._by_id.get(index_id)
         if index is None:
             pages = PageTable(self.places, owner=index_id)
-            index = Index(pages, self.cache, now_ms=self._horizon_ms, index_id=index_id)
+            index = Index(pages, self.cache, now_ms=self._horizon_ms, index_id=index_id, counts=self._counts)
             self._by_id[index_id] = index
         return index
 
@@ -109,8 +113,7 @@ class Indexes(Mapping[int, Index]):
         for index_id in (subscription_id, batch_parts_of(subscription_id)):
             index = self._by_id.pop(index_id, None)
             if index is not None:
-                for name in index.sealed:
-                    self.cache.discard_bucket(name)
+                index.close()
 
     # ---- buckets
 
@@ -140,7 +143,8 @@ class Indexes(Mapping[int, Index]):
 
     def holding(self, bucket: str) -> Index | None:
         """The index that a sealed bucket is in; None when it is in none any more."""
-        return next((index for index in self._by_id.values() if bucket in index.sealed), None)
+        index_id = self._counts.index_of(bucket)
+        return None if index_id is None else self._by_id[index_id]
 
     def bucket(self, name: str) -> SealedBucket | None:
         index = self.holding(name)
@@ -152,7 +156,7 @@ class Indexes(Mapping[int, Index]):
 
     def droppable(self) -> list[SealedBucket]:
         """Buckets every row of which is gone."""
-        return [bucket for index in self._by_id.values() for bucket in index.droppable()]
+        return list(self._counts.empty.values())
 
     # ---- counts
 
@@ -173,7 +177,7 @@ class Indexes(Mapping[int, Index]):
     @property
     def sealing(self) -> int:
         """How many seals of the index that has the most are not committed."""
-        return max(len(index.sealing) for index in self._by_id.values())
+        return self._counts.sealing
 
     # ---- due
 
@@ -203,10 +207,17 @@ class Indexes(Mapping[int, Index]):
                     times.append(bucket.head.next_due_ms())
         return earliest(*times)
 
-    def pass_due(self, now_ms: int, limit: int) -> list[Passed]:
-        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory."""
+    def pass_due(self, now_ms: int, limit: int, look: Callable[[], None] | None = None) -> list[Passed]:
+        """Passes about `limit` rows that are due, by bucket. Empty when none is due, or none that is in memory.
+
+        `look`: called before rows are taken, and then no row is that comes behind a due one which is not in memory and
+        was then. None where such rows need not be told from others.
+        """
+        self._passing_ms = now_ms
         while True:
-            due = self._take_due(now_ms, limit)
+            if look is not None:
+                look()
+            due = self._take_due(now_ms, limit, ends_at_unread=look is not None)
             if not due:
                 return []
             passed = []
@@ -225,9 +236,11 @@ class Indexes(Mapping[int, Index]):
         leaves = contained(due.keys, self.leaving)
         return due.take(~leaves) if leaves.any() else due
 
-    def _take_due(self, now_ms: int, limit: int) -> dict[_Source, list[KeyedRows]]:
+    def _take_due(self, now_ms: int, limit: int, *, ends_at_unread: bool) -> dict[_Source, list[KeyedRows]]:
         """About `limit` due rows by their source. A take ends where a segment of any bucket does: several are made, so
         that what is done once for a bucket is done for many rows.
+
+        `ends_at_unread`: no more are made once a bucket that was taken from comes to a segment that is not in memory.
         """
         due: dict[_Source, list[KeyedRows]] = {}
         rows_taken = 0
@@ -241,6 +254,8 @@ class Indexes(Mapping[int, Index]):
                 rows_taken += len(rows)
             if not any(_goes_on(runs[number], now_ms) for number, _ in taken):
                 # No run was cut short: all that is due was taken.
+                break
+            if ends_at_unread and any(self._is_unread(sources[number][0], now_ms) for number, _ in taken):
                 break
         return due
 
@@ -261,6 +276,28 @@ class Indexes(Mapping[int, Index]):
                 sources.append((bucket, False, None))
                 runs.append(loaded)
         return sources, runs
+
+    def _is_unread(self, bucket: Bucket, now_ms: int) -> bool:
+        return isinstance(bucket, SealedBucket) and bucket.is_unread(self.cache, now_ms)
+
+    def has_unread(self, subscription_id: int, now_ms: int) -> bool:
+        """Whether a subscription is owed rows of a segment that is due and not in memory: others may pass them."""
+        return any(
+            bucket.is_unread(self.cache, now_ms) for index in self.serving(subscription_id) for bucket in index.readable
+        )
+
+    def first_unpassed(self, subscription_id: int) -> Place | None:
+        """Of the sealed rows that a subscription is owed, none that was due when rows were passed last, and that was
+        not passed, comes before; None when there is none. Rows that were passed before and come behind overtook it.
+
+        A bucket in memory has none: whatever is passed comes behind all of its rows but those that came late.
+        """
+        places = (
+            bucket.first_waiting(self.cache, self._passing_ms)
+            for index in self.serving(subscription_id)
+            for bucket in index.readable
+        )
+        return min((place for place in places if place is not None), default=None)
 
     # ---- segments for the head
 
@@ -312,17 +349,21 @@ class Indexes(Mapping[int, Index]):
             self.cache.put(bucket, number, rows)
             loaded.settle(self.cache)
 
+    def release_segments(self) -> None:
+        """The topic is served no longer: none of its segments is in memory."""
+        for index in self._by_id.values():
+            for name in index.sealed:
+                self.cache.discard_bucket(name)
+
     # ---- seals: all indexes are cut at one slot
 
     @property
     def has_mutable_rows(self) -> bool:
-        return any(index.mutable.first_row_at_ms is not None for index in self._by_id.values())
+        return self._counts.has_rows_to_seal
 
     def wants_seal(self, limits: SealLimits, *, elapsed_ms: int) -> bool:
         """Whether the mutable buckets together are large or old enough. `elapsed_ms`: a clock that never steps."""
-        mutable = [index.mutable for index in self._by_id.values()]
-        rows = sum(bucket.added_rows for bucket in mutable)
-        began_ms = earliest(*[bucket.first_row_at_ms for bucket in mutable])
+        rows, began_ms = self._counts.added_rows, self._counts.first_row_at_ms
         return began_ms is not None and (
             rows >= limits.rows_max
             or rows * ROW_BYTES >= limits.size_max_bytes
@@ -331,10 +372,8 @@ class Indexes(Mapping[int, Index]):
 
     def wants_seal_before(self, highest_ledger_id: int, limits: SealLimits) -> bool:
         """PIP-195's rule: enough rows, and rows of a higher ledger come."""
-        mutable = [index.mutable for index in self._by_id.values()]
-        return sum(bucket.added_rows for bucket in mutable) >= limits.rows_min and highest_ledger_id > max(
-            bucket.highest_ledger_id for bucket in mutable
-        )
+        counts = self._counts
+        return counts.added_rows >= limits.rows_min and highest_ledger_id > counts.highest_ledger_id
 
     def cut(self) -> tuple[tuple[int, IndexCut], ...]:
         """All indexes as they are now, by their ids: for a checkpoint or the progress of a seal."""

@@ -1,12 +1,14 @@
 """A KEY_SHARED subscription and the indexes of its topic: what has a row, and what is NACKED, when keys are shared.
 
-Owns: that a position that has a row is never planned, and that what waits for a NACKED row cannot be held or named.
+Owns: that a position that has a row is never planned, that what waits for a NACKED row cannot be held or named, and
+that nothing is handed out before an earlier row that is due and not read.
 Does not own: who receives what (`key_shared`), and streams (the engine).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -18,16 +20,23 @@ from daemon.core.indexes import Indexes
 from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, bitmap_of, contained
+from daemon.core.runs import Place
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.rows import U32, Rows
 
 
-class KeySharing:
-    """The KEY_SHARED subscriptions of one topic. `reader`: makes one of a backlog that stands at the beginning."""
+class MakesReader(Protocol):
+    """Makes a reader of the backlog that stands at the head, or at the beginning."""
 
-    def __init__(self, indexes: Indexes, reader: Callable[[SubscriptionState], BacklogReader]) -> None:
+    def __call__(self, state: SubscriptionState, *, at_head: bool) -> BacklogReader: ...
+
+
+class KeySharing:
+    """The KEY_SHARED subscriptions of one topic. `reader`: makes one of a backlog."""
+
+    def __init__(self, indexes: Indexes, reader: MakesReader) -> None:
         self._indexes = indexes
         self._reader = reader
 
@@ -58,8 +67,28 @@ class KeySharing:
         if key_shared.let_go is None:
             return []
         if key_shared.let_go.reader is None:
-            key_shared.seek_let_go(self._reader(state))
-        return feeding.find_let_go(self._indexes.serving(state.subscription_id), self._indexes.cache, state, limit)
+            key_shared.seek_let_go(self._reader(state, at_head=False))
+        return feeding.find_let_go(
+            self._indexes.serving(state.subscription_id), self._indexes.cache, state, limit, self.bound(state)
+        )
+
+    def hold_up(self, states: Iterable[SubscriptionState], now_ms: int) -> None:
+        """Rows are about to be passed: where some are due that are not read, and those would overtake them, they are
+        read from the backlog when these have been passed.
+        """
+        for state in states:
+            if (
+                state.key_shared is not None
+                and state.is_fed
+                and self._indexes.has_unread(state.subscription_id, now_ms)
+            ):
+                state.reader = self._reader(state, at_head=True)
+
+    def bound(self, state: SubscriptionState) -> Place | None:
+        """Nothing at or behind that place is handed out to the subscription now: a due row comes first that is not
+        passed. None when there is none, or when it is not shared by key.
+        """
+        return None if state.key_shared is None else self._indexes.first_unpassed(state.subscription_id)
 
     def hold(self, state: SubscriptionState, found: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
         """Rows of the backlog are IN_FLIGHT at consumers that declared to hold them, u32[n] of their numbers; which of

@@ -14,6 +14,8 @@ from daemon.core.positions import KeyedRows
 from storage_backends.formats.rows import U64
 
 Place = tuple[int, int, int]
+# No row comes at or after it.
+LAST_PLACE: Place = ((1 << 64) - 1,) * 3
 
 # Looked at one by one before the end of what is due is searched for.
 FEW_ROWS = 3
@@ -65,14 +67,22 @@ class SortedRun:
 
     def end_of(self, bound: Place, end: int) -> int:
         """The index, at most `end`, behind the last row at or before the bound."""
+        return self._ends_at(bound, end)[1]
+
+    def end_before(self, bound: Place) -> int:
+        """The index behind the last row before the bound."""
+        return self._ends_at(bound, self.due_end(bound[0]))[0]
+
+    def _ends_at(self, bound: Place, end: int) -> tuple[int, int]:
+        """(the index behind the last row before the bound, the same of those at or before it), both at most `end`."""
         rows, start = self.rows.rows, self.offset
         for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
             part, wanted = column[start:end], np.uint64(value)
             start += int(part.searchsorted(wanted, side="left"))
             if start == end or column[start] != wanted:
-                return start
+                return start, start
             end = start + int(column[start:end].searchsorted(wanted, side="right"))
-        return end
+        return start, end
 
     def take(self, end: int) -> KeyedRows:
         taken = self.rows.take(slice(self.offset, end))
@@ -86,7 +96,17 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
     What is left in the runs, or follows them, comes after everything taken in hand-out order. Empty only when no run
     has a due row.
     """
-    due = [(number, run, run.due_end(now_ms)) for number, run in enumerate(runs)]
+    return _take_up_to(runs, [run.due_end(now_ms) for run in runs], limit)
+
+
+def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
+    """The same of the rows that come before a place."""
+    return _take_up_to(runs, [run.end_before(bound) for run in runs], limit)
+
+
+def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> list[tuple[int, KeyedRows]]:
+    """The same of the rows of each run before its end."""
+    due = [(number, run, end) for number, (run, end) in enumerate(zip(runs, ends, strict=True))]
     due = [(number, run, end) for number, run, end in due if end > run.offset]
     if not due:
         return []
@@ -107,6 +127,15 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
         if stop > run.offset:
             taken.append((number, run.take(stop)))
     return taken
+
+
+def behind(place: Place) -> Place:
+    """The next place after one."""
+    deliver_at_ms, ledger_id, entry_id = place
+    last = LAST_PLACE[2]
+    if entry_id < last:
+        return deliver_at_ms, ledger_id, entry_id + 1
+    return (deliver_at_ms, ledger_id + 1, 0) if ledger_id < last else (deliver_at_ms + 1, 0, 0)
 
 
 def first_time_ms(times_ms: U64, from_ms: int = 0) -> int | None:

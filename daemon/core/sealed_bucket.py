@@ -9,8 +9,9 @@ from __future__ import annotations
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
+from daemon.core.bucket_counts import BucketCounts
 from daemon.core.positions import KeyedRows, PageTable, pages_of
-from daemon.core.runs import SortedRun
+from daemon.core.runs import Place, SortedRun
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentTable
 from storage_backends.formats.bucket import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
@@ -34,12 +35,20 @@ class SealedBucket(Bucket):
     ) -> None:
         super().__init__(live.object.name, present, gone, live.subscription_id)
         self.live = live
+        # Of the topic, while it is in an index.
+        self.counts: BucketCounts | None = None
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
         self.late = SortedRun(KeyedRows.empty())
         self._pages = pages
         self.pages = frozenset(pages_of(present))
         pages.hold(self.pages)
+
+    def remove(self, keys: BitMap64) -> tuple[BitMap64, int]:
+        hit, due_rows = super().remove(keys)
+        if hit and not self.present_rows and self.counts is not None:
+            self.counts.emptied(self)
+        return hit, due_rows
 
     @property
     def last_due_ms(self) -> int:
@@ -53,6 +62,22 @@ class SealedBucket(Bucket):
         if self.head.number != number:
             cache.spend(self.name, number)
         return run
+
+    def is_unread(self, cache: SegmentCache, now_ms: int) -> bool:
+        """Whether the head stands before a segment that is due and not in memory."""
+        if not self.waiting_rows or self.settle(cache) is not None:
+            return False
+        following = self.head.following
+        return following is not None and following[1] <= now_ms
+
+    def first_waiting(self, cache: SegmentCache, now_ms: int) -> Place | None:
+        """No due row that waits comes before, be it in memory or not; None when none does."""
+        if not self.waiting_rows:
+            return None
+        places = [self.head.first_place(cache)]
+        if len(self.late):
+            places.append(self.late.place(self.late.offset))
+        return min((place for place in places if place is not None and place[0] <= now_ms), default=None)
 
     def release_pages(self) -> None:
         """The bucket was dropped; call once."""

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from daemon.core.positions import KeyedRows
-from daemon.core.runs import SortedRun
+from daemon.core.runs import Place, SortedRun, behind
 from storage_backends.formats.bucket import SegmentInfos
 
 # Three u64 columns and the keys; key hashes are counted with them.
@@ -139,12 +139,14 @@ class SegmentCache:
 class SegmentCursor:
     """A place in a sealed bucket: a segment and an offset in it. `run` is the rest of the segment once it is loaded."""
 
-    __slots__ = ("_following", "_table", "bucket", "number", "offset", "run")
+    __slots__ = ("_following", "_left_behind", "_table", "bucket", "number", "offset", "run")
 
     def __init__(self, bucket: str, table: SegmentTable, number: int = 0, offset: int = 0) -> None:
         self.bucket = bucket
         self._table = table
         self._following = (-1, 0, 0)
+        # No row from here on comes before: the last segment ended there.
+        self._left_behind: Place = (0, 0, 0)
         self.number = number
         self.offset = offset
         self.run: SortedRun | None = None
@@ -168,6 +170,7 @@ class SegmentCursor:
             self.offset = self.run.offset
             if self.offset < len(self.run.rows):
                 return self.run
+            self._left_behind = behind(self.run.place(self.offset - 1))
             self.number, self.offset, self.run = self.number + 1, 0, None
         if self.at_end:
             return None
@@ -192,6 +195,14 @@ class SegmentCursor:
             return run_ms
         following = self.following
         return None if following is None else following[1]
+
+    def first_place(self, cache: SegmentCache) -> Place | None:
+        """No row from here on comes before; None at the end. Exact where the segment is in memory."""
+        run = self.settle(cache)
+        if run is not None:
+            return run.place(run.offset)
+        following = self.following
+        return None if following is None else max((following[1], 0, 0), self._left_behind)
 
     @property
     def following(self) -> tuple[int, int, int] | None:

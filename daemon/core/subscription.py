@@ -88,6 +88,11 @@ class SubscriptionState:
     def dispatchers(self) -> int:
         return len(self._dispatchers)
 
+    @property
+    def is_by_key(self) -> bool:
+        """Whether its rows go to consumers by their keys: it is open so, or its policy says how it is to be."""
+        return self.key_shared is not None or self.stored.policy.key_shared is not None
+
     def owes(self, rows: KeyedRows) -> Mask | None:
         """Which of the rows the subscription is owed; None for all of them."""
         since_ms = np.uint64(self.stored.since_ms)
@@ -115,9 +120,9 @@ class SubscriptionState:
     @property
     def looks_on(self) -> bool:
         """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
-        if self.reader is not None:
+        if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows
-        return self.key_shared is not None and self.key_shared.reads_on
+        return self.key_shared is not None and self.key_shared.reads_on and not self.key_shared.is_held_up
 
     @property
     def readers(self) -> list[BacklogReader]:

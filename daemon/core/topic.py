@@ -85,15 +85,16 @@ class Topic:
         self.indexes = Indexes(cache, now_ms=now_ms)
         self._ready_rows_max = ready_rows_max
         self.subscriptions: dict[int, SubscriptionState] = {}
+        self._by_name: dict[str, SubscriptionState] = {}
         for stored in subscriptions:
-            self.subscriptions[stored.subscription_id] = self._new_state(stored)
+            self._serve(self._new_state(stored))
         self.withdrawals = Withdrawals(topic_id, incarnation, self.indexes, self.subscriptions)
         self.acknowledging = Acknowledging(topic_id, incarnation, self.indexes, self.subscriptions)
         self.dead_lettering = DeadLettering(topic_id, incarnation, self.indexes, self.subscriptions)
         self.redelivery = Redelivering(
             topic_id, incarnation, self.indexes, self.subscriptions, self.acknowledging, self.dead_lettering
         )
-        self.key_sharing = KeySharing(self.indexes, lambda state: self._reader(state, at_head=False))
+        self.key_sharing = KeySharing(self.indexes, self._reader)
         self._coming: SubscriptionState | None = None
         self._not_owed = BitMap64()
         self._redelivered_at_ms: list[U64] = []
@@ -319,8 +320,15 @@ class Topic:
         if state is None:
             raise InvariantViolated("a subscription is added that was not begun")
         self._coming = None
-        self.subscriptions[state.subscription_id] = state
+        self._serve(state)
         return state
+
+    def _serve(self, state: SubscriptionState) -> None:
+        self.subscriptions[state.subscription_id] = self._by_name[state.stored.name] = state
+
+    def subscription(self, name: str) -> SubscriptionState | None:
+        """The subscription of that name; None when there is none."""
+        return self._by_name.get(name)
 
     def gone_with_subscription(self, subscription_id: int) -> list[GoneRecord]:
         """The decisions that make gone what only this subscription is owed, to be applied before it is removed."""
@@ -329,7 +337,7 @@ class Topic:
 
     def remove_subscription(self, subscription_id: int) -> None:
         """The subscription is no longer in the topic's manifest; its own index is no more."""
-        del self.subscriptions[subscription_id]
+        del self._by_name[self.subscriptions.pop(subscription_id).stored.name]
         entitlement.dismiss(self.index, subscription_id)
         self.indexes.remove(subscription_id)
 
@@ -341,7 +349,9 @@ class Topic:
         """
         states = tuple(self.subscriptions.values())
         rows = sum(self._redeliver(state, now_ms, limit) for state in states if len(state.nacks))
-        passed = self.indexes.pass_due(now_ms, limit)
+        by_key = any(state.key_shared is not None for state in states)
+        look = (lambda: self.key_sharing.hold_up(states, now_ms)) if by_key else None
+        passed = self.indexes.pass_due(now_ms, limit, look)
         if passed:
             self._not_owed |= feeding.feed(
                 passed, states, self._coming, lambda state: self._reader(state, at_head=True)
@@ -350,7 +360,15 @@ class Topic:
                 self._seek_again(states)
         return rows + sum(len(each.rows) for each in passed)
 
+    def takes_redeliveries(self, state: SubscriptionState) -> bool:
+        """Whether NACKED positions of a subscription may come back now: there is room, and by key no earlier row is due
+        that is not passed.
+        """
+        return state.takes_redeliveries and self.key_sharing.bound(state) is None
+
     def _redeliver(self, state: SubscriptionState, now_ms: int, limit: int) -> int:
+        if self.key_sharing.bound(state) is not None:
+            return 0
         times_ms = state.redeliver(now_ms, limit)
         if len(times_ms):
             self._redelivered_at_ms.append(times_ms)
@@ -371,7 +389,7 @@ class Topic:
         """No nacked position comes back before; None when none does, or there is no room for any."""
         states = self.subscriptions.values()
         return earliest(
-            *[state.nacks.next_due_ms() for state in states if len(state.nacks) and state.takes_redeliveries]
+            *[state.nacks.next_due_ms() for state in states if len(state.nacks) and self.takes_redeliveries(state)]
         )
 
     def take_not_owed(self) -> list[GoneRecord]:
@@ -406,7 +424,8 @@ class Topic:
 
         When there is nothing left to derive the subscription is fed again.
         """
-        return feeding.catch_up(self.indexes.serving(state.subscription_id), self.indexes.cache, state, limit)
+        indexes, bound = self.indexes.serving(state.subscription_id), self.key_sharing.bound(state)
+        return feeding.catch_up(indexes, self.indexes.cache, state, limit, bound)
 
     # ---- seals
 

@@ -344,6 +344,11 @@ class KeyShared:
         # With one more, what cannot go makes room.
         return self._evictable_rows <= self._waiting_rows_max
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether who seeks them has found all but those that come behind a row which is not passed."""
+        return self.let_go is not None and self.let_go.reader is not None and self.let_go.reader.is_held_up
+
     def seek_let_go(self, reader: BacklogReader) -> None:
         """Rows that were let go and can go are sought. `reader`: at the beginning of the backlog."""
         if self.let_go is not None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from pyroaring import BitMap64
 
 from daemon.core.index import Index
+from daemon.core.indexes import Indexes
 from daemon.core.positions import keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
@@ -53,8 +54,26 @@ class RowInvariants(RuleBasedStateMachine):
             self.backlogs_are_what_is_due_owed_and_not_acknowledged()
             self.memory_for_segments_is_bounded()
 
+    def counts_are_those_of_all_buckets(self, indexes: Indexes) -> None:
+        filling = [index.mutable for index in indexes.values()]
+        counts = indexes._counts
+        began_ms = [bucket.first_row_at_ms for bucket in filling if bucket.first_row_at_ms is not None]
+        assert counts.added_rows == sum(bucket.added_rows for bucket in filling)
+        assert counts.highest_ledger_id == max(bucket.highest_ledger_id for bucket in filling)
+        assert counts.first_row_at_ms == min(began_ms, default=None)
+        assert indexes.has_mutable_rows == bool(began_ms)
+        assert indexes.sealing == max(len(index.sealing) for index in indexes.values())
+        empty = {name for index in indexes.values() for name, each in index.sealed.items() if not each.present_rows}
+        assert {bucket.name for bucket in indexes.droppable()} == empty
+        for index in indexes.values():
+            assert all(indexes.holding(name) is index for name in index.sealed)
+        assert len(counts._index_of) == len(indexes.sealed)
+
     def buckets_are_consistent(self) -> None:
         indexes = self.topic.core.indexes
+        self.counts_are_those_of_all_buckets(indexes)
+        for state in self.topic.core.subscriptions.values():
+            assert self.topic.core.subscription(state.stored.name) is state
         assert {subscription_of(number) for number in indexes} - {0} <= self.oracle.subscribers.keys()
         assert indexes.quarantined.keys() == {*self.oracle.missing}
         for name, damaged in indexes.quarantined.items():

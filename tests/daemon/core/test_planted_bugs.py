@@ -351,7 +351,6 @@ def search(machine: type[RuleBasedStateMachine], seed: int) -> None:
     run_state_machine_as_test(hypothesis.seed(seed)(type(machine.__name__, (machine,), {})), settings=settings)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
