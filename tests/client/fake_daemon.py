@@ -29,7 +29,7 @@ from tarry.v1 import (
     ledger_deletion_pb2,
 )
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 _FILES = (admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2)
 
 Unary: TypeAlias = Callable[[Any, grpc.ServicerContext], Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 import tarry
 from tarry import errors
@@ -42,6 +42,17 @@ def test_hints_of_an_answer_in_band_are_read() -> None:
     assert isinstance(quota, tarry.ResourceExhausted)
     assert quota.retry_after_ms == 250
     assert errors.is_retryable(quota)
+
+
+@pytest.mark.parametrize(("hints", "ends"), [({}, False), ({"damaged": "topic"}, True), ({"damaged": "bucket"}, False)])
+def test_damage_ends_only_a_stream_that_is_told_that_it_is_of_its_topic(hints: dict[str, str], ends: bool) -> None:
+    info = error_details_pb2.ErrorInfo(reason="CORRUPTION", metadata=hints)
+    status = status_pb2.Status(code=code_pb2.DATA_LOSS, message="it is damaged")
+    status.details.add().Pack(info)
+    error = errors.from_status(status)
+    assert isinstance(error, tarry.DataLoss)
+    assert errors.ends_stream(error) is ends
+    assert not errors.is_retryable(error), "of a call it is an answer"
     moved = errors.from_status(fake_daemon.status(code_pb2.FAILED_PRECONDITION, owner_address="127.0.0.1:9"))
     assert isinstance(moved, tarry.NotOwner)
     assert moved.owner_address == "127.0.0.1:9"

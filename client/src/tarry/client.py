@@ -8,7 +8,7 @@ Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -45,6 +45,8 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
     `client_id`: who this is where a topic limits what one client may add in a second (`tarry.TopicPolicy`), 1 to 128
     printable ASCII characters; programs with one id share a limit. None: all programs of this host are one client.
+    `waiting`: is told, in words, what a call waits for where a daemon has taken a topic over from one that may still
+    hand out rows; that time, at most 15 s, is not counted in `timeout_s`.
 
     Example: `with tarry.Client("127.0.0.1:7461") as client: client.add("flights", 1, range(1_000), delay_ms=5_000)`
     """
@@ -58,8 +60,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
         client_id: str | None = None,
+        waiting: Callable[[str], None] = connections.unsaid,
     ) -> None:
-        self._connections = connections.Connections(client_id=client_id)
+        self._connections = connections.Connections(client_id=client_id, waiting=waiting)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),

@@ -35,25 +35,32 @@ CHANNEL_OPTIONS = (
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
+# A call that has to wait for a former owner is answered at once with how long, and waited for here.
+TOLD_OF_FORMER_OWNER = ("tarry-told-of-former-owner", "1")
+
+
+def unsaid(why: str) -> None:
+    """Nobody wants to know what is waited for."""
 
 
 def metadata_of(client_id: str | None) -> tuple[tuple[str, str], ...]:
     """What every call carries. Raises InvalidArgument."""
     if client_id is None:
-        return ()
+        return (TOLD_OF_FORMER_OWNER,)
     if not 1 <= len(client_id) <= CLIENT_ID_MAX_BYTES or not re.fullmatch("[!-~]+", client_id):
         raise errors.InvalidArgument(
             f"client_id is {client_id!r}; it must be 1 to {CLIENT_ID_MAX_BYTES} printable ASCII characters, no blanks"
         )
-    return ((CLIENT_ID_KEY, client_id),)
+    return (TOLD_OF_FORMER_OWNER, (CLIENT_ID_KEY, client_id))
 
 
 class Connections:
     """Thread-safe."""
 
-    def __init__(self, *, client_id: str | None = None) -> None:
-        """Raises InvalidArgument."""
+    def __init__(self, *, client_id: str | None = None, waiting: Callable[[str], None] = unsaid) -> None:
+        """`waiting` is told what is waited for where that is worth saying. Raises InvalidArgument."""
         self.metadata = metadata_of(client_id)
+        self._waiting = waiting
         self._lock = threading.Lock()
         self._channels: dict[str, grpc.Channel] = {}
         self._closed = threading.Event()
@@ -79,6 +86,8 @@ class Connections:
             step = next(plan)
             while True:
                 if isinstance(step, attempts.Wait):
+                    if step.why:
+                        self._waiting(step.why)
                     self._closed.wait(step.delay_s)
                     step = plan.send(None)
                     continue

@@ -15,6 +15,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 OWNER_ADDRESS_KEY = "owner-address"
 RETRY_AFTER_KEY = "retry-after-ms"
+DAMAGED_KEY = "damaged"
+FORMER_OWNER_KEY = "former-owner-ms"
 
 
 class TarryError(Exception):
@@ -101,14 +103,16 @@ class PlanLost(Aborted):
 class Unavailable(TarryError):
     """The daemon cannot be reached, or cannot reach its store, or is starting or stopping.
 
-    `retry_after_ms`: when the daemon wants it tried again; None when it does not say.
+    `retry_after_ms`: when the daemon wants it tried again; None when it does not say. `former_owner_ms`: for so long a
+    daemon that owned the topic before may still hand out rows, and what was asked waits; None when it is not that.
     """
 
     code = grpc.StatusCode.UNAVAILABLE
 
-    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int | None = None, former_owner_ms: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+        self.former_owner_ms = former_owner_ms
 
 
 class OutcomeUnknown(TarryError):
@@ -118,9 +122,16 @@ class OutcomeUnknown(TarryError):
 
 
 class DataLoss(TarryError):
-    """Stored data is damaged; the message names what is lost."""
+    """Stored data is damaged; the message names what is lost.
+
+    `of_topic`: it is the topic that was asked for, which is not served before it is mended.
+    """
 
     code = grpc.StatusCode.DATA_LOSS
+
+    def __init__(self, message: str, *, of_topic: bool = False) -> None:
+        super().__init__(message)
+        self.of_topic = of_topic
 
 
 class Internal(TarryError):
@@ -186,6 +197,13 @@ def is_retryable(error: TarryError) -> bool:
     return isinstance(error, (Unavailable, Aborted, OutcomeUnknown, NotOwner))
 
 
+def ends_stream(error: TarryError) -> bool:
+    """Whether a stream of a topic is not opened again after the failure. What is damaged ends only the streams that
+    were told that it is their topic.
+    """
+    return not (is_retryable(error) or (isinstance(error, DataLoss) and not error.of_topic))
+
+
 def from_rpc(error: grpc.RpcError) -> TarryError:
     """The failure of a call."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
@@ -213,15 +231,18 @@ def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) ->
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ResourceExhausted(message, retry_after_ms=_milliseconds(hints))
         case grpc.StatusCode.UNAVAILABLE:
-            return Unavailable(message, retry_after_ms=_milliseconds(hints))
+            former_owner_ms = _milliseconds(hints, FORMER_OWNER_KEY)
+            return Unavailable(message, retry_after_ms=_milliseconds(hints), former_owner_ms=former_owner_ms)
+        case grpc.StatusCode.DATA_LOSS:
+            return DataLoss(message, of_topic=hints.get(DAMAGED_KEY) == "topic")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return NotOwner(message, owner_address=hints.get(OWNER_ADDRESS_KEY, ""))
     kind = _BY_CODE.get(code)
     return TarryError(message, code=code) if kind is None else kind(message)
 
 
-def _milliseconds(hints: Mapping[str, str]) -> int | None:
-    text = hints.get(RETRY_AFTER_KEY, "")
+def _milliseconds(hints: Mapping[str, str], key: str = RETRY_AFTER_KEY) -> int | None:
+    text = hints.get(key, "")
     return int(text) if text.isascii() and text.isdigit() else None
 
 

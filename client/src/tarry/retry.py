@@ -35,9 +35,9 @@ class RetryPolicy:
         return self.uniform(0.0, ceiling_s)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Deadline:
-    """The time by which the caller wants an answer, on the monotonic clock."""
+    """The time by which the caller wants an answer, on the monotonic clock. Requests may share one."""
 
     timeout_s: float
     at_s: float
@@ -45,6 +45,10 @@ class Deadline:
     @staticmethod
     def after(timeout_s: float) -> Deadline:
         return Deadline(timeout_s, time.monotonic() + timeout_s)
+
+    def extend(self, seconds: float) -> None:
+        """The caller waits for so long for something that is not counted."""
+        self.at_s += seconds
 
     def remaining_s(self) -> float:
         """Not below 0."""

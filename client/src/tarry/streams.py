@@ -76,7 +76,7 @@ class Lifetime:
 
     def reopens_after_s(self, error: errors.TarryError) -> float:
         """How long to wait after a failure. Raises the failure when no retry cures it."""
-        if not errors.is_retryable(error):
+        if errors.ends_stream(error):
             raise error
         self._failures += 1
         delay_s = self._policy.delay_s(error, self._failures)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TARRY = Path(sys.executable).with_name("tarry")
-PATIENCE_S = 30.0
+PATIENCE_S = 600.0
 
 
 class Shell:

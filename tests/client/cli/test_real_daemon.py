@@ -25,7 +25,6 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 # More than a dozen processes, each of which loads its libraries: longer than the time of a test when cores are busy.
-@pytest.mark.timeout(180)
 def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     assert shell.parsed("add flights --ledger 1 --entries 1-8 --in 1h")["accepted"] == 8
     assert shell.parsed("contains flights --ledger 1 --entries 0-9") == {
@@ -66,7 +65,6 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     assert shell.out("topics --json") == ""
 
 
-@pytest.mark.timeout(180)
 def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(shell: Shell) -> None:
     """The tour of the README."""
     assert shell.parsed("levels arrivals --set 1s\t5s\t1m")["delay_ms"] == [1_000, 5_000, 60_000]
@@ -98,7 +96,6 @@ def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(sh
     assert shell.parsed("subscription delete arrivals belts --yes")["dead_letters"] == 0
 
 
-@pytest.mark.timeout(180)
 def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(shell: Shell) -> None:
     """The tour of the README."""
     shell.out("subscription create boarding gates --nack-order block-key --nack-precision-bits 0")

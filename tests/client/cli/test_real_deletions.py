@@ -89,7 +89,6 @@ def ended(shell: Shell) -> list[tuple[int, str, bool]]:
 
 
 # More than a dozen processes, each of which loads its libraries: longer than the time of a test when cores are busy.
-@pytest.mark.timeout(180)
 def test_ledgers_are_recorded_deleted_given_up_tried_again_and_forgotten(
     shell: Shell, owner: LedgerOwnerServer, archive: LocalDirectory
 ) -> None:
@@ -131,7 +130,6 @@ def test_ledgers_are_recorded_deleted_given_up_tried_again_and_forgotten(
     assert shell.out("deletions list --json") == ""
 
 
-@pytest.mark.timeout(180)
 def test_a_sweep_looks_first_and_deletes_when_it_is_told(shell: Shell, archive: LocalDirectory) -> None:
     orphan = offload(archive, 7)
     first = shell.result("sweep archive --grace 0ms")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tarry
 import tarry.aio
 
-PATIENCE_S = 30.0
+PATIENCE_S = 600.0
 
 
 async def batches(subscription: tarry.aio.KeySharedSubscription, rows: int) -> list[tarry.ConsumerBatch]:

@@ -23,7 +23,7 @@ from tests.support.processes import Daemons
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-PATIENCE_S = 30.0
+PATIENCE_S = 600.0
 DRIVER = "aws-s3"
 SETTINGS: dict[str, object] = {
     "daemon.shards": 4,

@@ -8,7 +8,7 @@ Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +16,7 @@ from tarry import batch, calls, client, columns, key_shared, policies, results, 
 from tarry.aio import add_stream, connections, deleting, inspecting, operating
 from tarry.aio.key_shared_subscription import KeySharedSubscription
 from tarry.aio.subscription import Opening, Receiver, Subscription
+from tarry.connections import unsaid
 
 
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
@@ -33,8 +34,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
         client_id: str | None = None,
+        waiting: Callable[[str], None] = unsaid,
     ) -> None:
-        self._connections = connections.Connections(client_id=client_id)
+        self._connections = connections.Connections(client_id=client_id, waiting=waiting)
         self._calls = calls.Calls(
             target,
             retry_policy or retry.RetryPolicy(),

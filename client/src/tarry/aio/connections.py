@@ -21,9 +21,10 @@ T = TypeVar("T")
 class Connections:
     """Used by one event loop."""
 
-    def __init__(self, *, client_id: str | None = None) -> None:
-        """Raises InvalidArgument."""
+    def __init__(self, *, client_id: str | None = None, waiting: Callable[[str], None] = connections.unsaid) -> None:
+        """`waiting` is told what is waited for where that is worth saying. Raises InvalidArgument."""
         self.metadata = connections.metadata_of(client_id)
+        self._waiting = waiting
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,6 +54,8 @@ class Connections:
             step = next(plan)
             while True:
                 if isinstance(step, attempts.Wait):
+                    if step.why:
+                        self._waiting(step.why)
                     await self._wait(step.delay_s)
                     step = plan.send(None)
                     continue

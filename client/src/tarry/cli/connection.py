@@ -44,10 +44,14 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     @click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
     @functools.wraps(command)
     def run(*, address: str, timeout_s: float, **arguments: Any) -> None:
-        with output.failures(address), client.Client(address, timeout_s=timeout_s) as opened:
+        with output.failures(address), client.Client(address, timeout_s=timeout_s, waiting=_say) as opened:
             command(connected=opened, **arguments)
 
     return run
+
+
+def _say(why: str) -> None:
+    output.note(f"waiting: {why}")
 
 
 def asked_first(question: Callable[..., str | None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
