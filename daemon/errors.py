@@ -64,11 +64,13 @@ class Unavailable(TarryError):
     """The store cannot be reached, or the daemon is starting or stopping; a retry is safe.
 
     `retry_after_ms`: when to try again, None when there is no better guess than the caller's own back-off.
+    `former_owner_ms`: for so long a former owner may hand out rows, and what is asked waits; None: it is not that.
     """
 
-    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_ms: int | None = None, former_owner_ms: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+        self.former_owner_ms = former_owner_ms
 
 
 class OutcomeUnknown(TarryError):
@@ -76,7 +78,14 @@ class OutcomeUnknown(TarryError):
 
 
 class Corruption(TarryError):
-    """Stored data is damaged; the message names the object and the offset."""
+    """Stored data is damaged; the message names the object and the offset.
+
+    `of_topic`: it is data of the topic that was asked for, which cannot be served before it is mended.
+    """
+
+    def __init__(self, message: str, *, of_topic: bool = False) -> None:
+        super().__init__(message)
+        self.of_topic = of_topic
 
 
 class InvariantViolated(TarryError):

@@ -15,10 +15,11 @@ import concurrent.futures
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from daemon import config, errors, logs, memory
@@ -34,6 +35,15 @@ log = logging.getLogger("daemon.main")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        with _ending_when_asked():
+            return _main(arguments)
+    except _AskedToEnd:
+        log.info("stopped before anything was served")
+        return 0
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parse(arguments)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logs.configure()
@@ -56,6 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("cannot serve: %s", error, extra={"kind": type(error).__name__})
         return EXIT_CANNOT_SERVE
     return 0
+
+
+class _AskedToEnd(BaseException):
+    """SIGTERM or SIGINT came before there was anything to bring to an end."""
+
+
+@contextlib.contextmanager
+def _ending_when_asked() -> Iterator[None]:
+    """A signal ends the command in order, from its first moment on; `daemon.process` takes the signals over."""
+
+    def asked(*_: object) -> None:
+        raise _AskedToEnd
+
+    former = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

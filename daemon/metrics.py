@@ -151,6 +151,12 @@ class Metrics:
             "tarry_merged_away_reads", "Reads of buckets that were merged and deleted: what took their place was read."
         )
         self._damage = counter("tarry_damage_found", "Damage that was found; the log names it.", "kind")
+        self._topics_failed = counter(
+            "tarry_topics_failed", "Topics that failed unexpectedly and are loaded again; the log names them."
+        )
+        self._shards_lost = counter(
+            "tarry_shards_lost", "Shards that were lost, by cause: superseded, damaged, failed.", "cause"
+        )
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:
         """Exports the gauges of topics; `snapshot` is called at each scrape, in the scrape's thread."""
@@ -326,6 +332,12 @@ class Metrics:
     def damage_found(self, kind: Literal["shard", "checkpoint", "topic", "bucket"]) -> None:
         """Something stored is damaged or missing, and was found so for the first time."""
         self._damage.labels(kind).inc()
+
+    def topic_failed(self) -> None:
+        self._topics_failed.inc()
+
+    def shard_lost(self, cause: Literal["superseded", "damaged", "failed"]) -> None:
+        self._shards_lost.labels(cause).inc()
 
     def collected(
         self,

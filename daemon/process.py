@@ -28,9 +28,9 @@ import ulid
 
 from daemon import config, errors, memory, metrics
 from daemon.durability import counted_store
-from daemon.engine import loop_pause
+from daemon.engine import loop_pause, pools
 from daemon.engine.engine import Engine
-from daemon.engine.environment import Environment
+from daemon.engine.environment import TAIL_REQUESTS_MAX, TAIL_SLOTS_MAX, Environment
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from storage_backends import local_directory, object_store
@@ -83,18 +83,15 @@ async def serve(
     settings = _with_identity(settings, server.bind())
     with (
         _own_lock(settings),
-        _threads("store", settings.store.io_threads) as threads,
-        _threads("parts", settings.store.io_threads) as parts,
-        _threads("merging", 1, _give_way) as merging,
         contextlib.closing(ledger_stores.LedgerStores.from_settings(settings)) as stores_of_ledgers,
-        _threads("deleting", settings.deletion.parallelism, _give_way) as deleting,
+        pools.opened(
+            settings.store, deletions=settings.deletion.parallelism, threads=_threads, patient=_patient_threads
+        ) as threads,
         _metrics_endpoint(settings, daemon_metrics) as metrics_address,
     ):
-        environment = _environment(settings, store, daemon_metrics, threads, parts)
-        engine = Engine(
-            dataclasses.replace(environment, merging=merging, deleting=deleting, ledger_stores=stores_of_ledgers)
-        )
-        deleting.submit(stores_of_ledgers.open_ahead)
+        environment = _environment(settings, store, daemon_metrics, threads)
+        engine = Engine(dataclasses.replace(environment, ledger_stores=stores_of_ledgers))
+        threads.deletions.threads.submit(stores_of_ledgers.open_ahead)
         daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
         memory.keep_for_good()
@@ -200,8 +197,7 @@ def _environment(
     settings: config.Config,
     store: object_store.ObjectStore,
     daemon_metrics: metrics.Metrics,
-    threads: concurrent.futures.Executor,
-    parts: concurrent.futures.Executor,
+    threads: pools.Pools,
 ) -> Environment:
     local = settings.store.kind == "local"
     return Environment(
@@ -210,13 +206,13 @@ def _environment(
         locks=local_directory.LocalLocks(settings.store.path) if local else None,
         metrics=daemon_metrics,
         clock=SystemClock(),
-        threads=threads,
-        parts=parts,
+        pools=threads,
         sleep=asyncio.sleep,
         blocking_sleep=time.sleep,
         jitter=random.random,
         new_id=_new_id,
         give_back_memory=memory.give_back,
+        tail_slots_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_SLOTS_MAX,
     )
 
 
@@ -247,6 +243,10 @@ def _threads(
         threads.shutdown()
         raise
     threads.shutdown()
+
+
+def _patient_threads(name: str, count: int) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
+    return _threads(name, count, _give_way)
 
 
 @contextlib.contextmanager

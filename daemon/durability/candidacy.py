@@ -74,7 +74,7 @@ def decide(
     whom = f"waiting for daemon {recorded.owner} at {recorded.address}"
     if not watch.suspected:
         return Wait(f"{whom} ({watch.describe(now_s)})")
-    turn_s = rank * heartbeat.INTERVAL_S - watch.suspected_for_s(now_s)
+    turn_s = rank * watch.interval_s - watch.suspected_for_s(now_s)
     if turn_s > 0:
         return Wait(f"{whom} ({watch.describe(now_s)}); {rank} other candidates go first")
     return ClaimNow(f"daemon {recorded.owner} at {recorded.address} is silent ({watch.describe(now_s)})")

@@ -6,7 +6,7 @@ Does not own: the metric (`daemon.metrics`) and what follows from a failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from storage_backends.object_store import (
@@ -38,6 +38,14 @@ class CountedStore(ObjectStore):
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         with self._counting("get"):
             return self._inner.get_with_metadata(key)
+
+    def get_run(self, keys: Sequence[str]) -> list[bytes]:
+        with self._counting("get"):
+            return self._inner.get_run(keys)
+
+    @property
+    def reads_are_requests(self) -> bool:
+        return self._inner.reads_are_requests
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         with self._counting("get_range"):

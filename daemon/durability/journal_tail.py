@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from daemon.errors import Corruption
 from storage_backends import journal_slots, object_store
 from storage_backends.formats import journal
-from storage_backends.journal_slots import READ_AHEAD_SLOTS
+from storage_backends.journal_slots import READ_AHEAD
 from storage_backends.journal_slots import Slot as Slot
 
 
@@ -39,7 +39,7 @@ def read_tail(
     from_slot: int,
     *,
     executor: concurrent.futures.Executor,
-    read_ahead_slots: int = READ_AHEAD_SLOTS,
+    read_ahead: int = READ_AHEAD,
 ) -> list[Slot]:
     """The slots `from_slot`, `from_slot` + 1, ... up to the first that is absent.
 
@@ -47,7 +47,7 @@ def read_tail(
     for a gap or an epoch that falls; both refuse the shard. `executor` must not be the one that runs this call.
     """
     with _refused():
-        return journal_slots.read_tail(store, shard, from_slot, executor=executor, read_ahead_slots=read_ahead_slots)
+        return journal_slots.read_tail(store, shard, from_slot, executor=executor, read_ahead=read_ahead)
 
 
 def check_epochs(earlier: journal.SlotHeader, later: journal.SlotHeader) -> None:

@@ -27,7 +27,7 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pa
 from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
-from daemon.durability import bucket_objects, progress, redeliveries
+from daemon.durability import bucket_objects, progress, redeliveries, replay_runs
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store, topic_tails
 from storage_backends.formats import bucket, checkpoint, errors, index_ids, journal, manifest
@@ -215,11 +215,20 @@ def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapse
     Raises Corruption when one of them cannot be decoded.
     """
     rows = 0
-    for slot in tail.slots_above(tip):
-        for record in _decoded(slot):
-            topic.apply(record, slot.slot, elapsed_ms=elapsed_ms)
-            rows += record.row_count
+    decided = ((slot.slot, record) for slot in tail.slots_above(tip) for record in _decoded(slot))
+    for number, decision in _few(topic, decided):
+        topic.apply(decision, number, elapsed_ms=elapsed_ms)
+        rows += decision.row_count
     return rows
+
+
+def _few(topic: Topic, decided: Iterable[replay_runs.Decided]) -> Iterable[replay_runs.Decided]:
+    if any(index.quarantined for index in topic.indexes.values()):
+        # What a damaged bucket has is told by the slot of each add.
+        return decided
+    return replay_runs.merged(
+        decided, created_slots=(each.stored.created_slot for each in topic.subscriptions.values())
+    )
 
 
 def _decoded(slot: CarriedSlot) -> list[journal.Record]:

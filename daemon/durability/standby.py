@@ -42,7 +42,9 @@ def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLo
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimable:
-    """Every shard may be claimed. `gone_owners`: recorded owners of whom no process is alive; "" stands for nobody."""
+    """Every shard, or the one that was asked for, may be claimed. `gone_owners`: recorded owners of whom no process is
+    alive; "" stands for nobody.
+    """
 
     reason: str
     gone_owners: frozenset[str]
@@ -111,6 +113,38 @@ class Standby:
             if self._own_epochs:
                 await give_up(self._own_epochs)
             await self._sleep(self._look_interval_s)
+
+    async def claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:
+        """Whether each of these shards may be claimed by itself: for a daemon that owns others, and therefore waits for
+        no other candidate to own them all. A shard whose manifest is damaged may be: the claim says so.
+        """
+        return await self._run(lambda: self._claimable(shards))
+
+    def _claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:
+        recorded: dict[int, RecordedOwner | None] = {}
+        found: dict[int, Claimable | Wait] = {}
+        try:
+            for number in shards:
+                try:
+                    tip = self._tips[number] = self._shard_logs[number].read_tip(self._tips[number])
+                except object_store.Damaged as error:
+                    found[number] = Claimable(f"its manifest is damaged: {error}", frozenset())
+                    continue
+                manifest = None if tip is None else tip.manifest
+                recorded[number] = None if manifest is None else RecordedOwner(manifest.owner, manifest.address)
+            self._observe_heartbeats({each.owner for each in recorded.values() if each is not None})
+        except object_store.StoreError as error:
+            for watch in self._watches.values():
+                watch.store_failed(now_s=self._clock())
+            return dict.fromkeys(shards, Wait(f"the store cannot be reached: {error}"))
+        others = {each.owner for each in recorded.values() if each is not None} - {"", self._daemon_id}
+        locks = {owner: self._lock(owner) for owner in others}
+        gone = frozenset(("", self._daemon_id, *(owner for owner, lock in locks.items() if lock is OwnerLock.FREE)))
+        for number, each in recorded.items():
+            lock = OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN)
+            decision = self._decide(each, lock)
+            found[number] = decision if isinstance(decision, Wait) else Claimable(decision.reason, gone)
+        return found
 
     def _look(self) -> Claimable | Wait:
         try:

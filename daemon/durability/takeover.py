@@ -26,7 +26,7 @@ from daemon.durability import (
     shard_manifest,
     slot_put,
 )
-from daemon.errors import Corruption
+from daemon.errors import Corruption, NotOwner
 from storage_backends import commit, object_store
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import checkpoint as checkpoint_format
@@ -145,6 +145,13 @@ def _finish(takeover: _Takeover) -> ShardClaim:
     except Corruption:
         takeover.give_up()
         raise
+    except (object_store.StoreError, commit.CommitOutcomeUnknown, commit.Refused, NotOwner):
+        raise
+    except Exception as error:
+        # What is stored of it makes no sense together, or there is a bug: the others are served all the same.
+        takeover.give_up()
+        log.exception("a shard cannot be restored")
+        raise Corruption(f"it cannot be restored: {error!r}") from error
 
 
 def _claim(shard_log: commit.ManifestLog[ShardManifest], shard: int, claimant: Claimant) -> commit.Tip[ShardManifest]:

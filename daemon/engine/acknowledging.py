@@ -116,11 +116,12 @@ class Acknowledging:
         # What a former owner handed out may not have been passed here.
         async with self._in_time("what is due could not be read"):
             await self._topic.settle_due()
-        if not len(self._topic.core.in_backlog(state, claims)):
-            return KeyedRows.empty()
         seen: SeenRows = {}
         while True:
+            # Also where nothing will be found: of that some requests decide something.
             await self.decidable(state, named)
+            if not len(self._topic.core.in_backlog(state, claims)):
+                return KeyedRows.empty()
             found, missing = self._topic.core.find_in_backlog(state, claims, seen)
             if not missing:
                 return found
@@ -131,4 +132,4 @@ class Acknowledging:
         if ignored:
             # What was not in the backlog may have left it by a decision of a later slot.
             await self._topic.shard.commits.confirmed()
-        await self._topic.shard.acknowledgements_open()
+        await self._topic.shard.alone()

@@ -44,8 +44,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The tip was read within this time, where there is something that others may merge.
-LOOK_S = 60.0
+# The tip was read within this time, where there is something that others may merge: it finds merges of which no hint
+# came. Below the time that merged buckets stay.
+LOOK_S = 1_200.0
+# After a look that failed.
+LOOK_AGAIN_S = 30.0
 MERGEABLE_BUCKETS = 2
 # Bucket objects of one seal that are written at the same time.
 WRITES_MAX = 4
@@ -71,7 +74,8 @@ class _Seal:
 
 
 class BucketLife:
-    """The buckets of one topic. `lost` hears of an error that ends the shard; `changed` of buckets that changed.
+    """The buckets of one topic. `failed` hears of an error that ends the topic, or the shard; `changed` of buckets
+    that changed.
 
     `settings`: what is in force for the topic now. `slot`: no later one has named the topic so far. `adopt` puts the
     merged buckets that a manifest names in the place of their sources.
@@ -86,7 +90,7 @@ class BucketLife:
         slot: int,
         settings: Callable[[], TopicSettings],
         adopt: Callable[[manifest.TopicManifest], Awaitable[None]],
-        lost: Callable[[BaseException], None],
+        failed: Callable[[BaseException], None],
         changed: Callable[[], None],
     ) -> None:
         self._topic = topic
@@ -94,7 +98,7 @@ class BucketLife:
         self._adopt = adopt
         self._commits = commits
         self._environment = environment
-        self._lost = lost
+        self._failed = failed
         self._changed = changed
         self._seals: collections.deque[_Seal] = collections.deque()
         # What was found in buckets that are to be quarantined, by name.
@@ -103,8 +107,8 @@ class BucketLife:
         # Every merged bucket of this manifest, and of those before it, is served.
         self._learned = commits.number
         self._learners: list[asyncio.Future[None]] = []
-        # Of each topic another time: they are not all looked at together.
-        self._look_every_s = LOOK_S * (1 - environment.jitter() / 2)
+        # At first of each topic another time: they are not all looked at together.
+        self._look_in_s = LOOK_S * environment.jitter()
         self._looked_at_s = environment.clock.elapsed_s()
         self._look_wanted = False
         self._work: asyncio.Task[None] | None = None
@@ -117,7 +121,7 @@ class BucketLife:
             learn=self.learn,
             is_live=self.is_live,
             damaged=self.quarantine,
-            lost=lost,
+            failed=failed,
         )
 
     # ---- deciding
@@ -141,12 +145,16 @@ class BucketLife:
         self.after_slot(slot)
         self.merging.consider()
         elapsed_s = self._environment.clock.elapsed_s()
-        if elapsed_s - max(self._looked_at_s, self._commits.read_at_s) < self._look_every_s:
+        if elapsed_s - max(self._looked_at_s, self._commits.read_at_s) < self._look_in_s:
             return
+        self._looked_at_s, self._look_in_s = elapsed_s, LOOK_S
         if sum(len(index.sealed) for index in self._topic.indexes.values()) >= MERGEABLE_BUCKETS:
-            self._looked_at_s = elapsed_s
-            self._look_wanted = True
-            self._start()
+            self.look_for_merges()
+
+    def look_for_merges(self) -> None:
+        """The newest manifest is read from now on, and what others merged is learned."""
+        self._look_wanted = True
+        self._start()
 
     def seal(self, slot: int) -> asyncio.Future[Sealed] | None:
         """Cuts the mutable buckets of all indexes now. Call between two slots; `slot` is the last one that is applied.
@@ -217,7 +225,7 @@ class BucketLife:
             try:
                 return await self._commits.read()
             except StoreError as error:
-                log.warning("topic %s: its manifest cannot be read, trying again: %s", self._topic.name, error)
+                self._environment.waits_for_store("manifests cannot be read", f"topic {self._topic.name}", error)
                 await self._environment.sleep(delay_s)
         raise InvariantViolated("the delays ended")
 
@@ -280,7 +288,7 @@ class BucketLife:
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None:
-            self._lost(error)
+            self._failed(error)
 
     async def _run(self) -> None:
         while not self._halted:
@@ -291,7 +299,8 @@ class BucketLife:
             elif self._damaged:
                 await self._quarantine(next(iter(self._damaged)))
             elif self._seals:
-                await self._seal(self._seals[0])
+                async with self._environment.sealing_turns:
+                    await self._seal(self._seals[0])
             elif self._topic.indexes.droppable():
                 await self._drop()
             else:
@@ -306,6 +315,7 @@ class BucketLife:
             await self._commits.read()
         except StoreError as error:
             log.info("topic %s: what others merged is looked at later: %s", self._topic.name, error)
+            self._looked_at_s, self._look_in_s = self._environment.clock.elapsed_s(), LOOK_AGAIN_S
 
     async def _learn(self) -> None:
         """The newest manifest that is known: its merged buckets take the place of their sources."""
@@ -349,7 +359,8 @@ class BucketLife:
                 slot_to=seal.slot,
                 epoch=self._commits.epoch,
                 replaced_delete_after_ms=environment.clock.now_ms() + environment.grace_ms,
-            )
+            ),
+            run=environment.pools.seals.run,
         )
         self._finish(seal, written)
         kept = [each for each in written if each is not None]
@@ -405,7 +416,7 @@ class BucketLife:
 
     async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
         """The progress of a seal: itself where it is small, or the object that it was written to."""
-        progress, encoded = await self._environment.run(lambda: _encoded(seal))
+        progress, encoded = await self._environment.pools.seals.run(lambda: _encoded(seal))
         if len(encoded) <= INLINE_PROGRESS_BYTES:
             return progress, None
         base = seal.cuts[0].base
@@ -450,10 +461,10 @@ class BucketLife:
         """Runs a repeatable write until the store takes it; the rows are served from memory meanwhile."""
         for delay_s in backoff.delays_s(self._environment.jitter):
             try:
-                return await self._environment.run(work)
+                return await self._environment.pools.seals.run(work)
             except StoreError as error:
                 self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)
-                log.warning("topic %s: a seal cannot be written, trying again: %s", self._topic.name, error)
+                self._environment.waits_for_store("seals cannot be written", f"topic {self._topic.name}", error)
                 await self._environment.sleep(delay_s)
         raise InvariantViolated("the delays ended")
 

@@ -4,7 +4,8 @@ Owns: when a checkpoint is written, that one is written at a time, and deleting 
 Does not own: what a checkpoint holds (`daemon.durability.checkpoint`), its object (`checkpoint_store`), which slots may
 go (`journal_truncation`).
 
-A shard that writes is checkpointed after so many slots or bytes. One that has fallen silent is checkpointed twice, when
+A shard that writes is checkpointed after so many slots or bytes, and when the slots of all shards that no checkpoint
+covers are many and its are the most (`tail_bound`). One that has fallen silent is checkpointed twice, when
 garbage is collected: then two checkpoints cover its whole journal, and only fences are left of it.
 """
 
@@ -16,11 +17,19 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from daemon.core.object_count import ObjectCount
-from daemon.durability import checkpoint, checkpoint_store, epoch_confirmation, shard_manifest
+from daemon.durability import (
+    checkpoint,
+    checkpoint_store,
+    epoch_confirmation,
+    journal_tail,
+    recovery,
+    shard_manifest,
+)
 from daemon.durability.journal import WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.environment import Environment
+from daemon.errors import Unavailable
 from storage_backends import commit
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest
@@ -55,6 +64,7 @@ class Checkpointing:
         self._environment = environment
         self._bytes_since = 0
         self._slots_since = 0
+        self._tail = environment.tail_bound.tail(self._begin)
         self._tail_bytes = sum(slot.size_bytes for slot in claim.slots)
         self._tail_slots = len(claim.slots)
         self._last_data_slot = _last_data_slot(claim)
@@ -71,7 +81,9 @@ class Checkpointing:
             epoch=claim.epoch,
             fence_slot=claim.fence_slot,
             known_kinds={slot.header.slot: slot.header.kind for slot in claim.slots},
-            executor=environment.parts,
+            # As many slots are deleted as are written: with fewer threads than writing has, deletions, which the next
+            # checkpoint of the shard waits for, would fall behind.
+            executor=environment.pools.journal.parts,
         )
 
     # ---- what happens to the journal
@@ -80,6 +92,7 @@ class Checkpointing:
         """A slot is certain."""
         self._bytes_since += slot.size_bytes
         self._slots_since += 1
+        self._tail.grown(1)
         self._last_data_slot = slot.slot
         self._written_at_s = self._environment.clock.elapsed_s()
         self._truncation.written(slot.size_bytes)
@@ -88,14 +101,21 @@ class Checkpointing:
         """Every topic is loaded or damaged: what former owners left in the journal counts for the next checkpoint."""
         self._bytes_since += self._tail_bytes
         self._slots_since += self._tail_slots
+        self._tail.grown(self._tail_slots)
         self.consider()
 
     def consider(self) -> None:
-        """Begins a checkpoint if the journal has grown enough and none is under way."""
+        """Begins a checkpoint if the journal has grown enough and none is under way; of this shard, or of that whose
+        journal has grown most.
+        """
         limits = self._environment.config.journal
-        wanted = self._bytes_since >= limits.checkpoint_bytes or self._slots_since >= limits.checkpoint_slots
-        if wanted and not self._busy:
-            self._start(self._try()).add_done_callback(self._ended)
+        if self._bytes_since >= limits.checkpoint_bytes or self._slots_since >= limits.checkpoint_slots:
+            self._begin()
+        self.look_after()
+
+    def look_after(self) -> None:
+        """Begins a checkpoint of some shard where all tails together are long: also when no slot comes any more."""
+        self._environment.tail_bound.consider()
 
     # ---- what others ask for
 
@@ -140,6 +160,34 @@ class Checkpointing:
             except StoreError as error:
                 log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
 
+    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+        """What the newest checkpoint and the slots above it hold of a topic, of which nothing is staged any more; and
+        the last slot that is applied.
+
+        Raises Corruption when they are damaged, and the store's errors.
+        """
+        environment, shard = self._environment, self._shard
+        # No slot of those is deleted meanwhile.
+        async with self._turn:
+            await shard.commits.settled()
+            newest, until = self.newest.manifest, shard.applied_slot
+
+            def read() -> recovery.TopicTail:
+                loaded = checkpoint_store.read_newest(
+                    environment.store, newest, damaged=lambda key: environment.metrics.damage_found("checkpoint")
+                )
+                slots = journal_tail.read_tail(
+                    environment.store,
+                    shard.number,
+                    loaded.replay_from + 1,
+                    executor=environment.pools.loads.parts,
+                )
+                above = ((slot.header, slot.records) for slot in slots if slot.header.slot <= until)
+                tails = recovery.tails_of(loaded.checkpoint, above, only={topic_id})
+                return tails.get(topic_id, recovery.NOTHING)
+
+            return await environment.pools.loads.run(read), until
+
     async def collect(self) -> ObjectCount:
         """Checkpoints an idle shard whose journal is not covered twice, and deletes what is; what was deleted.
 
@@ -160,9 +208,10 @@ class Checkpointing:
         """What `collect` would delete now without another checkpoint. Raises the store's errors."""
         async with self._turn:
             newest = self.newest.manifest
-            return await self._environment.run(lambda: self._truncation.covered(newest))
+            return await self._environment.pools.collection.run(lambda: self._truncation.covered(newest))
 
     def close(self) -> None:
+        self._tail.forget()
         if self._work is not None:
             self._work.cancel()
 
@@ -172,17 +221,30 @@ class Checkpointing:
     def _busy(self) -> bool:
         return self._work is not None and not self._work.done()
 
+    def _begin(self) -> bool:
+        if self._busy:
+            return False
+        self._start(self._try()).add_done_callback(self._ended)
+        return True
+
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         self._work = asyncio.ensure_future(work)
         return self._work
 
     def _ended(self, work: asyncio.Task[None]) -> None:
-        if not work.cancelled() and (error := work.exception()) is not None:
+        if work.cancelled():
+            return
+        if (error := work.exception()) is not None:
             self._shard.lose(error)
+        # Another shard may wait for its turn.
+        self.look_after()
 
     async def _try(self) -> None:
         try:
             async with self._turn:
+                if self._shard.reloading:
+                    # What a checkpoint has to hold of a topic that failed is being read: the next slots ask again.
+                    return
                 await self._write()
                 await self._truncate()
         except (StoreError, commit.CommitOutcomeUnknown) as error:
@@ -192,7 +254,7 @@ class Checkpointing:
     async def _collect(self) -> None:
         async with self._turn:
             idle_s = self._environment.clock.elapsed_s() - self._written_at_s
-            if idle_s >= IDLE_S and not self.covered_twice:
+            if idle_s >= IDLE_S and not self.covered_twice and not self._shard.reloading:
                 await self._write()
             await self._truncate()
 
@@ -206,7 +268,8 @@ class Checkpointing:
             await asyncio.wait([self._truncating])
         newest = self.newest.manifest
         before = self._truncation.deleted
-        self._truncating = asyncio.ensure_future(self._environment.run(lambda: self._truncation.truncate(newest)))
+        truncate = self._environment.pools.collection.run(lambda: self._truncation.truncate(newest))
+        self._truncating = asyncio.ensure_future(truncate)
         looked_at = await asyncio.shield(self._truncating)
         deleted = self._truncation.deleted - before
         self._environment.metrics.collected("journal_slot", objects=deleted.objects, size_bytes=deleted.size_bytes)
@@ -214,7 +277,13 @@ class Checkpointing:
 
     async def _write(self) -> None:
         """Writes the state as of now and commits it."""
+        with self._tail.covering():
+            await self._write_now()
+
+    async def _write_now(self) -> None:
         environment, shard = self._environment, self._shard
+        if shard.reloading:
+            raise Unavailable(f"shard {shard.number}: a topic that failed is not in memory, and not read yet")
         size_bytes, slots = self._bytes_since, self._slots_since
         slot = shard.applied_slot
         cuts = shard.cuts()

@@ -70,7 +70,7 @@ class Collection:
         settings = environment.config.collection
         self._tools = garbage.Tools(
             store=environment.store,
-            executor=environment.parts,
+            executor=environment.pools.collection.parts,
             now_ms=environment.clock.now_ms,
             writer=environment.config.daemon_id,
             limits=garbage_rules.Limits(

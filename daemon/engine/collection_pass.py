@@ -339,4 +339,4 @@ class Pass:
     async def _run(self, step: Callable[[], T]) -> T:
         """A step in a thread, if the pass may go on."""
         self._check()
-        return await self._environment.run(step)
+        return await self._environment.pools.collection.run(step)

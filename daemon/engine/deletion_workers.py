@@ -210,7 +210,7 @@ class DeletionWorkers:
 
     async def _make(self, attempt: Attempt) -> None:
         try:
-            came = await self._environment.run_deleting(functools.partial(self._delete, attempt))
+            came = await self._environment.pools.deletions.run(functools.partial(self._delete, attempt))
         finally:
             began_s = self._made.pop(attempt)
             self.wake()

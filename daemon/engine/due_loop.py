@@ -41,6 +41,10 @@ class Sleeper(Protocol):
         """Does a bounded amount of what is due; the time of the next wake-up, not after `now_ms` when more is due."""
         ...
 
+    def failed(self, error: Exception) -> None:
+        """It could not be woken: it is woken no more until it is scheduled again."""
+        ...
+
 
 class DueLoop:
     """Wakes sleepers, each at a multiple of its tick. `pace`: how much a sleeper does when it is woken."""
@@ -95,7 +99,7 @@ class DueLoop:
             due = self._pop_due(now_ms)
             began_s = turn_began_s = loop.time()
             for sleeper in due:
-                again_ms = sleeper.wake(now_ms)
+                again_ms = _woken(sleeper, now_ms)
                 ended_s = loop.time()
                 if again_ms is not None and again_ms <= now_ms:
                     # It has waited for its tick already.
@@ -134,6 +138,15 @@ class DueLoop:
         finally:
             timer.cancel()
             self._sleeping_until_ms = None
+
+
+def _woken(sleeper: Sleeper, now_ms: int) -> int | None:
+    """What is wrong with one of them is nobody else's loss."""
+    try:
+        return sleeper.wake(now_ms)
+    except Exception as error:  # noqa: BLE001 - the sleeper's scope tells it
+        sleeper.failed(error)
+        return None
 
 
 def _sleeper_of(entry: tuple[int, int, weakref.ref[Sleeper]]) -> Sleeper | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
+from daemon.durability.candidacy import Wait
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.calls import Health, TopicLocation
 from daemon.engine.clock_watch import ClockWatch
@@ -24,6 +27,8 @@ from daemon.engine.deletion_requests import DeletionRequests
 from daemon.engine.deletion_workers import DeletionWorkers
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
+from daemon.engine.failure_scope import Failures, ProcessFailed, ShardLost
+from daemon.engine.merge_watch import MergeWatch
 from daemon.engine.ownership import Candidate, Claimed
 from daemon.engine.requests import Requests
 from daemon.engine.shard import ServedShard
@@ -37,7 +42,7 @@ from daemon.errors import (
 )
 from storage_backends import commit, root_format
 from storage_backends.formats import names
-from storage_backends.formats.manifest import RootFormat
+from storage_backends.formats.manifest import RootFormat, ShardManifest
 from storage_backends.object_store import Damaged, StoreError
 
 log = logging.getLogger(__name__)
@@ -47,11 +52,26 @@ LOOK_AFTER_S = 1.0
 TOPICS_A_TURN = 1_000
 # Whether a damaged shard was mended is looked at this often.
 DAMAGED_LOOK_S = 30.0
+# Whether a shard that was lost may be taken again is looked at this often.
+LOOK_S = 1.0
+AWAY_RETRY_MS = 500
 # While the shards are being claimed a caller may come again so soon.
 TAKING_OVER_RETRY_MS = 25
 STARTING = "starting"
 # A slot that is uncertain for longer makes health say NOT_SERVING.
 STALLED_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Away:
+    """A shard that is not served here, while others are. `again_s`: it is not claimed before, monotonic seconds."""
+
+    reason: str
+    owner_address: str
+    again_s: float
+
+    def waiting(self, reason: str, recorded: ShardManifest | None) -> _Away:
+        return dataclasses.replace(self, reason=reason, owner_address="" if recorded is None else recorded.address)
 
 
 class Engine:
@@ -64,6 +84,11 @@ class Engine:
         self._pending = PendingRows(environment.config.limits.pending_rows_max)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
+        # Shards that were lost while others are served.
+        self._away: dict[int, _Away] = {}
+        self._failures = Failures()
+        # One look at shards that are to be taken again, and their claims, at a time.
+        self._taking = asyncio.Lock()
         # Of the shards as they were claimed, so that they can be given up when they are lost.
         self._epochs: dict[int, int] = {}
         self._candidate = Candidate(environment, waiting=self._wait_for)
@@ -77,6 +102,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._store_away = False
         self.collection = Collection(environment, lambda: self._shards, lambda: self._shards_total)
+        self._merge_watch = MergeWatch(environment, lambda: self._shards)
         self.requests = Requests(self, environment)
         self.deletion_requests = DeletionRequests(self, environment, shards_total=lambda: self._shards_total)
         self._deletion_workers = DeletionWorkers(environment, lambda: self._shards, failed=self._task_ended)
@@ -99,7 +125,7 @@ class Engine:
             address=environment.config.daemon.address or "",
             shards=lambda: tuple(sorted(self._shards)),
             instance=environment.new_id(),
-            run=environment.run,
+            run=environment.pools.journal.run,
             sleep=environment.sleep,
             interval_s=environment.config.ownership.heartbeat_interval_s,
         )
@@ -115,6 +141,7 @@ class Engine:
             self._serve_for_ever(),
             self._due_loop.run(),
             self.collection.run(),
+            self._merge_watch.run(),
             self._deletion_workers.run(),
         )
         for work in (*serving, self._look_after(), watch.run(), beat):
@@ -226,18 +253,57 @@ class Engine:
             for task in beside:
                 task.add_done_callback(self._task_ended)
             try:
-                await self._lost.wait()
+                await self._until_all_lost()
             finally:
                 for task in beside:
                     task.cancel()
             await self._candidate.give_up(self._epochs)
-            await self._environment.sleep(1.0)
+            wait_s = max((away.again_s for away in self._away.values()), default=0.0)
+            await self._environment.sleep(max(LOOK_S, wait_s - self._environment.clock.elapsed_s()))
+
+    async def _until_all_lost(self) -> None:
+        """Takes again, one by one, what of the shards was lost; returns when none is left."""
+        while self._shards:
+            self._lost.clear()
+            if self._away:
+                now_s = self._environment.clock.elapsed_s()
+                await self._take_again([number for number, away in self._away.items() if away.again_s <= now_s])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S if self._away else None):
+                    await self._lost.wait()
+
+    async def _take_again(self, shards: Sequence[int]) -> None:
+        """Claims those of the shards that may be claimed now; the others are served meanwhile."""
+        async with self._taking:
+            for number, decision in (await self._candidate.claimable(shards) if shards else {}).items():
+                if isinstance(decision, Wait):
+                    if number in self._away:
+                        self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
+                    continue
+                try:
+                    self._serve_shard(await self._candidate.claim(number, decision.gone_owners))
+                except Corruption as error:
+                    self._away.pop(number, None)
+                    self._damaged[number] = error
+                    continue
+                except (StoreError, commit.CommitOutcomeUnknown, commit.Refused, NotOwner) as error:
+                    log.warning("shard %d cannot be taken over: %s", number, error)
+                    continue
+                self._away.pop(number, None)
+                self._damaged.pop(number, None)
+                log.info("shard %d is served again", number)
+            self._tell_which()
+
+    def _recorded(self, number: int) -> ShardManifest | None:
+        recorded = self._candidate.recorded(number)
+        return None if recorded is None or recorded.owner == self._environment.config.daemon_id else recorded
 
     def _serve(self, claimed: Claimed) -> list[ServedShard]:
         self._lost.clear()
         # Keys of segments that an earlier ownership loaded mean nothing now.
         self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
         self._damaged = dict(claimed.damaged)
+        self._away = {}
         self._epochs = {}
         shards = [self._serve_shard(claim) for claim in claimed.claims]
         log.info("serving shards=%d damaged=%d", len(shards), len(self._damaged))
@@ -282,38 +348,39 @@ class Engine:
         """Looks again and again whether a damaged shard can be read; the others are served meanwhile."""
         while True:
             await self._environment.sleep(DAMAGED_LOOK_S)
-            for number in list(self._damaged):
-                try:
-                    self._serve_shard(await self._candidate.claim_mended(number))
-                except Corruption as error:
-                    self._damaged[number] = error
-                    continue
-                except (StoreError, commit.CommitOutcomeUnknown, NotOwner) as error:
-                    log.warning("shard %d, which was damaged, cannot be taken over: %s", number, error)
-                    continue
-                del self._damaged[number]
-                log.info("shard %d can be served again", number)
-                self._set_serving()
+            await self._take_again(list(self._damaged))
 
     def _shard_lost(self, number: int, error: BaseException) -> None:
-        if number not in self._shards:
+        """It costs that shard: the others are served, and this one is stood by for."""
+        shard = self._shards.pop(number, None)
+        if shard is None:
             return
-        log.error("shard %d is lost: %s", number, error)
+        lost = ShardLost(number, error)
+        log.error("shard %d is lost: %s", number, error, exc_info=error if lost.kind == "failed" else None)
+        self._close(shard, lost.answer())
         if self._draining:
             # The others are still to be given up in order.
-            self._close(self._shards.pop(number), _answer_for(error))
+            return
+        self._environment.metrics.shard_lost(lost.kind)
+        if isinstance(error, Corruption):
+            self._damaged[number] = error
         else:
-            self._drop_all(error)
+            now_s = self._environment.clock.elapsed_s()
+            wait_s = self._failures.delay_s(number, now_s=now_s) if lost.kind == "failed" else 0.0
+            self._away[number] = _Away(str(error), lost.owner_address, now_s + wait_s)
+        if self._shards:
+            self._tell_which()
+        else:
+            self._store_away = False
+            self._candidate.succeeded_by(lost.owner_address)
+            self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
+        self._lost.set()
 
-    def _drop_all(self, error: BaseException) -> None:
-        """One daemon owns all shards: when one is lost, all are given up, and this daemon stands by."""
+    def _drop_all(self, failed: ProcessFailed) -> None:
         shards, self._shards = self._shards, {}
-        self._store_away = False
-        self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
-        if isinstance(error, NotOwner):
-            self._candidate.succeeded_by(error.owner_address)
+        self._set_health(Health(serving=False, reason=str(failed)))
         for shard in shards.values():
-            self._close(shard, _answer_for(error))
+            self._close(shard, Unavailable(str(failed)))
         self._lost.set()
 
     def _close(self, shard: ServedShard, answer: TarryError) -> None:
@@ -385,9 +452,11 @@ class Engine:
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.critical("a task of the engine has ended: %r", error, exc_info=error)
-        self._drop_all(error)
+        failed = ProcessFailed(f"a task of the engine has ended: {error!r}")
+        failed.__cause__ = error
+        self._drop_all(failed)
         if not self.failed.done():
-            self.failed.set_exception(error)
+            self.failed.set_exception(failed)
 
     # ---- health
 
@@ -402,9 +471,17 @@ class Engine:
     def _wait_for(self, reason: str) -> None:
         self._set_health(Health(serving=False, reason=reason))
 
+    def _tell_which(self) -> None:
+        """Other shards may be served than before, or none, if the last was lost meanwhile."""
+        if self._shards and not self._store_away:
+            self._set_serving()
+
     def _set_serving(self) -> None:
         damaged = "".join(f"; shard {number} is damaged" for number in sorted(self._damaged))
-        self._set_health(Health(serving=True, reason=f"serving{damaged}"))
+        away = "".join(
+            f"; shard {number} is not served here: {self._away[number].reason}" for number in sorted(self._away)
+        )
+        self._set_health(Health(serving=True, reason=f"serving{damaged}{away}"))
 
     def _set_health(self, health: Health) -> None:
         if health == self._health or (self._draining and health.reason != "stopping"):
@@ -452,13 +529,27 @@ class Engine:
         )
 
     def shard_of(self, topic: str) -> ServedShard:
-        """The shard of a topic. Raises as `check_serving` does, and Corruption when the shard is damaged."""
+        """The shard of a topic. Raises as `check_serving` does, Corruption when the shard is damaged, and NotOwner or
+        Unavailable when others are served here, and it is not.
+        """
         self.check_serving()
         number = names.shard_of(topic, self._shards_total)
         damage = self._damaged.get(number)
         if damage is not None:
-            raise Corruption(f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}")
-        return self._shards[number]
+            raise Corruption(
+                f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}", of_topic=True
+            )
+        shard = self._shards.get(number)
+        if shard is None:
+            raise self._not_here(number)
+        return shard
+
+    def _not_here(self, number: int) -> TarryError:
+        away = self._away.get(number)
+        reason = "it is being taken over" if away is None else away.reason
+        if away is not None and away.owner_address:
+            return NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
+        return Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
 
     def location_of(self, topic: str) -> TopicLocation:
         """Who owns the topic's shard. Raises Unavailable while it is not known."""
@@ -477,15 +568,6 @@ def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) 
     # That a shard is lost is told by its own tasks.
     if not confirming.cancelled() and confirming.exception() is None:
         collections.deque(shard.look_after(), maxlen=0)
-
-
-def _answer_for(error: BaseException) -> TarryError:
-    """What those who wait are told when a shard is lost by that error."""
-    if isinstance(error, NotOwner):
-        return NotOwner(str(error), owner_address=error.owner_address)
-    if isinstance(error, TarryError):
-        return error
-    return Unavailable(f"the shard is served by this daemon no longer: {error}")
 
 
 def _stopped() -> Unavailable:

@@ -7,7 +7,6 @@ Does not own: how any of it is made (`daemon.process`, tests).
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable
@@ -19,12 +18,20 @@ from daemon.config import Config
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.limits import RequestLimits
 from daemon.durability import backoff
+from daemon.engine.outages import Outages
+from daemon.engine.pools import Pools
+from daemon.engine.tail_bound import TailBound
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
 from storage_backends.local_directory import LocalLocks
 from storage_backends.object_store import ObjectStore
 
 T = TypeVar("T")
+
+# Slots above the newest checkpoints, over all shards, which a successor reads: it takes about a second. In a local
+# directory a slot costs some 50 us of CPU, elsewhere a request.
+TAIL_SLOTS_MAX = 10_000
+TAIL_REQUESTS_MAX = 2_000
 
 
 class Clock(Protocol):
@@ -57,11 +64,10 @@ class CommitObserver:
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """`threads` runs requests to the store; `parts` runs the parts of one of them in parallel, so that no thread waits
-    for a thread of its own pool. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
-    `give_back_memory`: what is free in the process goes back to the machine; for a thread. `merging`: one thread of low
-    priority; None: one of `threads`. `deleting`: as many threads as there may be attempts to delete a ledger at once;
-    None: some of `threads`. `ledger_stores`: where the ledgers of others are.
+    """`pools`: the threads. `locks`: None where the root is not a local directory. `new_id`: unique, url-safe.
+    `give_back_memory`: what is free in the process goes back to the machine; for a thread. `ledger_stores`: where the
+    ledgers of others are. `tail_slots_max`: so many slots may a successor have to read, by what reading one costs at
+    this store.
     """
 
     config: Config
@@ -69,28 +75,23 @@ class Environment:
     locks: LocalLocks | None
     metrics: Metrics
     clock: Clock
-    threads: concurrent.futures.Executor
-    parts: concurrent.futures.Executor
+    pools: Pools
     sleep: backoff.Sleep
     blocking_sleep: backoff.BlockingSleep
     jitter: backoff.Jitter
     new_id: Callable[[], str]
     give_back_memory: Callable[[], None] = lambda: None
-    merging: concurrent.futures.Executor | None = None
-    deleting: concurrent.futures.Executor | None = None
     ledger_stores: LedgerStores = dataclasses.field(default_factory=LedgerStores)
+    tail_slots_max: int = TAIL_SLOTS_MAX
 
     def run(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs work that may block in a thread."""
-        return asyncio.get_running_loop().run_in_executor(self.threads, work)
+        """Runs work that may block in a thread of those that calls wait for."""
+        return self.pools.calls.run(work)
 
-    def run_merging(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs work of a merge: long, and in nobody's way."""
-        return asyncio.get_running_loop().run_in_executor(self.merging or self.threads, work)
-
-    def run_deleting(self, work: Callable[[], T], /) -> Awaitable[T]:
-        """Runs an attempt to delete a ledger, for as long as its store lets it wait."""
-        return asyncio.get_running_loop().run_in_executor(self.deleting or self.threads, work)
+    @functools.cached_property
+    def sealing_turns(self) -> asyncio.Semaphore:
+        """Held while a topic's seal is written and committed: so many at a time in the daemon."""
+        return asyncio.Semaphore(self.config.store.seal_threads)
 
     @functools.cached_property
     def merging_turn(self) -> asyncio.Lock:
@@ -98,9 +99,22 @@ class Environment:
         return asyncio.Lock()
 
     @functools.cached_property
+    def tail_bound(self) -> TailBound:
+        """Of all shards of the daemon."""
+        return TailBound(self.tail_slots_max, self.clock.elapsed_s)
+
+    @functools.cached_property
     def random(self) -> np.random.Generator:
         """Many random numbers at once."""
         return np.random.default_rng(int(self.jitter() * (1 << 53)))
+
+    def waits_for_store(self, what: str, whose: str, error: Exception) -> None:
+        """Logs that something is tried again; where many do so for one reason, now and then. See `outages`."""
+        self._outages.tell(what, whose, error, now_s=self.clock.elapsed_s())
+
+    @functools.cached_property
+    def _outages(self) -> Outages:
+        return Outages()
 
     def elapsed_ms(self) -> int:
         """Whole ms of the clock that never steps."""

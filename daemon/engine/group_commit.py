@@ -217,6 +217,55 @@ class GroupCommit:
         self._writing = None
 
 
+class TopicStaging:
+    """The decisions of one topic on their way into its shard's slots, until the topic ends.
+
+    What still runs for a topic that was let go must decide nothing: it has seen what counts no longer.
+    """
+
+    def __init__(self, commits: GroupCommit) -> None:
+        self._commits = commits
+        self._ended: Exception | None = None
+
+    def end(self, error: Exception) -> None:
+        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
+        if self._ended is None:
+            self._ended = error
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
+
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    def check_accepting(self) -> None:
+        """As of `GroupCommit`."""
+        self._check()
+        self._commits.check_accepting()
+
+    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
+        """As of `GroupCommit`."""
+        self._check()
+        return self._commits.stage(*records, awaited=awaited)
+
+    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+        """As of `GroupCommit`."""
+        self._check()
+        return self._commits.stage_together(records)
+
+    async def confirmed(self) -> None:
+        """As of `GroupCommit`."""
+        self._check()
+        await self._commits.confirmed()
+
+    async def settled(self) -> None:
+        """As of `GroupCommit`."""
+        self._check()
+        await self._commits.settled()
+
+
 def _future() -> asyncio.Future[int]:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     # Nobody may be waiting when it fails.

@@ -103,6 +103,8 @@ class KeySharedStream(OpenStream):
         sharing = self._topic.key_sharing
         sharing.check_plan(positions)
         async with self._in_order:
+            # A former owner may still hand out by key.
+            await self._topic.shard.alone()
             await self._passed()
             sent = sharing.plan(self, request_id, positions)
         await sent

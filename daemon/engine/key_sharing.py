@@ -28,7 +28,7 @@ from daemon.engine.calls import Consumer
 from daemon.engine.dispatch import MESSAGES_ROWS_MAX, OpenStream
 from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream
-from daemon.errors import Conflict, InvalidArgument, InvariantViolated, QuotaExceeded, Unavailable
+from daemon.errors import Conflict, InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
 from storage_backends.formats.rows import Rows
 
 if TYPE_CHECKING:
@@ -283,7 +283,12 @@ class KeySharing:
             self._fail(shared, error)
 
     def _fail(self, shared: _Shared, error: Exception) -> None:
-        """What is shared by key cannot be relied on any more: its streams end with the error."""
+        """What is shared by key cannot be relied on any more: its streams end with the error, or, where that was not
+        foreseen, with their topic.
+        """
+        if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
+            self._topic.failed(error)
+            return
         streams = list(shared.streams.values())
         for stream in streams:
             stream.end(error)

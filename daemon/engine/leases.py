@@ -224,7 +224,11 @@ class Leases:
             self._timer = None
         if self._ends:
             in_s = max(TIMER_LEAST_S, self._ends[0][0] - self._environment.clock.elapsed_s())
-            self._timer = asyncio.get_running_loop().call_later(in_s, self.look_after)
+            self._timer = asyncio.get_running_loop().call_later(in_s, self._look)
+
+    def _look(self) -> None:
+        with self._topic.contained():
+            self.look_after()
 
     def end(self, error: Exception, *, subscription_id: int | None = None) -> None:
         """The leases of one subscription, or all of them, are no more; pullers get the error."""

@@ -250,7 +250,7 @@ class ShardDeletions:
     @property
     def may_start(self) -> bool:
         """Whether an attempt that has begun may be made now."""
-        return not self._draining and self.may_delete and self._shard.acknowledgements_open_in_s <= 0
+        return not self._draining and self.may_delete and not self._shard.alone_in_s
 
     @property
     def may_begin(self) -> bool:

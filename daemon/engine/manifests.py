@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from daemon.durability import backoff, takeover
 from daemon.engine.environment import Environment
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 30.0
 # So much of what was found damaged stands in a manifest.
 DAMAGE_CHARACTERS_MAX = 500
+
+T = TypeVar("T")
 
 Operation = commit.Operation[TopicManifest]
 
@@ -67,7 +70,7 @@ async def give_up(
 
     Raises commit.Refused when the shard belongs to another already, CommitOutcomeUnknown and the store's errors.
     """
-    await environment.run(
+    await environment.pools.journal.run(
         lambda: takeover.give_up(
             manifests,
             epoch,
@@ -110,6 +113,7 @@ class TopicCommits:
         self._tip = tip
         self._environment = environment
         self._turn = asyncio.Lock()
+        self._under_way: asyncio.Future[Any] | None = None
 
     @property
     def manifest(self) -> TopicManifest:
@@ -134,17 +138,22 @@ class TopicCommits:
         """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
         return self._tip.read_at
 
-    async def commit(self, operation: Callable[[TopicManifest], Operation]) -> TopicManifest:
+    async def commit(
+        self, operation: Callable[[TopicManifest], Operation], *, run: backoff.Run | None = None
+    ) -> TopicManifest:
         """Commits the operation made for the tip; returns when that is certain, however long the store is away: the
-        manifest that holds it, or a later one.
+        manifest that holds it, or a later one. `run`: of the pool it uses; that of calls by default.
 
         Raises Overtaken when what it names was merged; commit.Refused when its precondition fails otherwise, which
         means for an owner that the epoch is over; Corruption when the tip is damaged.
         """
         async with self._turn:
             made = operation(self._tip.manifest)
+            in_thread = self._in_thread(run or self._environment.run)
             try:
-                tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip)
+                tip = await commit_until_certain(
+                    self._environment, self._manifests, made, warm=self._tip, run=in_thread
+                )
             except commit.Refused as refused:
                 found = overtaken(refused, epoch=self.epoch)
                 if found is None or found.tip is None:
@@ -153,6 +162,22 @@ class TopicCommits:
                 raise found from refused
             self.saw(tip)
             return tip.manifest
+
+    def _in_thread(self, run: backoff.Run) -> backoff.Run:
+        """`run`, with a note of what runs: who waits may be cancelled, a thread that commits cannot be."""
+
+        def noted(work: Callable[[], T], /) -> Awaitable[T]:
+            running = self._under_way = asyncio.ensure_future(run(work))
+            # Nobody may be waiting any more when it fails.
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return asyncio.shield(running)
+
+        return noted
+
+    async def settled(self) -> None:
+        """Returns when no thread commits any more, also for callers that have gone."""
+        if self._under_way is not None and not self._under_way.done():
+            await asyncio.wait([self._under_way])
 
     async def read(self) -> TopicManifest:
         """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
@@ -177,11 +202,12 @@ async def commit_until_certain(
     operation: Operation,
     *,
     warm: commit.Tip[TopicManifest] | None,
+    run: backoff.Run | None = None,
 ) -> commit.Tip[TopicManifest]:
     """Tries the operation until it is committed or refused. The same operation is never applied twice."""
     for delay_s in backoff.delays_s(environment.jitter):
         try:
-            return await environment.run(
+            return await (run or environment.run)(
                 lambda: commit.commit(
                     manifests,
                     operation,
@@ -194,6 +220,6 @@ async def commit_until_certain(
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
         except (commit.CommitOutcomeUnknown, StoreError) as error:
-            log.warning("a manifest commit is not certain, trying again: %s", error)
+            environment.waits_for_store("manifest commits are not certain", manifests.key(0).rpartition("/")[0], error)
             await environment.sleep(delay_s)
     raise InvariantViolated("the delays ended")

@@ -61,7 +61,7 @@ class BucketMerging:
 
     `settings`: what is in force for it now. `learn` returns when what the manifest has in place of merged buckets is
     served; `is_live` tells whether the newest manifest names a bucket that is missing; `damaged` hears of a bucket
-    whose object is damaged, and what was found; `lost` of an error that ends the shard.
+    whose object is damaged, and what was found; `failed` of an error that ends the topic, or the shard.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BucketMerging:
         learn: Callable[[TopicManifest], Awaitable[None]],
         is_live: Callable[[str], Awaitable[bool]],
         damaged: Callable[[str, str], None],
-        lost: Callable[[BaseException], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._topic = topic
         self._settings = settings
@@ -83,7 +83,7 @@ class BucketMerging:
         self._learn = learn
         self._is_live = is_live
         self._damaged = damaged
-        self._lost = lost
+        self._failed = failed
         self._asked: list[_Asked] = []
         # Buckets that cannot be merged, though each of them can be read.
         self._unmergeable: set[str] = set()
@@ -218,7 +218,7 @@ class BucketMerging:
 
     def _ended(self, work: asyncio.Task[None]) -> None:
         if not work.cancelled() and (error := work.exception()) is not None:
-            self._lost(error)
+            self._failed(error)
         elif self._asked:
             # They came when it was ending.
             self.consider()
@@ -296,7 +296,7 @@ class BucketMerging:
         for live in plan.sources:
             read = functools.partial(bucket_objects.read_source, environment.store, live)
             try:
-                sources.append(await environment.run_merging(read))
+                sources.append(await environment.pools.merges.run(read))
             except bucket_objects.BucketMissing as error:
                 if not await self._is_live(live.object.name):
                     return "refused"
@@ -307,7 +307,7 @@ class BucketMerging:
                 return "damaged"
             if not await self._is_calm():
                 return "given_up"
-        made = await environment.run_merging(
+        made = await environment.pools.merges.run(
             lambda: merging.merged(
                 plan,
                 sources,
@@ -319,7 +319,7 @@ class BucketMerging:
         if not await self._is_calm():
             return "given_up"
         delete_after_ms = environment.clock.now_ms() + environment.grace_ms
-        written = await environment.run_merging(
+        written = await environment.pools.merges.run(
             lambda: merging.write(
                 environment.store,
                 plan,

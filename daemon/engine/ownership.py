@@ -5,7 +5,8 @@ Does not own: looking and deciding (`daemon.durability.standby`), the claim of o
 and what is done with owned shards (`engine`).
 
 One daemon owns all shards of a root; another one on the same root stands by. A shard that is damaged belongs to
-nobody: it is claimed again when it can be read.
+nobody: it is claimed again when it can be read. One that was lost while others are owned is waited for by itself: it is
+claimed under the same rules as all of them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from daemon.durability import heartbeat, standby, takeover
+from daemon.durability.candidacy import Wait
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption, NotOwner
@@ -58,7 +60,7 @@ class Candidate:
             self.shard_logs,
             daemon_id=environment.config.daemon_id,
             lock=lambda daemon_id: standby.lock_of(environment.locks, daemon_id),
-            run=environment.run,
+            run=environment.pools.journal.run,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             look_interval_s=LOOK_S,
@@ -146,16 +148,24 @@ class Candidate:
         except (StoreError, commit.CommitOutcomeUnknown) as error:
             log.warning("shard %d could not be given up: %s", shard, error)
 
-    async def claim_mended(self, shard: int) -> takeover.ShardClaim:
-        """Claims a shard that was damaged, if it can be read now; else raises Corruption, and claims nothing."""
-        return await self._claim(shard, frozenset(("", self._environment.config.daemon_id)))
+    async def claimable(self, shards: Sequence[int]) -> dict[int, standby.Claimable | Wait]:
+        """Whether each of these shards may be claimed by itself, by a daemon that owns others."""
+        return await self._standby.claimable(shards)
+
+    async def claim(self, shard: int, gone_owners: frozenset[str]) -> takeover.ShardClaim:
+        """Claims a shard that was lost or damaged, if it can be read now; else raises Corruption, and claims nothing.
+
+        Raises NotOwner and Refused when another daemon came first, CommitOutcomeUnknown, and the store's errors.
+        """
+        return await self._claim(shard, gone_owners)
 
     async def _claim(self, shard: int, gone_owners: frozenset[str]) -> takeover.ShardClaim:
         environment = self._environment
         claimant = takeover.Claimant(
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
-            executor=environment.parts,
+            # No slot is written by this daemon yet: all the threads that will do so may read the tails.
+            executor=environment.pools.journal.parts,
             clock=environment.clock.elapsed_s,
             sleep=environment.blocking_sleep,
             jitter=environment.jitter,

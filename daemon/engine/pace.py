@@ -14,6 +14,8 @@ import asyncio
 
 ROWS_LEAST = 500
 ROWS_MOST = 10_000
+# To look into a source of rows costs as much as to take so many rows from it.
+ROWS_A_SOURCE = 200
 # How long the others' turn should take at most.
 TURN_S = 0.004
 # A turn that takes longer makes portions so much smaller, and another one larger.
@@ -37,6 +39,13 @@ class Pace:
         if self._loop.time() - self._noted_s > FORGET_S:
             self._rows = ROWS_LEAST
         return self._rows
+
+    def rows_of(self, sources: int) -> int:
+        """How many rows to take at once from so many sources that are merged, then `give_way`: `rows`, but of many
+        sources enough rows that taking them costs no less than looking into the sources. Smaller portions would make
+        the turn no shorter, and it would never come to larger ones again.
+        """
+        return max(self.rows, min(ROWS_A_SOURCE * sources, ROWS_MOST))
 
     async def give_way(self) -> None:
         """The others have their turn. Call after a portion that was used up."""

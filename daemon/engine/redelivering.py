@@ -19,7 +19,7 @@ from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.calls import Nack, NackOutcome
 from daemon.engine.environment import Environment
-from daemon.errors import InvalidArgument, TarryError
+from daemon.errors import InvalidArgument, InvariantViolated, TarryError
 from storage_backends.formats.journal import DeadLetterReason, DeadLetterRecord, NackRecord, Record
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.rows import U32, U64
@@ -157,8 +157,10 @@ class TopicRedelivery:
             return
         error = task.exception()
         if error is not None:
-            level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
-            log.log(level, "topic %s: ack time-outs are looked for again: %r", self._topic.core.name, error)
+            if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
+                self._topic.failed(error)
+                return
+            log.info("topic %s: ack time-outs are looked for again: %r", self._topic.core.name, error)
         self._arm()
 
     async def _nack_overdue(self) -> None:

@@ -24,7 +24,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.viewing import Viewing
-from daemon.errors import AlreadyExists, InvalidArgument, NotFound
+from daemon.errors import AlreadyExists, InvalidArgument, NotFound, TarryError
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.rows import U64
 
@@ -416,6 +416,14 @@ class Requests:
         return numbers
 
     # ---- finding
+
+    def alone_in_s(self, topic: str) -> float:
+        """For how long a former owner of the topic may still act; 0.0 where none does, or nothing is served here."""
+        try:
+            return self._engine.shard_of(topic).alone_in_s
+        except TarryError:
+            # The call says it.
+            return 0.0
 
     @contextlib.asynccontextmanager
     async def _served(self, topic: str) -> AsyncIterator[tuple[ServedShard, ServedTopic]]:

@@ -31,6 +31,7 @@ class SegmentLoader:
     """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
     found when its object is damaged or missing. `is_live`: whether the newest manifest names a bucket that is missing;
     when it does not, what took its place is served as soon as the answer is there. It tries until the store tells.
+    `failed` hears of what was not foreseen.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class SegmentLoader:
         loaded: Callable[[], None],
         damaged: Callable[[str, str], None],
         is_live: Callable[[str], Awaitable[bool]],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._topic = topic
         self._environment = environment
         self._loaded = loaded
         self._damaged = damaged
         self._is_live = is_live
+        self._failed = failed
         self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(READS_MAX)
         self._closed = False
@@ -65,6 +68,7 @@ class SegmentLoader:
                 task = asyncio.ensure_future(self._read(SegmentRange(segments.bucket, missing[0], missing[-1])))
                 for number in missing:
                     self._reads[segments.bucket, number] = task
+                task.add_done_callback(self._ended)
                 tasks.append(task)
         return tasks
 
@@ -76,6 +80,10 @@ class SegmentLoader:
         self._closed = True
         for task in set(self._reads.values()):
             task.cancel()
+
+    def _ended(self, read: asyncio.Task[None]) -> None:
+        if not read.cancelled() and (error := read.exception()) is not None:
+            self._failed(error)
 
     async def _read(self, segments: SegmentRange) -> None:
         try:
@@ -106,7 +114,7 @@ class SegmentLoader:
                 log.info("what took the place of a bucket that was merged away is read: %s", error)
                 break
             except StoreError as error:
-                log.warning("segments of bucket %s cannot be read, trying again: %s", segments.bucket, error)
+                self._environment.waits_for_store("segments cannot be read", f"bucket {segments.bucket}", error)
                 await self._environment.sleep(delay_s)
         return []
 

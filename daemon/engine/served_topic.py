@@ -34,7 +34,7 @@ from daemon.engine.dead_letters import TopicDeadLetters
 from daemon.engine.dispatch import OpenStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
-from daemon.engine.group_commit import GroupCommit
+from daemon.engine.group_commit import TopicStaging
 from daemon.engine.key_sharing import KeySharing
 from daemon.engine.leases import Leases
 from daemon.engine.opening import Opening
@@ -69,17 +69,22 @@ class Owned(Protocol):
 
     number: int
     epoch: int
-    commits: GroupCommit
+    commits: TopicStaging
     pending: PendingRows
 
     @property
     def may_hand_out(self) -> bool: ...
 
-    async def acknowledgements_open(self) -> None: ...
+    @property
+    def alone_in_s(self) -> float: ...
+
+    async def alone(self) -> None: ...
 
     def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None: ...
 
     async def bucket_is_live(self, topic: str, bucket: str) -> bool: ...
+
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None: ...
 
 
 class ServedTopic:
@@ -116,7 +121,7 @@ class ServedTopic:
         self._due_loop = due_loop
         self._environment = environment
         self._loader = SegmentLoader(
-            topic, environment, self._segments_loaded, self._bucket_damaged, self._bucket_is_live
+            topic, environment, self._segments_loaded, self._bucket_damaged, self._bucket_is_live, self.failed
         )
         self._behind: dict[int, asyncio.Task[None]] = {}
         self._lines: dict[int, WaitingLine] = {}
@@ -203,8 +208,7 @@ class ServedTopic:
 
     def subscription(self, name: str) -> SubscriptionState:
         """Raises NotFound."""
-        states = self.core.subscriptions.values()
-        state = next((state for state in states if state.stored.name == name), None)
+        state = self.core.subscription(name)
         if state is None:
             raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
         return state
@@ -313,6 +317,9 @@ class ServedTopic:
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
         """Whether anything may be handed out to the subscription now."""
+        if state.is_by_key and self.shard.alone_in_s:
+            # A former owner may hand a key to another consumer.
+            return False
         return state.subscription_id not in self._withheld and self.shard.may_hand_out
 
     def refill(self, state: SubscriptionState) -> None:
@@ -387,6 +394,7 @@ class ServedTopic:
         if self._ended is not None:
             return
         self._settled_until_ms = 0
+        self.key_sharing.notify_all()
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:
@@ -402,7 +410,10 @@ class ServedTopic:
         many.
         """
         passed = self.core.pass_due(now_ms, PASS_PORTIONS * self.pace.rows)
-        if passed:
+        if not passed:
+            # What rows had to wait for by key may have been gone.
+            self.key_sharing.notify_all()
+        else:
             for state in self.core.subscriptions.values():
                 self.notify(state)
                 self._read_on(state)
@@ -415,7 +426,7 @@ class ServedTopic:
 
     def _redeliver_on(self, state: SubscriptionState) -> None:
         """Nacked rows whose time has come may have had no room until now."""
-        if len(state.nacks) and state.takes_redeliveries:
+        if len(state.nacks) and self.core.takes_redeliveries(state):
             self._due_loop.schedule(self, state.nacks.next_due_ms())
 
     def _next_wake_ms(self) -> int | None:
@@ -440,38 +451,68 @@ class ServedTopic:
         number = state.subscription_id
         if self._ended is not None or number in self._behind:
             return
-        limit = CATCH_UP_PORTIONS * self.pace.rows
+        limit = CATCH_UP_PORTIONS * self.pace.rows_of(len(self.core.indexes.readable))
         needed: list[SegmentRange] = []
+        goes_on = False
         runs_low = state.reader is not None and state.ready_rows < READY_LOW_ROWS and not state.is_full
         if runs_low:
             needed += self.core.catch_up(state, limit)
+            goes_on = state.reader is None or not state.reader.is_held_up
         # However long that goes on.
-        seeks = state.key_shared is not None and state.key_shared.reads_on
-        if seeks:
+        if state.key_shared is not None and state.key_shared.reads_on:
             needed += self.core.key_sharing.find_let_go(state, limit)
-        if not runs_low and not seeks:
+            goes_on = goes_on or not state.key_shared.is_held_up
+        if not goes_on and not needed:
+            # Nothing to look at, or not before more rows have been passed: who passes them comes here again.
             return
         if not needed:
             self.notify(state)
             if not state.looks_on:
                 return
         # Of all that was looked at nothing may be handed out: others have their turn.
-        goes_on = self.load(needed) if needed else self.pace.give_way()
-        task = self._behind[number] = asyncio.ensure_future(goes_on)
+        waits = self.load(needed) if needed else self.pace.give_way()
+        task = self._behind[number] = asyncio.ensure_future(waits)
         task.add_done_callback(lambda task: self._read_on_after(state, task))
 
     def _read_on_after(self, state: SubscriptionState, task: asyncio.Task[None]) -> None:
         self._behind.pop(state.subscription_id, None)
         if not task.cancelled():
-            self._read_on(state)
+            with self.contained():
+                self._read_on(state)
+
+    # ---- the end
+
+    def failed(self, error: BaseException) -> None:
+        """Something of it went wrong that was not foreseen, or its epoch is over."""
+        if self._ended is None:
+            self.shard.topic_failed(self, error)
+
+    @contextlib.contextmanager
+    def contained(self) -> Iterator[None]:
+        """What goes wrong inside is this topic's failure, and nobody else's."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - it is told with the topic
+            self.failed(error)
+
+    def abandon(self, error: Exception) -> None:
+        """As `close`, of what cannot be relied on: of its streams none is asked to give anything back."""
+        streams = [stream for of_subscription in self.streams.values() for stream in of_subscription.values()]
+        self.streams.clear()
+        for stream in streams:
+            stream.end(error)
+        self.close(error)
 
     def close(self, error: Exception) -> None:
         """The topic is served here no longer: it neither wakes nor loads, and takes no stream."""
         self._ended = error
+        self.shard.commits.end(error)
         self.gate.end(error)
         self.quotas.close()
         self.redelivery.close()
         self.end_streams(error)
         self._loader.close()
+        # Keys of its segments mean nothing to who serves the topic next, here as well.
+        self.core.indexes.release_segments()
         for task in self._behind.values():
             task.cancel()

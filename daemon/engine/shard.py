@@ -26,14 +26,15 @@ from daemon.engine.bucket_life import BucketLife
 from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
-from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
+from daemon.engine.failure_scope import TopicFailed
+from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit, TopicStaging
 from daemon.engine.ledger_deleting import ShardDeletions
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
 from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
-from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.journal import AddRecord, DeletionRecord, Record
@@ -54,8 +55,9 @@ TOPICS_A_STEP = 200
 class ServedShard:
     """An owned shard. `lost` is called once with the error that ended it. `close` ends everything in it.
 
-    Until the claim is settled a former owner may hand out what this one acknowledges: no acknowledgement is answered
-    before every one of them has gone for so long without a confirmation that it cannot.
+    Until the claim is settled this owner is not alone: a former one that was paused may wake and hand out what it had,
+    until it has gone for 15 s without a confirmation. Meanwhile no acknowledgement and nothing that drops rows is
+    answered, no cancellation or reschedule is decided, and nothing is handed out by key.
     """
 
     def __init__(
@@ -83,19 +85,25 @@ class ServedShard:
         self._cache = cache
         self._environment = environment
         unsettled_s = 0.0 if claim.settled else HAND_OUT_UNCONFIRMED_S
-        self._acknowledgements_from_s = environment.clock.elapsed_s() + unsettled_s
-        self._settled = claim.settled
+        self._alone_from_s = environment.clock.elapsed_s() + unsettled_s
+        self._alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Nobody may be waiting when it fails.
+        self._alone.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if claim.settled:
+            self._alone.set_result(None)
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
         self._releasing = False
         self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
+        # Of topics that failed, by id, what reads what they are loaded from again: no checkpoint is written meanwhile.
+        self.reloading: dict[str, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.confirmation = EpochConfirmation(
             shard_log,
             tip=claim.tip,
             confirmed_at_s=claim.confirmed_at_s,
-            run=environment.run,
+            run=environment.pools.journal.run,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             jitter=environment.jitter,
@@ -125,7 +133,7 @@ class ServedShard:
             shard=claim.shard,
             epoch=claim.epoch,
             next_slot=claim.fence_slot + 1,
-            run=environment.run,
+            run=environment.pools.journal.run,
             clock=environment.clock.elapsed_s,
             sleep=environment.sleep,
             jitter=environment.jitter,
@@ -170,7 +178,7 @@ class ServedShard:
 
     async def _successor(self) -> NotOwner | None:
         """Whose the shard is now, as far as the store tells at once."""
-        look = self._environment.run(
+        look = self._environment.pools.journal.run(
             lambda: epoch_confirmation.existing_tip(self._shard_log, self.number, self.confirmation.tip)
         )
         try:
@@ -209,6 +217,8 @@ class ServedShard:
         for life in list(self.lives.values()):
             await life.settled()
         await self.checkpoints.settled()
+        while self.reloading:
+            await asyncio.wait(self.reloading.values())
         if self._losing is not None:
             # What is in memory is not to be relied on any more.
             raise Unavailable(f"shard {self.number} was lost")
@@ -217,6 +227,8 @@ class ServedShard:
     def close(self, error: Exception) -> None:
         """Drops all state; whoever waits gets the error."""
         self.loading.close()
+        if not self._alone.done():
+            self._alone.set_exception(error)
         self.commits.end(error)
         self.journal.close()
         self.confirmation.close()
@@ -226,7 +238,7 @@ class ServedShard:
             life.close()
         for topic in self.topics.values():
             topic.close(error)
-        for task in (*self._tasks, *self._births.values()):
+        for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
             task.cancel()
 
     # ---- what topics ask of their shard
@@ -241,35 +253,40 @@ class ServedShard:
         return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
 
     def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
-        """What was read of a topic's bucket is damaged."""
-        self.lives[topic].quarantine(bucket, damage)
+        """What was read of a topic's bucket is damaged. Who reads may be late: the topic may have been deleted."""
+        if (life := self.lives.get(topic)) is not None:
+            life.quarantine(bucket, damage)
 
     async def bucket_is_live(self, topic: str, bucket: str) -> bool:
-        """See `BucketLife.is_live`; False when the shard was lost: nothing of it is served here any more."""
+        """See `BucketLife.is_live`; False when nothing is served any more: the shard was lost, or the topic deleted."""
+        life = self.lives.get(topic)
+        if life is None:
+            return False
         try:
-            return await self.lives[topic].is_live(bucket)
+            return await life.is_live(bucket)
         except commit.Refused as refused:
             await self.superseded(refused)
             return False
 
     @property
-    def acknowledgements_open_in_s(self) -> float:
-        """When no former owner acts any more; not above 0 when that is so."""
-        return self._acknowledgements_from_s - self._environment.clock.elapsed_s()
+    def alone_in_s(self) -> float:
+        """When no former owner acts any more; 0.0 when that is so."""
+        return 0.0 if self._alone.done() else max(0.0, self._alone_from_s - self._environment.clock.elapsed_s())
 
-    async def acknowledgements_open(self) -> None:
-        wait_s = self.acknowledgements_open_in_s
-        if wait_s > 0:
-            await self._environment.sleep(wait_s)
+    async def alone(self) -> None:
+        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        await asyncio.shield(self._alone)
 
     async def _settle(self) -> None:
         """Notes that no former owner is left, so that the next owner need not wait for any of them."""
-        if self._settled:
+        if self._alone.done():
             return
-        await self.acknowledgements_open()
+        while (wait_s := self.alone_in_s) > 0:
+            await self._environment.sleep(wait_s)
+        self._alone.set_result(None)
         for delay_s in backoff.delays_s(self._environment.jitter):
             try:
-                await self._environment.run(
+                await self._environment.pools.journal.run(
                     lambda: commit.commit(
                         self._shard_log,
                         shard_manifest.Settle(epoch=self.epoch),
@@ -298,19 +315,27 @@ class ServedShard:
         # A topic that was deleted since a record was staged drops it, as replay does.
         records = [record for record in records if record.topic_id in self._by_id]
         for record in records:
-            if isinstance(record, AddRecord):
-                life = self.lives[self._by_id[record.topic_id].core.name]
-                life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+            if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
+                with adding.contained():
+                    life = self.lives[adding.core.name]
+                    life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
         touched: dict[str, ServedTopic] = {}
         for record in records:
-            topic = touched[record.topic_id] = self._by_id[record.topic_id]
-            topic.core.apply(record, slot, elapsed_ms=elapsed_ms)
-            topic.last_changed_slot = slot
+            topic = self._by_id.get(record.topic_id)
+            if topic is None:
+                # It has failed by a record before: it is loaded again from this slot too.
+                continue
+            with topic.contained():
+                topic.core.apply(record, slot, elapsed_ms=elapsed_ms)
+                topic.last_changed_slot = slot
+                touched[record.topic_id] = topic
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
-        for topic in touched.values():
-            self.lives[topic.core.name].after_slot(slot)
-            topic.rows_added()
+        for topic_id, topic in touched.items():
+            if self._by_id.get(topic_id) is topic:
+                with topic.contained():
+                    self.lives[topic.core.name].after_slot(slot)
+                    topic.rows_added()
         self.checkpoints.consider()
 
     def look_after(self) -> Iterator[None]:
@@ -318,14 +343,26 @@ class ServedShard:
         their turn, also such as end the shard: then no other step may follow.
         """
         self.commits.answer_stalled()
+        self.checkpoints.look_after()
         topics = list(self.topics.items())
         for first in range(0, len(topics), TOPICS_A_STEP):
             for name, topic in topics[first : first + TOPICS_A_STEP]:
                 if self._releasing or self.topics.get(name) is not topic:
                     continue
-                self.lives[name].look_after(self.applied_slot)
-                topic.look_after()
+                with topic.contained():
+                    self.lives[name].look_after(self.applied_slot)
+                    topic.look_after()
             yield
+
+    def may_load(self, topic_id: str) -> bool:
+        """Whether the topic is not served yet, and may be later."""
+        return topic_id not in self._by_id and self.loading.may_come(topic_id)
+
+    def look_for_merges(self, topic_id: str) -> None:
+        """Another process may have merged buckets of the topic, if it is served."""
+        topic = self._by_id.get(topic_id)
+        if topic is not None:
+            self.lives[topic.core.name].look_for_merges()
 
     def cuts(self) -> list[checkpoint.TopicCut]:
         """What a checkpoint of now holds: the topics that are not all in their manifests."""
@@ -351,8 +388,10 @@ class ServedShard:
     def _loaded(self, loaded: LoadedTopic) -> None:
         served = self._serve_topic(loaded.core, loaded.manifests, loaded.tip)
         if loaded.changed:
-            served.last_changed_slot = self._fence_slot
-        served.changed()
+            # Of what was replayed nothing is above it.
+            served.last_changed_slot = self.applied_slot
+        with served.contained():
+            served.changed()
 
     def _serve_topic(
         self,
@@ -362,7 +401,7 @@ class ServedShard:
     ) -> ServedTopic:
         served = ServedTopic(
             topic,
-            self,
+            ShardOfTopic(self),
             self._due_loop,
             self._environment,
             policy=tip.manifest.policy,
@@ -377,7 +416,7 @@ class ServedShard:
             slot=self.applied_slot,
             settings=lambda: served.settings,
             adopt=Adoption(served, commits, self._environment, slot=lambda: self.applied_slot).adopt,
-            lost=self.lose,
+            failed=served.failed,
             changed=served.changed,
         )
         self._by_id[topic.topic_id] = served
@@ -389,10 +428,11 @@ class ServedShard:
 
         Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
         """
-        topic = self.topics.get(name)
-        if topic is None:
-            await self.loading.settled(names.topic_id(name), name)
-            topic = self.topics.get(name)
+        topic_id = names.topic_id(name)
+        while (topic := self.topics.get(name)) is None:
+            await self.loading.settled(topic_id, name)
+            if name not in self.topics and not self.loading.knows(topic_id):
+                return None
         return topic
 
     async def topic_to_write(self, name: str) -> ServedTopic:
@@ -424,6 +464,48 @@ class ServedShard:
         del self.topic_commits[name]
         self.lives.pop(name).close()
 
+    # ---- topics that fail
+
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
+        """What is in memory of the topic cannot be relied on, or its manifest is damaged: it is let go, and loaded
+        again. When the topic's epoch is over, the shard is another's.
+        """
+        name, topic_id = topic.core.name, topic.core.topic_id
+        if self.topics.get(name) is not topic:
+            return
+        if isinstance(error, commit.Refused | NotOwner):
+            self.lose(error)
+            return
+        log.error("shard %d: topic %s has failed and is loaded again: %r", self.number, name, error, exc_info=error)
+        self._environment.metrics.topic_failed()
+        del self.topics[name], self._by_id[topic_id]
+        life, commits = self.lives.pop(name), self.topic_commits.pop(name)
+        self.loading.let_go(topic_id)
+        self.reloading[topic_id] = asyncio.ensure_future(self._reload(topic_id, life, commits))
+        self.reloading[topic_id].add_done_callback(self._task_done)
+        try:
+            topic.abandon(TopicFailed(name))
+        except Exception:
+            log.exception("topic %s: what failed does not end in order either", name)
+
+    async def _reload(self, topic_id: str, life: BucketLife, commits: TopicCommits) -> None:
+        """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
+        await life.halt()
+        life.close()
+        await commits.settled()
+        tail, slot = await self._tail_of(topic_id)
+        del self.reloading[topic_id]
+        self.loading.load_again(topic_id, tail, slot)
+
+    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self.checkpoints.tail_of(topic_id)
+            except StoreError as error:
+                log.warning("shard %d: topic %s cannot be read again yet: %s", self.number, topic_id, error)
+                await self._environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)
         topic_log = manifests.topic_log(self._environment, self.number, topic_id)
@@ -442,3 +524,34 @@ class ServedShard:
             # It was found by its first manifest before the commit of that had returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
+
+
+class ShardOfTopic:
+    """What one topic sees of its shard, until the topic is let go."""
+
+    def __init__(self, shard: ServedShard) -> None:
+        self._shard = shard
+        self.number = shard.number
+        self.epoch = shard.epoch
+        self.pending = shard.pending
+        self.commits = TopicStaging(shard.commits)
+
+    @property
+    def may_hand_out(self) -> bool:
+        return not self.commits.ended and self._shard.may_hand_out
+
+    @property
+    def alone_in_s(self) -> float:
+        return self._shard.alone_in_s
+
+    async def alone(self) -> None:
+        await self._shard.alone()
+
+    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
+        self._shard.bucket_damaged(topic, bucket, damage)
+
+    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
+        return await self._shard.bucket_is_live(topic, bucket)
+
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
+        self._shard.topic_failed(topic, error)

@@ -50,11 +50,11 @@ class SubscriptionChanges:
 
     async def _create(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> SubscriptionCreated:
         name = topic.core.name
-        for state in topic.core.subscriptions.values():
-            if state.stored.name == subscription:
-                if state.stored.policy != policy:
-                    raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
-                return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
+        state = topic.core.subscription(subscription)
+        if state is not None:
+            if state.stored.policy != policy:
+                raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
+            return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
         count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
         if count >= count_max:
             raise QuotaExceeded(
@@ -109,7 +109,10 @@ class SubscriptionChanges:
 
         Raises NotFound.
         """
-        return await topic.gate.change(lambda: self._delete(topic, subscription))
+        dead_letters = await topic.gate.change(lambda: self._delete(topic, subscription))
+        # A former owner may hand out to it.
+        await self._shard.alone()
+        return dead_letters
 
     async def _delete(self, topic: ServedTopic, subscription: str) -> int:
         name = topic.core.name

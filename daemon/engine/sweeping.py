@@ -395,7 +395,7 @@ class _Sweep:
                 self._asked.discard(question)
 
         self._check()
-        return await self._environment.run_deleting(ask)
+        return await self._environment.pools.deletions.run(ask)
 
 
 def _page(entries: Iterator[object_store.ListedObject]) -> ListedPage | None:

@@ -43,6 +43,8 @@ class TopicChanges:
     async def trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
         """Drops rows of the topic or of one subscription, None: all of them; how many. Raises NotFound."""
         rows = await topic.gate.change(lambda: self._trim(topic, subscription, ranges))
+        # A former owner may hand out what has left.
+        await self._shard.alone()
         if rows:
             self._environment.metrics.trimmed(topic.core.name, rows=rows, of_subscription=subscription is not None)
         else:
@@ -114,7 +116,9 @@ class TopicChanges:
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
         """Deletes the topic with everything in it; its streams end with NotFound, and who waits may bear it again."""
-        return await topic.gate.change(lambda: self._delete(topic))
+        deleted = await topic.gate.change(lambda: self._delete(topic))
+        await self._shard.alone()
+        return deleted
 
     async def _delete(self, topic: ServedTopic) -> TopicDeleted:
         core, shard = topic.core, self._shard

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit
+from daemon.engine.group_commit import STALL_ANSWER_S, TopicStaging
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class TopicGate:
     """See the module. `topic`: the name, for messages."""
 
-    def __init__(self, topic: str, commits: GroupCommit) -> None:
+    def __init__(self, topic: str, commits: TopicStaging) -> None:
         self._topic = topic
         self._commits = commits
         self._open = asyncio.Event()

@@ -5,9 +5,9 @@ listing shows), how many at once, trying again, which topics are damaged, and wh
 not loaded.
 Does not own: what a topic's state is (`daemon.durability.recovery`) and serving it (`shard`).
 
-A topic is loaded once. Until it is, no slot of this owner names it: what checkpoint and journal hold of it stays as it
-was found, and every checkpoint carries it over. A topic that is damaged, or whose objects the store does not give, is
-tried again later; the others do not wait for it.
+A topic is loaded once, and again when it has failed. Until it is, no slot of this owner names it: what checkpoint and
+journal hold of it stays as it was found, and every checkpoint carries it over. A topic that is damaged, whose loading
+breaks an invariant, or whose objects the store does not give, is tried again later; the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from daemon.core.topic import Topic
 from daemon.durability import backoff, recovery
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
-from daemon.errors import Corruption, InvariantViolated, Unavailable
+from daemon.engine.failure_scope import Failures, TopicFailed
+from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import names
+from storage_backends.formats import errors, names
 from storage_backends.formats.checkpoint import TopicPart
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import Damaged, StoreError
@@ -74,6 +75,8 @@ class TopicLoading:
         lost: Callable[[BaseException], None],
     ) -> None:
         self.damaged: dict[str, Corruption] = {}
+        # Those that have failed again and again, when they were loaded or since; they are loaded later each time.
+        self.failing: dict[str, Exception] = {}
         self.rows_replayed = 0
         # Set when every topic is loaded or damaged.
         self.ended = asyncio.Event()
@@ -81,6 +84,9 @@ class TopicLoading:
         self._epoch = epoch
         self._fence_slot = fence_slot
         self._tails = dict(tails)
+        # Of topics that are loaded again, the last slot that may name them.
+        self._as_of: dict[str, int] = {}
+        self._failures = Failures()
         self._environment = environment
         self._new_topic = new_topic
         self._take_over = loaded
@@ -134,26 +140,52 @@ class TopicLoading:
         """
         damage = self.damaged.get(topic_id)
         if damage is not None:
-            raise Corruption(f"topic {name}: {damage}")
-        if self._listed and not self._knows(topic_id):
+            raise Corruption(f"topic {name}: {damage}", of_topic=True)
+        if topic_id in self.failing:
+            raise TopicFailed(name)
+        if self._listed and not self.knows(topic_id):
             return
         try:
             await asyncio.wait_for(asyncio.shield(self._ask(topic_id)), LOADING_WAIT_S)
         except TimeoutError:
             raise Unavailable(f"topic {name} is being loaded; try again", retry_after_ms=LOADING_RETRY_MS) from None
         except Corruption as error:
-            raise Corruption(f"topic {name}: {error}") from error
+            raise Corruption(f"topic {name}: {error}", of_topic=True) from error
+        except TopicFailed as error:
+            raise TopicFailed(name) from error
+
+    def let_go(self, topic_id: str) -> None:
+        """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
+        self._put_off.add(topic_id)
+
+    def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: int) -> None:
+        """A topic that was let go: `tail` is all that checkpoint and journal hold of it, no slot above `slot` names it.
+        One that fails again and again is loaded later each time.
+        """
+        self._tails[topic_id] = tail
+        self._as_of[topic_id] = slot
+        if not self._closed:
+            delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s())
+            if delay_s:
+                # Who asks meanwhile is told at once.
+                self.failing[topic_id] = TopicFailed(topic_id)
+            self._put_off_for(topic_id, delay_s)
 
     async def found(self, topic_id: str) -> None:
         """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
         await asyncio.shield(self._ask(topic_id))
+
+    def may_come(self, topic_id: str) -> bool:
+        """Whether the topic is being loaded, or may be found and loaded later."""
+        return not self._listed or self.knows(topic_id)
 
     def deleted(self, topic_id: str) -> None:
         """A topic that was served, since it was born, is no more: what is being read of it does not count."""
         if topic_id in self._under_way:
             self._deleted.add(topic_id)
 
-    def _knows(self, topic_id: str) -> bool:
+    def knows(self, topic_id: str) -> bool:
+        """Whether the topic is to be loaded."""
         return any(topic_id in ids for ids in (self._asked, self._waiting, self._under_way, self._put_off))
 
     def _ask(self, topic_id: str) -> asyncio.Future[None]:
@@ -184,7 +216,7 @@ class TopicLoading:
 
     async def _list(self) -> None:
         for topic_id in await self._until_listed():
-            if not self._is_served(topic_id) and not self._knows(topic_id):
+            if not self._is_served(topic_id) and not self.knows(topic_id):
                 self._waiting[topic_id] = None
         self._listed = True
         self._some.set()
@@ -219,24 +251,32 @@ class TopicLoading:
 
     async def _load(self, topic_id: str) -> None:
         try:
-            loaded = await self._environment.run(lambda: self._read(topic_id))
+            loaded = await self._environment.pools.loads.run(lambda: self._read(topic_id))
+            self._found(topic_id, loaded)
         except Corruption as error:
             self._found_damaged(topic_id, error)
         except (StoreError, commit.CommitOutcomeUnknown) as error:
             log.warning("shard %d: topic %s cannot be read, trying again: %s", self._shard, topic_id, error)
             self._put_off_for(topic_id, RETRY_S)
-        else:
-            self._found(topic_id, loaded)
+        except (commit.Refused, NotOwner):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this topic's
+            self._found_failing(topic_id, error)
         self._look_whether_ended()
 
     def _found(self, topic_id: str, loaded: LoadedTopic | None) -> None:
+        if loaded is not None and topic_id not in self._deleted and not self._is_served(topic_id):
+            self._take_over(loaded)
+            self.rows_replayed += loaded.rows_replayed
         self._under_way.discard(topic_id)
         self._tails.pop(topic_id, None)
-        if self.damaged.pop(topic_id, None) is not None:
+        self._as_of.pop(topic_id, None)
+        mended = [self.damaged.pop(topic_id, None), self.failing.pop(topic_id, None)]
+        if any(mended):
             log.info("shard %d: topic %s can be served again", self._shard, topic_id)
-        if loaded is not None and topic_id not in self._deleted and not self._is_served(topic_id):
-            self.rows_replayed += loaded.rows_replayed
-            self._take_over(loaded)
+        if topic_id in self._put_off:
+            # It has failed at once: whoever asks waits on.
+            return
         outcome = self._outcomes.pop(topic_id, None)
         if outcome is not None and not outcome.done():
             outcome.set_result(None)
@@ -251,6 +291,23 @@ class TopicLoading:
         if outcome is not None and not outcome.done():
             outcome.set_exception(error)
         self._put_off_for(topic_id, DAMAGED_LOOK_S)
+
+    def _found_failing(self, topic_id: str, error: Exception) -> None:
+        delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s()) or RETRY_S
+        self._environment.metrics.topic_failed()
+        log.error(
+            "shard %d: topic %s cannot be loaded, next in %.0f s: %r",
+            self._shard,
+            topic_id,
+            delay_s,
+            error,
+            exc_info=error,
+        )
+        self.failing[topic_id] = error
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_exception(TopicFailed(topic_id))
+        self._put_off_for(topic_id, delay_s)
 
     def _put_off_for(self, topic_id: str, seconds: float) -> None:
         self._under_way.discard(topic_id)
@@ -271,6 +328,13 @@ class TopicLoading:
 
     def _read(self, topic_id: str) -> LoadedTopic | None:
         """The topic, claimed and restored; None when there is none. May be repeated after any error."""
+        try:
+            return self._restored(topic_id)
+        except errors.FormatError as error:
+            # Of what is decoded only where it is needed.
+            raise Corruption(str(error)) from error
+
+    def _restored(self, topic_id: str) -> LoadedTopic | None:
         environment = self._environment
         tail = self._tails.get(topic_id, recovery.NOTHING)
         topic_log = manifests.topic_log(environment, self._shard, topic_id)
@@ -301,7 +365,9 @@ class TopicLoading:
         meanwhile, and the sources be deleted: then what took their place is read.
         """
         while True:
-            objects = recovery.read_objects(self._environment.store, tip.manifest, part, self._environment.parts)
+            objects = recovery.read_objects(
+                self._environment.store, tip.manifest, part, self._environment.pools.loads.parts
+            )
             tip = self._quarantined(topic_log, tip, objects)
             if all(live.object.name in objects.buckets for live in tip.manifest.live):
                 return tip, objects
@@ -315,11 +381,11 @@ class TopicLoading:
         for live in tip.manifest.live:
             damage = objects.buckets[live.object.name].damage
             if damage and not live.quarantined:
-                # Every slot that names the topic so far is below the fence.
+                # Every slot that names the topic so far is below the fence, unless it is loaded again.
                 operation = topic_manifest.Quarantine(
                     bucket=live.object.name,
                     damage=damage[: manifests.DAMAGE_CHARACTERS_MAX],
-                    slot=self._fence_slot,
+                    slot=self._as_of.get(tip.manifest.topic_id, self._fence_slot),
                     epoch=self._epoch,
                 )
                 try:

@@ -280,7 +280,7 @@ class Viewing:
             raise Unavailable(f"bucket {bucket.name} cannot be read, try again: {error}") from error
 
     def _run(self, work: Callable[[], T]) -> Awaitable[T]:
-        return asyncio.get_running_loop().run_in_executor(self._environment.parts, work)
+        return self._environment.pools.calls.run_part(work)
 
     def _segments(
         self, part: Part, numbers: Sequence[int], cached: Mapping[int, KeyedRows]

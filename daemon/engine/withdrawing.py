@@ -1,7 +1,8 @@
 """Requests that take rows out before they are due, and the moment at which they are decided.
 
-Owns: that everything due now has been passed at that moment, that nothing that is staged names the positions, and for
-how long a request waits for that; also for adds of positions that are leaving.
+Owns: that no former owner hands out at that moment what was decided to leave, that everything due has been passed, that
+nothing that is staged names the positions, and for how long a request waits for that; also for adds of positions that
+are leaving.
 Does not own: the decision (`daemon.core.withdrawals`), passing and loading (`served_topic`), slots (`group_commit`).
 
 A request that finds its moment stages its decision before it awaits anything. Of several that name the same positions
@@ -89,6 +90,9 @@ class Withdrawing:
     async def _decidable(self, find: Callable[[], Asked]) -> Asked:
         """What is asked for, at a moment at which it may be decided: decide before awaiting anything."""
         topic = self._topic
+        # A former owner that was paused may wake and hand out what is due by then: whatever is decided before may be
+        # untrue before it is answered.
+        await topic.shard.alone()
         async with self._in_time():
             while True:
                 await topic.gate.passed()
@@ -104,16 +108,12 @@ class Withdrawing:
     async def _durable(
         self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
     ) -> None:
-        """`staged` hears of the slot of the records.
-
-        After a takeover it is told of them only when no former owner can hand out any more what has left.
-        """
+        """`staged` hears of the slot of the records."""
         commits = self._topic.shard.commits
         if records:
             slot = commits.stage(*records)
             staged(slot)
             await asyncio.shield(slot)
-            await self._topic.shard.acknowledgements_open()
         else:
             await commits.confirmed()
 

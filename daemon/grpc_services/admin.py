@@ -40,7 +40,9 @@ class Admin:
             "PurgeDeadLetters": self._handler(pb.PurgeDeadLettersRequest, self._purge_dead_letters),
             "SealBucket": self._handler(pb.SealBucketRequest, self._seal_bucket),
             "MergeBuckets": self._handler(pb.MergeBucketsRequest, self._merge_buckets),
-            "DeleteTopic": self._handler(pb.DeleteTopicRequest, self._delete_topic),
+            "DeleteTopic": self._frame.settled_handler(
+                pb.DeleteTopicRequest, self._delete_topic, self._requests.alone_in_s
+            ),
             "CollectGarbage": self._frame.streaming_handler(pb.CollectGarbageRequest, self._collect_garbage),
         }
 

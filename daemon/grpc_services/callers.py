@@ -14,6 +14,8 @@ from daemon.grpc_services.pipeline import Context
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
+# Whoever sends it waits for a former owner by itself, and can say what it waits for.
+TOLD_KEY = "tarry-told-of-former-owner"
 
 
 def client_of(context: Context) -> str:
@@ -28,6 +30,14 @@ def client_of(context: Context) -> str:
                 )
             return client
     return host_of(context.peer())
+
+
+def waits_by_itself(context: Context, wait_s: float) -> bool:
+    """Whether a caller is told that its answer takes so long: it asks for that, or its deadline is over before."""
+    left_s = context.time_remaining()
+    if left_s is not None and left_s < wait_s:
+        return True
+    return any(key == TOLD_KEY for key, _ in context.invocation_metadata() or ())
 
 
 def host_of(peer: str) -> str:

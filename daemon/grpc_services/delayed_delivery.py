@@ -36,14 +36,15 @@ class DelayedDelivery:
 
     def handlers(self) -> dict[str, unary.Handler]:
         handler = self._frame.handler
+        settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
         return {
             "AddMessages": self._frame.caller_handler(pb.AddMessagesRequest, self._add),
             "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
-            "CancelMessages": handler(pb.CancelMessagesRequest, self._cancel),
-            "RescheduleMessages": handler(pb.RescheduleMessagesRequest, self._reschedule),
+            "CancelMessages": settled(pb.CancelMessagesRequest, self._cancel),
+            "RescheduleMessages": settled(pb.RescheduleMessagesRequest, self._reschedule),
             "ContainsMessages": handler(pb.ContainsMessagesRequest, self._contains),
-            "TrimMessages": handler(pb.TrimMessagesRequest, self._trim),
-            "ClearMessages": handler(pb.ClearMessagesRequest, self._clear),
+            "TrimMessages": settled(pb.TrimMessagesRequest, self._trim),
+            "ClearMessages": settled(pb.ClearMessagesRequest, self._clear),
         }
 
     async def _add(self, request: pb.AddMessagesRequest, caller: calls.Caller) -> pb.AddMessagesResponse:

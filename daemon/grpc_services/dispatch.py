@@ -7,6 +7,7 @@ and callers that wait for a lease (`leasing`).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import grpc
@@ -32,16 +33,17 @@ class Dispatch:
 
     def handlers(self) -> dict[str, unary.Handler]:
         handler = self._frame.handler
+        settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
         return {
             "Subscribe": grpc.stream_stream_rpc_method_handler(self._subscribe),
             "CreateSubscription": handler(pb.CreateSubscriptionRequest, self._create_subscription),
             "UpdateSubscription": handler(pb.UpdateSubscriptionRequest, self._update_subscription),
-            "DeleteSubscription": handler(pb.DeleteSubscriptionRequest, self._delete_subscription),
+            "DeleteSubscription": settled(pb.DeleteSubscriptionRequest, self._delete_subscription),
             "GetScheduledMessages": self._frame.cancelled_handler(
                 pb.GetScheduledMessagesRequest, self._leasing.get_scheduled
             ),
-            "Acknowledge": handler(pb.AcknowledgeRequest, self._acknowledge),
-            "NegativeAcknowledge": handler(pb.NegativeAcknowledgeRequest, self._negative_acknowledge),
+            "Acknowledge": settled(pb.AcknowledgeRequest, self._acknowledge),
+            "NegativeAcknowledge": settled(pb.NegativeAcknowledgeRequest, self._negative_acknowledge),
             "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
         }
 

@@ -1,7 +1,8 @@
 """Errors as gRPC statuses: the only place where one becomes the other.
 
 Owns: the table of codes, `google.rpc.Status` with its `ErrorInfo`, and the trailing metadata (`retry-after-ms`,
-`owner-address`, `grpc-status-details-bin`). A refusal looks the same in band and at the end of a call.
+`former-owner-ms`, `owner-address`,
+`grpc-status-details-bin`). A refusal looks the same in band and at the end of a call.
 Does not own: the errors and their texts (`daemon.errors` and who raises them).
 """
 
@@ -78,7 +79,11 @@ def _hints(error: BaseException) -> dict[str, str]:
     """What the caller should do about it, in `ErrorInfo.metadata`, and with hyphens in the trailing metadata."""
     retry_after_ms: int | None = getattr(error, "retry_after_ms", None)
     owner_address: str = getattr(error, "owner_address", "")
-    hints = {} if retry_after_ms is None else {"retry_after_ms": str(retry_after_ms)}
+    of_topic: bool = getattr(error, "of_topic", False)
+    damaged = {"damaged": "topic"} if of_topic else {}
+    hints = damaged if retry_after_ms is None else damaged | {"retry_after_ms": str(retry_after_ms)}
+    if isinstance(error, errors.Unavailable) and error.former_owner_ms is not None:
+        hints["former_owner_ms"] = str(error.former_owner_ms)
     return hints | ({"owner_address": owner_address} if owner_address else {})
 
 

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import logging
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf import message
 
-from daemon import config
+from daemon import config, errors
 from daemon.engine import calls
 from daemon.grpc_services import callers, parsing, status
 from daemon.grpc_services.pipeline import Context
+
+log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=message.Message)
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -33,21 +37,49 @@ class Frame:
     def __init__(self, settings: config.Config) -> None:
         self._size_bytes_max = settings.limits.message_bytes_max
 
-    def handler(self, request_type: type[M], call: Callable[[M], Awaitable[Answer]]) -> Handler:
+    def handler(self, request_type: type[M], call: Callable[[M], Coroutine[Any, Any, Answer]]) -> Handler:
         """A call that goes on when its caller goes away: that does not stop the engine halfway."""
 
         async def unbroken(request: M, _: Context) -> Answer:
-            return await asyncio.shield(asyncio.ensure_future(call(request)))
+            return await _unbroken(call(request))
 
         return self.cancelled_handler(request_type, unbroken)
 
-    def caller_handler(self, request_type: type[M], call: Callable[[M, calls.Caller], Awaitable[Answer]]) -> Handler:
+    def settled_handler(
+        self,
+        request_type: type[M],
+        call: Callable[[M], Coroutine[Any, Any, Answer]],
+        alone_in_s: Callable[[str], float],
+    ) -> Handler:
+        """As `handler`, of a call on a topic whose answer waits until no former owner acts any more, see `alone_in_s`.
+
+        A caller that would not live to see it, or asks for that, is told at once for how long: nothing was changed.
+        """
+
+        async def told(request: M, context: Context) -> Answer:
+            topic: str = getattr(request, "topic")  # noqa: B009 - each such request has one
+            wait_s = alone_in_s(topic)
+            if wait_s and callers.waits_by_itself(context, wait_s):
+                wait_ms = math.ceil(wait_s * 1000)
+                raise errors.Unavailable(
+                    f"topic {topic} was taken over from a daemon that may still hand out rows, for {wait_s:.0f} s at "
+                    f"most; nothing was changed, try again then",
+                    retry_after_ms=wait_ms,
+                    former_owner_ms=wait_ms,
+                )
+            return await _unbroken(call(request))
+
+        return self.cancelled_handler(request_type, told)
+
+    def caller_handler(
+        self, request_type: type[M], call: Callable[[M, calls.Caller], Coroutine[Any, Any, Answer]]
+    ) -> Handler:
         """The same, of a call that is told who makes it and how large the request is."""
 
         async def handle(data: bytes, context: Context) -> bytes:
             async def unbroken(request: M, _: Context) -> Answer:
                 caller = callers.caller_of(context, len(data))
-                return await asyncio.shield(asyncio.ensure_future(call(request, caller)))
+                return await _unbroken(call(request, caller))
 
             return await self._handle(request_type, data, context, unbroken)
 
@@ -84,3 +116,20 @@ class Frame:
                 await status.abort(context, error)
 
         return grpc.unary_stream_rpc_method_handler(handle)
+
+
+async def _unbroken(call: Coroutine[Any, Any, Answer]) -> Answer:
+    """The answer of a call that goes on when whoever waits for it is cancelled."""
+    work = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        work.add_done_callback(_tell)
+        raise
+
+
+def _tell(work: asyncio.Future[Answer]) -> None:
+    """The end of a call whose caller has gone."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        level = logging.INFO if isinstance(error, errors.TarryError) else logging.ERROR
+        log.log(level, "a call that nobody waits for any longer failed: %r", error)

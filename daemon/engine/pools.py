@@ -1,0 +1,83 @@
+"""The threads of a daemon: a pool for each kind of work that waits for the store, so that no kind waits for another.
+
+Owns: which kinds there are, and how many threads each has in the whole daemon.
+Does not own: what runs in them: whoever is made with a pool's `run` uses that pool.
+
+A slot or a look at the epoch that came late would stop the whole shard, hand-outs and health with it: these have
+threads of their own, and never queue behind loads, seals, merges or collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TypeVar
+
+from storage_backends.settings import Store
+
+T = TypeVar("T")
+
+NewThreads = Callable[[str, int], contextlib.AbstractContextManager[concurrent.futures.Executor]]
+"""Threads by their name and number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pool:
+    """`threads` run work; `parts` run the parts of one piece of it side by side, so that no thread waits for a thread
+    of its own executor.
+    """
+
+    threads: concurrent.futures.Executor
+    parts: concurrent.futures.Executor
+
+    def run(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Runs work that may block in a thread."""
+        return asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def run_part(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Runs work that is a part of something larger."""
+        return asyncio.get_running_loop().run_in_executor(self.parts, work)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pools:
+    """`calls`: what calls and streams wait for, births of topics, checkpoints, taking shards over. `journal`: slots,
+    looks at the epoch, heartbeats, giving a shard up. `loads`: reading topics of a shard that was taken over. `seals`:
+    writing and committing buckets. `merges`: one thread, of low priority. `collection`: deleting objects and slots.
+    `deletions`: attempts to delete ledgers, each for as long as its store lets it wait.
+    """
+
+    calls: Pool
+    journal: Pool
+    loads: Pool
+    seals: Pool
+    merges: Pool
+    collection: Pool
+    deletions: Pool
+
+    @classmethod
+    def of_one(cls, pool: Pool) -> Pools:
+        """All of them are the same one, where nothing runs side by side."""
+        return cls(*(pool for _ in dataclasses.fields(cls)))
+
+
+@contextlib.contextmanager
+def opened(store: Store, *, deletions: int, threads: NewThreads, patient: NewThreads) -> Iterator[Pools]:
+    """The pools that the settings ask for. `patient` threads give way to the others on a machine that is busy."""
+    with contextlib.ExitStack() as stack:
+
+        def pool(name: str, count: int, *, new: NewThreads = threads) -> Pool:
+            return Pool(stack.enter_context(new(name, count)), stack.enter_context(new(f"{name}-parts", count)))
+
+        yield Pools(
+            calls=pool("store", store.io_threads),
+            journal=pool("journal", store.journal_threads),
+            loads=pool("loads", store.load_threads),
+            seals=pool("seals", store.seal_threads),
+            merges=pool("merging", 1, new=patient),
+            collection=pool("collection", store.collection_threads),
+            deletions=pool("deleting", deletions, new=patient),
+        )
