@@ -37,6 +37,7 @@ from benchmarks import (
     seal_pause,
     see,
     selectors,
+    service,
     stored,
     workbench,
 )
@@ -57,6 +58,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         nack_memory,
         stored,
         restart,
+        service,
         seal_pause,
         see,
         fifo,

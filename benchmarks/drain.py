@@ -2,7 +2,7 @@
 
 All rows are due. Tarry's daemon was killed and started again, so that every segment comes from the disk. `restarted`:
 the dispatcher comes as soon as the daemon serves, which finds out meanwhile what is due; `behind`: it comes when
-everything is in its backlog.
+everything is in its backlog. `away`: the daemon was not killed; the rows came due while no dispatcher was there.
 
 Owns: the contenders and what is compared. Does not own: draining (`tarry_load`, `redis_load`).
 """
@@ -21,7 +21,7 @@ from examples import processes
 
 NAME = "drain"
 SUBSCRIPTION = "dispatcher"
-RESTARTED, BEHIND = "tarry, restarted", "tarry, behind"
+RESTARTED, BEHIND, AWAY = "tarry, restarted", "tarry, behind", "tarry, away"
 REDIS_BATCHES = (1_000, 4_000, redis_load.DRAIN_BATCH_MAX)
 REDIS_IN_FLIGHT = 4
 # All rows are due within it.
@@ -36,7 +36,7 @@ def run(bench: workbench.Workbench) -> report.Result:
     count = bench.size(1_000_000, 100_000)
     rounds = workbench.Rounds(bench, NAME)
     contenders: dict[str, workbench.Turn] = {
-        name: functools.partial(_tarry, bench, rounds, count, name) for name in (RESTARTED, BEHIND)
+        name: functools.partial(_tarry, bench, rounds, count, name) for name in (RESTARTED, BEHIND, AWAY)
     }
     if bench.redis is not None:
         now_ms = load.now_ms()
@@ -68,6 +68,7 @@ def _figures(bench: workbench.Workbench, rounds: workbench.Rounds) -> list[repor
     restarted = rounds.figure(RESTARTED, "rows/s", report.Goal(least=1e6))
     figures = [restarted, rounds.figure(_cpu_name(RESTARTED), "us/row")]
     figures += [rounds.figure(BEHIND, "rows/s"), rounds.figure(_cpu_name(BEHIND), "us/row")]
+    figures += [rounds.figure(AWAY, "rows/s", report.Goal(least=1e6)), rounds.figure(_cpu_name(AWAY), "us/row")]
     if bench.redis is None:
         return figures
     for aof in redis_server.AOFS:
@@ -87,13 +88,13 @@ def _tarry(bench: workbench.Workbench, rounds: workbench.Rounds, count: int, nam
         with bench.daemon(settings=SETTINGS) as daemon:
             rows = _fill(bench, daemon, count, lead_ms)
             if rows is not None:
-                return _restart_and_drain(bench, rounds, daemon, rows, name)
+                return _drain(bench, rounds, daemon, rows, name)
         lead_ms *= 4
         bench.say(f"{NAME}: rows were due before all were sealed: again, with a lead of {lead_ms / 1000:g} s")
     raise TimeoutError(f"{count:,} rows are not added and sealed within {lead_ms / 4000:g} s")
 
 
-def _restart_and_drain(
+def _drain(
     bench: workbench.Workbench,
     rounds: workbench.Rounds,
     daemon: processes.DaemonProcess,
@@ -102,11 +103,13 @@ def _restart_and_drain(
 ) -> Mapping[str, float]:
     count = len(rows)
     drain = tarry_load.Drain(count)
-    daemon.kill()
+    if name != AWAY:
+        daemon.kill()
     time.sleep(max(0.0, (int(rows.deliver_at_ms.max()) + 1 - load.now_ms()) / 1000))
-    bench.start(daemon)
+    if name != AWAY:
+        bench.start(daemon)
     with tarry.Client(daemon.address) as client:
-        if name == BEHIND:
+        if name != RESTARTED:
             tarry_load.wait_for(client, NAME, "passed all rows", lambda stats: stats.subscriptions[0].backlog == count)
         before = daemon.usage()
         began_s = time.perf_counter()

@@ -69,6 +69,7 @@ def run(
             # So that all of its processes are known.
             start_new_session=True,
         )
+    processes.guard.watch(job.pid)
     try:
         with _Memory(job.pid) as memory:
             said, _ = job.communicate(timeout=_END_S)
@@ -76,6 +77,7 @@ def run(
     finally:
         job.kill()
         job.wait()
+        processes.guard.forget(job.pid)
     if job.returncode:
         what = f"{' '.join(asked)} ended with status {job.returncode}"
         raise processes.ProcessFailed(f"{what}:\n{said.decode()[-2_000:]}\n{log.read_text(errors='replace')[-4_000:]}")

@@ -28,6 +28,8 @@ class SideProcess:
 
     def __enter__(self) -> Self:
         self._process.start()
+        assert self._process.pid is not None
+        processes.guard.watch(self._process.pid)
         self.result()
         return self
 
@@ -47,3 +49,6 @@ class SideProcess:
         self._process.join(1.0)
         if self._process.is_alive():
             self._process.kill()
+            self._process.join()
+        assert self._process.pid is not None
+        processes.guard.forget(self._process.pid)

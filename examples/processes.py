@@ -15,9 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+TARRYD = (sys.executable, "-m", "daemon.main")
 # Below the range from which Linux takes the ports of outgoing connections: a client that keeps knocking at the port of
 # a dead daemon must not end up connected to itself.
 _PORTS = range(20_000, 32_000)
@@ -86,11 +88,72 @@ def usage(pid: int) -> Usage:
     )
 
 
-class ChildProcess:
-    """One child with its log in a file. Leaving the context kills it."""
+# Reads `+pid` and `-pid`, a line each, until the writer's end: then it kills what is left.
+_GUARD = """
+import os, signal, sys
+left = set()
+for line in sys.stdin:
+    (left.add if line[0] == "+" else left.discard)(int(line[1:]))
+for pid in left:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
-    def __init__(self, name: str, directory: Path, environment: Mapping[str, str]) -> None:
+
+class _Guard:
+    """Ends the children of this process when it is gone, also by SIGKILL: a process that reads a pipe until its end.
+
+    The kernel's own signal for that is sent when the thread ends that started the child, which is too early.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._pid = 0
+
+    def watch(self, pid: int) -> None:
+        self._say(f"+{pid}")
+
+    def forget(self, pid: int) -> None:
+        """It has ended and was waited for: its number may be another one's."""
+        self._say(f"-{pid}")
+
+    def _say(self, line: str) -> None:
+        with self._lock:
+            # A process that was forked has children of its own.
+            if self._process is None or self._pid != os.getpid():
+                self._process, self._pid = self._start(), os.getpid()
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+
+guard = _Guard()
+
+
+class ChildProcess:
+    """One child with its log in a file. Leaving the context kills it, and so does the end of this process.
+
+    `checkout`: its working directory.
+    """
+
+    def __init__(
+        self, name: str, directory: Path, environment: Mapping[str, str], *, checkout: Path = REPOSITORY
+    ) -> None:
         self.name = name
+        self._checkout = checkout
         self.log = directory / f"{name}.log"
         self._environment = {
             name: value
@@ -123,6 +186,7 @@ class ChildProcess:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+        guard.forget(self._process.pid)
 
     def stop(self) -> None:
         """SIGSTOP: it keeps everything and does nothing."""
@@ -132,14 +196,16 @@ class ChildProcess:
         """SIGCONT."""
         self._running().send_signal(signal.SIGCONT)
 
-    def terminate(self, timeout_s: float = 30.0) -> int:
+    def terminate(self, timeout_s: float = 300.0) -> int:
         """SIGTERM; the exit status. Raises `ProcessFailed` when it does not end in time."""
         process = self._running()
         process.terminate()
         try:
-            return process.wait(timeout_s)
+            status = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise self.failed(f"did not end within {timeout_s:g} s of SIGTERM") from None
+        guard.forget(process.pid)
+        return status
 
     def usage(self) -> Usage:
         return usage(self.pid)
@@ -147,7 +213,7 @@ class ChildProcess:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for_log(self, text: str, timeout_s: float = 20.0) -> None:
+    def wait_for_log(self, text: str, timeout_s: float = 300.0) -> None:
         """Waits until the log holds `text`. Raises `ProcessFailed`."""
         deadline_s = time.monotonic() + timeout_s
         while text not in self.log_text():
@@ -162,7 +228,7 @@ class ChildProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                cwd=REPOSITORY,
+                cwd=self._checkout,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -170,6 +236,7 @@ class ChildProcess:
                 # An interrupt at the terminal is for the program that started it, which then ends its children.
                 start_new_session=True,
             )
+        guard.watch(self._process.pid)
 
     def _wait_for_file(self, path: Path, timeout_s: float) -> bytes:
         """Waits for a file that is put in place whole."""
@@ -197,7 +264,8 @@ class DaemonProcess(ChildProcess):
     """A `tarryd`. `start` after `kill` or `terminate` starts it again on the same ports, so that clients find it.
 
     `settings`: `section.key` -> value, the store among them (`local_store`, `S3ServerProcess.settings`).
-    `configuration`: TOML, for what a single value cannot say.
+    `configuration`: TOML, for what a single value cannot say. `program`: what takes the place of `tarryd`. `checkout`:
+    whose code runs.
     """
 
     def __init__(
@@ -208,8 +276,11 @@ class DaemonProcess(ChildProcess):
         *,
         daemon_id: str | None = None,
         configuration: str = "",
+        program: Sequence[str] = TARRYD,
+        checkout: Path = REPOSITORY,
     ) -> None:
-        super().__init__(name, directory, S3_CREDENTIALS)
+        super().__init__(name, directory, {**S3_CREDENTIALS, "PYTHONPATH": str(checkout)}, checkout=checkout)
+        self._program = program
         self.address = f"127.0.0.1:{free_port()}"
         self.metrics_address = f"127.0.0.1:{free_port()}"
         self._settings = {
@@ -222,24 +293,24 @@ class DaemonProcess(ChildProcess):
         self._configuration_file = directory / f"{name}.toml"
         self._configuration_file.write_text(configuration)
 
-    def start(self, timeout_s: float = 30.0) -> None:
+    def start(self, timeout_s: float = 300.0) -> None:
         """Returns when its ports are bound. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         overrides = [f"--set={name}={_text(value)}" for name, value in self._settings.items()]
         files = ("--config", str(self._configuration_file), "--ready-file", str(self._ready_file))
-        self._spawn(sys.executable, "-m", "daemon.main", *files, *overrides)
+        self._spawn(*self._program, *files, *overrides)
         ready = json.loads(self._wait_for_file(self._ready_file, timeout_s))
         if ready["grpc"] != self.address:
             raise self.failed(f"listens on {ready['grpc']}, not on {self.address}")
 
-    def start_serving(self, timeout_s: float = 30.0) -> float:
+    def start_serving(self, timeout_s: float = 300.0) -> float:
         """Starts and waits until health says SERVING; the seconds it took. Raises `ProcessFailed`."""
         began_s = time.monotonic()
         self.start(timeout_s)
         self.wait_for_health(serving=True, timeout_s=timeout_s - (time.monotonic() - began_s))
         return time.monotonic() - began_s
 
-    def wait_for_health(self, *, serving: bool, timeout_s: float = 30.0) -> None:
+    def wait_for_health(self, *, serving: bool, timeout_s: float = 300.0) -> None:
         """Watches its health until it is SERVING, or NOT_SERVING. Raises `ProcessFailed`."""
         status = _SERVING if serving else _NOT_SERVING
         deadline_s = time.monotonic() + timeout_s
@@ -296,7 +367,7 @@ class S3ServerProcess(ChildProcess):
         self.port = free_port()
         self._ready_file = directory / f"{name}.ready"
 
-    def start(self, timeout_s: float = 60.0) -> None:
+    def start(self, timeout_s: float = 300.0) -> None:
         """Returns when the bucket exists. Raises `ProcessFailed`."""
         self._ready_file.unlink(missing_ok=True)
         program = (sys.executable, "-m", "examples.s3_server")

@@ -20,18 +20,18 @@ from examples import processes
 
 WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
-pytestmark = pytest.mark.timeout(120)
 
 
 def measure(folder: Path, *arguments: str) -> dict[str, Any]:
     """The JSON of a quick run of one round that accounted for every row."""
     written = folder / "figures.json"
+    options = ["--quick", "--rounds", "1", "--json", str(written), "--directory", str(folder)]
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--quick", "--rounds", "1", "--json", str(written), *arguments],
+        [sys.executable, "-m", "benchmarks", *options, *arguments],
         cwd=processes.REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     document: dict[str, Any] = json.loads(written.read_text())
@@ -88,7 +88,7 @@ def test_what_is_not_a_measurement_is_refused_by_name() -> None:
         cwd=processes.REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=600,
     )
     assert run.returncode == 2
     assert "speed: no such measurement" in run.stderr
@@ -100,13 +100,23 @@ def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> No
         ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
         pid = json.loads(ready.read_text())["pid"]
         run.terminate()
-        run.communicate(timeout=50)
+        run.communicate(timeout=600)
         assert run.returncode == 128 + signal.SIGTERM
     assert not Path(f"/proc/{pid}").exists()
     assert list(tmp_path.iterdir()) == []
 
 
-def wait_for(look: Callable[[], Path | None], timeout_s: float = 50.0) -> Path:
+def test_a_run_that_is_killed_leaves_no_server_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL) as run:
+        ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
+        pid = json.loads(ready.read_text())["pid"]
+        assert Path(f"/proc/{pid}").exists()
+        run.kill()
+    wait_for(lambda: None if Path(f"/proc/{pid}").exists() else tmp_path)
+
+
+def wait_for(look: Callable[[], Path | None], timeout_s: float = 600.0) -> Path:
     deadline_s = time.monotonic() + timeout_s
     while (found := look()) is None:
         assert time.monotonic() < deadline_s
