@@ -35,7 +35,7 @@ def ruff(source: str, path: str) -> str:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "--stdin-filename", path]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RUFF_")}
     run = subprocess.run(
-        [*command, "-"], input=source, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=30
+        [*command, "-"], input=source, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=600
     )
     assert run.returncode in (0, 1), run.stderr
     return run.stdout

@@ -35,7 +35,7 @@ def tarryd(*arguments: str, folder: Path) -> subprocess.Popen[str]:
 
 def run(*arguments: str, folder: Path) -> tuple[int, str]:
     process = tarryd(*arguments, folder=folder)
-    output, log = process.communicate(timeout=40)
+    output, log = process.communicate(timeout=600)
     return process.returncode, output + log
 
 
@@ -100,14 +100,14 @@ def test_it_serves_says_where_and_ends_with_status_0_at_a_signal(tmp_path: Path,
         addresses = ready(ready_file, process)
         assert (addresses["pid"], addresses["daemon_id"]) == (process.pid, "one")
         with grpc.insecure_channel(addresses["grpc"]) as channel:
-            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest(), timeout=600)
             next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
-            with urllib.request.urlopen(f"http://{addresses['metrics']}/metrics", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{addresses['metrics']}/metrics", timeout=600) as answer:
                 assert "tarry_serving 1.0" in answer.read().decode()
             process.send_signal(number)
             next(each for each in watch if each.status == health_pb2.HealthCheckResponse.NOT_SERVING)
             watch.cancel()
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=600)
     finally:
         process.kill()
         process.wait()
@@ -120,3 +120,15 @@ def test_the_systemd_unit_waits_longer_than_the_daemon_drains() -> None:
     (timeout_s,) = (int(line.partition("=")[2]) for line in unit.splitlines() if line.startswith("TimeoutStopSec="))
     settings = config.Config()
     assert timeout_s > settings.daemon.drain_s + settings.grpc.drain_s
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_before_anything_is_served_is_an_orderly_end(number: str, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from daemon import main;"
+        f"main._probe = lambda store: os.kill(os.getpid(), signal.{number}) or sys.exit(9);"
+        f"sys.exit(main.main(['--set', 'store.path={tmp_path / 'root'}']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "stopped before anything was served" in ended.stderr

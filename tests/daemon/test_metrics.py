@@ -69,6 +69,8 @@ def used() -> metrics.Metrics:
     everything.commit("seal", "committed", conflicts=2)
     everything.store_error("put", "StoreUnavailable")
     everything.damage_found("bucket")
+    everything.topic_failed()
+    everything.shard_lost("failed")
     everything.set_topics(loaded=3, loading=2, damaged=1)
     everything.set_shards_damaged(1)
     everything.bucket_operation("create", "succeed", seconds=0.05)
@@ -211,7 +213,7 @@ def test_a_column_is_counted_like_its_values_one_by_one(columns: list[list[int]]
 def test_the_endpoint_serves_what_prometheus_reads() -> None:
     endpoint = metrics.Endpoint(used(), host="127.0.0.1", port=0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=600) as answer:
             families = {family.name: family.type for family in text_string_to_metric_families(answer.read().decode())}
     finally:
         endpoint.close()

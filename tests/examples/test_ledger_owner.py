@@ -22,7 +22,7 @@ from examples import ledger_owner
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 
 TOPIC = "persistent://t/n/orders"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300.0
 METADATA = {"application": "pulsar", "component": "managed-ledger", "pulsar/managed-ledger": "t/n/persistent/orders"}
 
 

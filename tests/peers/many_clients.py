@@ -32,7 +32,7 @@ LEDGERS = PRODUCERS // 2
 BATCHES = ROWS_OF_LEDGER // BATCH_ROWS
 FIRST_LEDGER = 1_000
 """Of the one row that is due before all others."""
-PATIENCE_S = 30.0
+PATIENCE_S = 600.0
 
 
 @dataclasses.dataclass

@@ -340,7 +340,7 @@ NOBODYS = Section(
             ENGINE + "test_crash_points:test_a_crash_between_two_durable_steps_loses_nothing_that_was_answered",
             ENGINE + "test_crash_points:test_a_crash_while_taking_over_leaves_everything_to_the_next_claimant",
             "tests.models.test_protocol_models:test_in_no_order_of_steps_an_invariant_is_broken",
-            "tests.simulation.test_failure_table:test_every_row_of_the_table_has_its_case_or_waits_for_a_capability",
+            "tests.simulation.test_failure_table:test_every_row_of_the_table_has_its_case",
         ),
         here(
             "random sequences of operations against a brute-force oracle",

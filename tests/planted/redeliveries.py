@@ -135,12 +135,15 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
     negative_acknowledge = TopicRedelivery.negative_acknowledge
 
     async def at_once(self: TopicRedelivery, *arguments: Any, **options: Any) -> Any:
-        shard = self._topic.shard
-        opened, shard._acknowledgements_from_s = shard._acknowledgements_from_s, 0.0  # type: ignore[attr-defined]
+        async def answerable(ignored: int) -> None:
+            if ignored:
+                await self._topic.shard.commits.confirmed()
+
+        self._topic.acknowledging.answerable = answerable  # type: ignore[method-assign]
         try:
             return await negative_acknowledge(self, *arguments, **options)
         finally:
-            shard._acknowledgements_from_s = opened  # type: ignore[attr-defined]
+            del self._topic.acknowledging.answerable
 
     patch.setattr(TopicRedelivery, "negative_acknowledge", at_once)
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from daemon.core.subscription import SubscriptionState
 from daemon.durability import backoff, slot_put, takeover
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.engine import group_commit
+from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.shard import ServedShard
 from storage_backends import object_store, topic_manifest
@@ -183,10 +185,15 @@ def slots_are_answered_however_old_the_confirmation(patch: pytest.MonkeyPatch) -
 
 
 def acknowledgements_are_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
-    async def open_at_once(self: ServedShard) -> None:
-        return
+    async def at_once(self: Acknowledging, ignored: int) -> None:
+        if ignored:
+            await self._topic.shard.commits.confirmed()
 
-    patch.setattr(ServedShard, "acknowledgements_open", open_at_once)
+    patch.setattr(Acknowledging, "answerable", at_once)
+
+
+def rows_go_out_by_key_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "is_by_key", False)
 
 
 def slots_are_deleted_because_a_listing_shows_later_ones(patch: pytest.MonkeyPatch) -> None:
@@ -262,6 +269,12 @@ BUGS = (
         acknowledgements_are_answered_at_once_after_a_takeover,
         paused(13.0, "put_if_absent", "/journal/", before=False),
         seed=6,
+    ),
+    Bug(
+        "R8",
+        rows_go_out_by_key_at_once_after_a_takeover,
+        paused(13.0, "put_if_absent", "/journal/", before=False),
+        seed=14,
     ),
     Bug("R9", slots_are_deleted_because_a_listing_shows_later_ones, seed=3),
 )

@@ -266,7 +266,7 @@ SELDOM = Directed(
 )
 
 BUGS = (
-    Bug("I1", a_checkpoint_claims_a_slot_that_it_does_not_hold, seed=3),
+    Bug("I1", a_checkpoint_claims_a_slot_that_it_does_not_hold, seed=9),
     Bug("I2", a_bucket_is_written_after_the_manifest_that_names_it, killed("put_if_absent", "/topics/"), seed=2),
     Bug("I3", a_commit_without_an_answer_is_reported, seed=3),
     Bug("I4", the_last_slot_before_the_fence_is_not_replayed, seed=3),

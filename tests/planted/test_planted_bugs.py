@@ -12,7 +12,6 @@ from tests.simulation.run import run
 SEEDS_MAX = 120
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("planted", table.BUGS, ids=lambda planted: planted.name)
 def test_the_simulation_finds_a_planted_bug(planted: bug.Bug) -> None:
     assert bug.search(planted, SEEDS_MAX) is not None

@@ -216,4 +216,9 @@ class Cluster:
     def serving(self) -> Daemon | None:
         """The daemon that serves; of several the one with the highest epoch."""
         serving = [daemon for daemon in self.live.values() if daemon.engine.health.serving and not daemon.suspended]
-        return max(serving, key=lambda daemon: daemon.shards[0].epoch, default=None)
+        return max(serving, key=_latest_epoch, default=None)
+
+
+def _latest_epoch(daemon: Daemon) -> int:
+    """Of the shards that it serves, which may be some of them."""
+    return max(shard.epoch for shard in daemon.shards.values())

@@ -1,7 +1,8 @@
 """What a daemon promises of keys, held against what its consumers were handed out.
 
-Owns: the rule that one owner has no hash unacknowledged at two consumers. Does not own: every other promise of what is
-handed out (`promises`): a consumer is to them as a dispatcher is.
+Owns: the rules that one owner has no hash unacknowledged at two consumers, and that none hands out by key while a
+former one may. Does not own: every other promise of what is handed out (`promises`): a consumer is to them as a
+dispatcher is.
 
 A row counts as unacknowledged until its consumer is about to ask for its acknowledgement, or to have it back later, or
 leaves, or is told that it was taken back; and no longer than the subscription is owed it.
@@ -14,7 +15,7 @@ import dataclasses
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle
 from tests.simulation.positions import Position
-from tests.simulation.promises import OpenStream
+from tests.simulation.promises import OpenStream, Promises
 
 SLOT_BITS = 0xFFFF
 
@@ -31,13 +32,20 @@ class _Held:
 class KeyPromises:
     """Holds what consumers of all subscriptions of a run hold against each other."""
 
-    def __init__(self, oracle: Oracle, history: History) -> None:
+    def __init__(self, oracle: Oracle, history: History, promises: Promises) -> None:
+        self._promises = promises
         self._oracle = oracle
         self._history = history
         # By topic, subscription, epoch and hash slot.
         self._held: dict[tuple[str, int, int, int], list[_Held]] = {}
         self.moved = 0
         """How often a hash was handed to another consumer than before."""
+
+    def handed_out(self, consumer: OpenStream, position: Position, key_hash: int) -> None:
+        """A consumer received a row."""
+        what = f"topic {consumer.topic}: {position} of hash {key_hash} is handed to a consumer"
+        self._promises.check_former_owners(consumer.shard, consumer.epoch, what)
+        self.has(consumer, position, key_hash)
 
     def has(self, consumer: OpenStream, position: Position, key_hash: int) -> None:
         """A consumer received a row, or is told that it holds it still."""

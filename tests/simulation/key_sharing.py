@@ -85,7 +85,7 @@ class KeySharing:
         self._oracle = oracle
         self._promises = promises
         self._history = history
-        self._keys = KeyPromises(oracle, history)
+        self._keys = KeyPromises(oracle, history, promises)
         self._seed = seed
 
     def is_there(self, topic: str) -> bool:
@@ -252,7 +252,7 @@ class KeySharing:
                 self._promises.handed_out(view, [row])
                 for position in _rows_of(row[0], number):
                     if position in view.held:
-                        self._keys.has(view, position, key_hash)
+                        self._keys.handed_out(view, position, key_hash)
 
     def _taken_back(self, stream: KeySharedStream, dispatcher: _Dispatcher, rows: HandedOut) -> None:
         positions = positions_of(rows.rows, rows.batch_index, stream.state.subscription_id)

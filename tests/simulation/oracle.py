@@ -155,6 +155,8 @@ class Oracle:
         """Requests under way that may remove rows."""
         self.handed_out: dict[tuple[str, Position, int], int] = {}
         """By topic, position and slot of a row: the last epoch under which it was handed out."""
+        self.leaving: Callable[[int, int, str], None] = lambda shard, epoch, what: None
+        """Told of each row that is decided to leave before it is due: the shard, the epoch, and what."""
         self.latest_ms: Callable[[], int] = lambda: 0
         """The latest time that a wall clock of any daemon has shown."""
         self._history = history
@@ -352,6 +354,7 @@ class Oracle:
                 f"topic {topic.name}: {position} of {row.deliver_at_ms} leaves as if it were not due, and was handed "
                 f"out under epoch {header.epoch}"
             )
+        self.leaving(header.shard, header.epoch, f"topic {topic.name}: {position} is decided to leave")
         self._remove(topic, header.slot, position)
         topic.left[position] = Left(header.slot, row.slot, row.deliver_at_ms)
 

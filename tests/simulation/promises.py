@@ -96,10 +96,14 @@ class Promises:
     ) -> None:
         self._live = live
         self._oracle = oracle
+        # A former owner that hands it out makes the answer untrue, whoever hears it.
+        oracle.leaving = self.check_former_owners
         self._history = history
         self._done: set[tuple[str, Position, int, int]] = set()
         # Rows (topic, position, time) of which it was answered that they left before they were due.
         self._left: set[tuple[str, Position, int]] = set()
+        # Rows (topic, position, slot in which they left) that a former owner handed out after they had left.
+        self._left_and_handed_out: dict[tuple[str, Position, int], str] = {}
         # Positions (topic, position, time) with a row for everybody and one for a subscription alone, both of that
         # time: nobody can tell them apart.
         self._twins: set[tuple[str, Position, int]] = set()
@@ -262,6 +266,10 @@ class Promises:
         removed_at_s = topic.removed_at_s.get(position)
         if (stream.topic, position, deliver_at_ms) in self._left:
             self._history.breach(f"{what} is handed out after it was answered that it left")
+        left = topic.left.get(position)
+        if left is not None and left.deliver_at_ms == deliver_at_ms:
+            # So far nobody was told: nobody may be.
+            self._left_and_handed_out[stream.topic, position, left.slot] = stream.daemon.name
         if removed_at_s is None:
             self._history.breach(f"{what} is handed out and was never added")
         elif not self._is_stale(stream):
@@ -420,6 +428,8 @@ class Promises:
         left = sent.topic.left.get(key)
         if left is not None and left.slot > sent.slot:
             self._left.add((sent.topic.name, key, left.deliver_at_ms))
+            if by := self._left_and_handed_out.get((sent.topic.name, key, left.slot)):
+                self._breach(sent, f"{key} is answered to have left, and {by} handed it out after it had")
         if row is None or row.slot > sent.slot:
             return
         if sent.topic.rows.get(key) is row:
@@ -463,7 +473,7 @@ class Promises:
                 self._breach(sent, f"{position} was trimmed for {subscription}, and is still there")
 
     def check_former_owners(self, number: int, epoch: int, what: str) -> None:
-        """So it is answered when no former owner can hand out any more what has gone."""
+        """No former owner may hand out any more. `what`: was said or done."""
         for daemon in self._live():
             for shard in daemon.shards.values():
                 if shard.number == number and shard.epoch < epoch and shard.may_hand_out:

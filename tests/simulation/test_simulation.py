@@ -46,7 +46,7 @@ def test_a_seed_leaves_the_same_trace_in_processes_whose_hashes_differ() -> None
             capture_output=True,
             text=True,
             check=True,
-            timeout=50,
+            timeout=600,
         ).stdout
         for hash_seed in ("1", "2")
     }

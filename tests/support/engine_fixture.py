@@ -25,7 +25,8 @@ from daemon import config, metrics
 from daemon.engine.calls import AddBatch, AddOutcome, HeldPositions
 from daemon.engine.dispatch import DispatchStream
 from daemon.engine.engine import Engine
-from daemon.engine.environment import Environment
+from daemon.engine.environment import TAIL_SLOTS_MAX, Environment
+from daemon.engine.pools import Pool, Pools
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.shard import ServedShard
 from daemon.ledger_stores.ledger_stores import LedgerStores
@@ -92,13 +93,13 @@ class Daemon(Process):
             locks=None,
             metrics=self.metrics,
             clock=self,
-            threads=InlineExecutor(),
-            parts=InlineExecutor(),
+            pools=Pools.of_one(Pool(InlineExecutor(), InlineExecutor())),
             sleep=asyncio.sleep,
             blocking_sleep=self._block,
             jitter=fixture.random.random,
             new_id=lambda: f"id-{next(fixture.numbers):06d}",
             ledger_stores=fixture.ledger_stores(self),
+            tail_slots_max=fixture.tail_slots_max,
         )
         self.engine = Engine(environment)
         self.engine.on_health_change(lambda _: self._changed.set())
@@ -333,6 +334,8 @@ class EngineFixture:
         self.numbers = itertools.count()
         self.receivers: list[Receiver] = []
         self.step_ms = 0
+        self.tail_slots_max = TAIL_SLOTS_MAX
+        """Of a daemon that is started."""
         self.ledger_stores: Callable[[Daemon], LedgerStores] = lambda daemon: LedgerStores()
         """Where the ledgers of others are, as a daemon that is started is told."""
         self._settings = settings

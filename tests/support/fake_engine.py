@@ -2,7 +2,8 @@
 
 It is real as far as a caller sees: adds are idempotent, what is due is handed out in order against permits or leased,
 acknowledgements count what they ignored, trims and policies do what they say. It has no journal and no recovery.
-Faults: `fail_with` is raised by every call; while `hold` is set, calls stay unanswered; `rebuild_needed` is what a
+Faults: `fail_with` is raised by every call; while `hold` is set, calls stay unanswered; `former_owner_s` is
+for how long a former owner may still act; `rebuild_needed` is what a
 damaged bucket would leave.
 """
 
@@ -66,6 +67,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self.rebuild_needed: tuple[calls.RebuildNeeded, ...] = ()
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
+        self.former_owner_s = 0.0
         self.calls_begun = 0
         self.callers: list[calls.Caller | None] = []
         """Of each add."""
@@ -388,6 +390,9 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             while not condition():
                 self._happened.clear()
                 await self._happened.wait()
+
+    def alone_in_s(self, topic: str) -> float:
+        return self.former_owner_s
 
     async def _begin(self) -> int:
         """The time of the call, when nothing holds it up."""

@@ -42,7 +42,7 @@ from storage_backends.object_store import (
     StoreUnavailable,
 )
 
-PAUSE_TIMEOUT_S: Final = 30.0
+PAUSE_TIMEOUT_S: Final = 300.0
 """A paused call that nobody releases fails after this time, so that a test fails instead of hanging."""
 
 READS: Final = frozenset({"get_with_metadata", "get_range"})

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.processes import REPOSITORY, ChildProcess
+from examples.processes import REPOSITORY, ChildProcess, guard
 from tests.support import spark
 
 OBSERVER = REPOSITORY / "tests" / "compaction" / "observer"
@@ -99,6 +99,7 @@ class Job(ChildProcess):
                 stderr=log,
                 start_new_session=True,
             )
+        guard.watch(self._process.pid)
 
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit status; below 0: the signal that ended it. Raises `ProcessFailed` when it does not end."""
@@ -171,7 +172,7 @@ class Job(ChildProcess):
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def wait_until_nothing_is_left(self, timeout_s: float = 20.0) -> None:
+    def wait_until_nothing_is_left(self, timeout_s: float = 300.0) -> None:
         """Waits until each of its processes has ended. Raises `ProcessFailed`."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes():

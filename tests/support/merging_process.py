@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from storage_backends import collection, commit, merging, progress_objects, topic_manifest
+from storage_backends import collection, commit, merge_hints, merging, progress_objects, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
@@ -23,7 +23,8 @@ LIMITS = SegmentLimits(time_step_ms=10_000, rows_max=10, rows_min=0)
 
 
 class MergingProcess:
-    """Merges buckets of one topic. `name`: no other process has it; `now_ms`: its wall clock.
+    """Merges buckets of one topic. `name`: no other process has it; `now_ms`: its wall clock; `hints`: whether it
+    leaves any: some jobs do not.
 
     A merge ends in commit.Refused when the newest manifest does not allow it, in Damaged when a source is damaged.
     """
@@ -39,12 +40,14 @@ class MergingProcess:
         name: str | None = None,
         now_ms: Callable[[], int] = lambda: 0,
         limits: SegmentLimits = LIMITS,
+        hints: bool = True,
     ) -> None:
         self.name = f"other-{next(self._processes)}" if name is None else name
         self._store = store
         self._shard = shard
         self._limits = limits
         self._now_ms = now_ms
+        self._hints = hints
         self._topic_id = names.topic_id(topic)
         self._ids = itertools.count()
         self._log = topic_manifest.topic_log(
@@ -93,6 +96,9 @@ class MergingProcess:
     def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
         """The merged bucket, None when no row was left."""
         self._commit(written.operation)
+        if self._hints:
+            hint = merge_hints.MergeHint(self._shard, self._topic_id)
+            merge_hints.leave(self._store, [hint], value=self._new_id())
         return written.operation.bucket
 
     def _commit(self, operation: Operation) -> None:

@@ -11,12 +11,17 @@ import time
 from collections.abc import AsyncIterator
 
 from daemon import config, metrics
+from daemon.engine import pools
 from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.process import SystemClock
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
+
+
+def _threads(name: str, count: int) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix=name)
 
 
 @contextlib.asynccontextmanager
@@ -30,9 +35,9 @@ async def serving(
     """An engine that serves; stopped in order at the end. `ledger_stores`: none by default."""
     numbers = itertools.count()
     with (
-        concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="store") as threads,
-        concurrent.futures.ThreadPoolExecutor(4, thread_name_prefix="parts") as parts,
-        concurrent.futures.ThreadPoolExecutor(settings.deletion.parallelism, thread_name_prefix="deleting") as deleting,
+        pools.opened(
+            settings.store, deletions=settings.deletion.parallelism, threads=_threads, patient=_threads
+        ) as threads,
     ):
         engine = Engine(
             Environment(
@@ -41,13 +46,11 @@ async def serving(
                 locks=None,
                 metrics=daemon_metrics if daemon_metrics is not None else metrics.Metrics(),
                 clock=SystemClock(),
-                threads=threads,
-                parts=parts,
+                pools=threads,
                 sleep=asyncio.sleep,
                 blocking_sleep=time.sleep,
                 jitter=random.Random(1).random,
                 new_id=lambda: f"id-{next(numbers)}",
-                deleting=deleting,
                 ledger_stores=ledger_stores if ledger_stores is not None else LedgerStores(),
             )
         )
@@ -55,7 +58,7 @@ async def serving(
         engine.on_health_change(lambda _: changed.set())
         await engine.start()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(300):
                 while not engine.health.serving:
                     changed.clear()
                     await changed.wait()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 # A job that does not give back the turn in this time, in real seconds, is stuck.
-TURN_MAX_S = 20.0
+TURN_MAX_S = 300.0
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 

@@ -6,8 +6,6 @@ import asyncio
 import random
 from pathlib import Path
 
-import pytest
-
 from examples import processes
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tests.support.processes import Daemons
@@ -47,7 +45,6 @@ def expected_of(rng: random.Random) -> dict[Key, Expected]:
     return expected
 
 
-@pytest.mark.timeout(120)
 def test_what_was_nacked_comes_back_at_its_time_and_with_its_count_though_the_daemon_is_killed_meanwhile(
     daemons: Daemons, tmp_path: Path
 ) -> None:
@@ -63,7 +60,7 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
     assert positions >= 100_000
     running = asyncio.gather(*(client.run() for client in clients))
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         # Most wait, some come back already, and requests are under way.
         while sum(each.answered for each in clients) < 0.9 * positions or not any(each.under_way for each in clients):
             assert not running.done(), [client.breaches[:3] for client in clients]
@@ -73,7 +70,7 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
     slots, last_slots = slots_of(root)
     daemon.kill()
     await asyncio.to_thread(daemon.start_serving)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await running
 
     assert [breach for client in clients for breach in client.breaches[:5]] == []

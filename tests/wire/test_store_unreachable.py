@@ -22,7 +22,6 @@ SPAN_MS = 45_000
 STEP_MS = 100
 
 
-@pytest.mark.timeout(180)
 def test_without_the_store_nothing_is_answered_as_durable_nothing_is_handed_out_on_doubtful_ground_and_it_recovers(
     daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -41,7 +40,7 @@ def test_without_the_store_nothing_is_answered_as_durable_nothing_is_handed_out_
     receiver = traffic.Receiver(daemon.address, "topic", history, rng=random.Random(1))
     request.addfinalizer(receiver.stop)
     receiver.__enter__()
-    history.wait_for(lambda: history.received_rows > 10, 20, "rows are handed out")
+    history.wait_for(lambda: history.received_rows > 10, 600, "rows are handed out")
 
     proxy.shut()
     shut_ms = traffic.now_ms()
@@ -54,19 +53,19 @@ def test_without_the_store_nothing_is_answered_as_durable_nothing_is_handed_out_
         grpc.StatusCode.UNKNOWN,
         grpc.StatusCode.DEADLINE_EXCEEDED,
     )
-    daemon.wait_for_health(serving=False, timeout_s=40)
+    daemon.wait_for_health(serving=False)
     # To see nothing come takes time.
     threading.Event().wait((shut_ms + UNCONFIRMED_MAX_MS + 5_000 - traffic.now_ms()) / 1000)
     assert history.last_received_at_ms <= shut_ms + UNCONFIRMED_MAX_MS + TRANSIT_MS
     assert [at_ms for at_ms in receiver.durable_at_ms if at_ms > shut_ms + TRANSIT_MS] == []
 
     proxy.open()
-    daemon.wait_for_health(serving=True, timeout_s=60)
+    daemon.wait_for_health(serving=True)
     history.sending(lost.positions, lost.deliver_at_ms, exact=True)
     traffic.add(daemon.address, "topic", lost)
     history.answered(lost.positions)
     receiver.finish()
-    history.wait_for(lambda: history.missing == 0, 60, "every answered row comes")
+    history.wait_for(lambda: history.missing == 0, 600, "every answered row comes")
     traffic.wait_until_nothing_is_left(daemon.address, "topic")
     assert history.breaches() == []
 

@@ -356,7 +356,7 @@ def stats(address: str, topic: str) -> inspect_pb2.GetTopicStatsResponse:
         return inspect_pb2_grpc.InspectStub(channel).GetTopicStats(request, timeout=20, wait_for_ready=True)
 
 
-def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = 60.0) -> None:
+def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = 600.0) -> None:
     """Waits until every row came due and is acknowledged, those of unknown fate too."""
     attempts = threading.Event()
     deadline_s = time.monotonic() + timeout_s

@@ -16,7 +16,7 @@ from typing import TypeVar
 from storage_backends import memory, object_store
 
 T = TypeVar("T")
-DEADLOCK_S = 20.0
+DEADLOCK_S = 300.0
 
 
 class Scheduler:

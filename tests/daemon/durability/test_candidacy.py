@@ -96,6 +96,14 @@ def test_a_candidate_waits_one_interval_for_each_that_goes_first() -> None:
     assert isinstance(decide(OTHER, watch=watch, rank=2, now_s=15.0), ClaimNow)
 
 
+def test_candidates_are_spaced_by_the_interval_that_is_set() -> None:
+    watch = heartbeat.Watch(interval_s=0.5)
+    for now_s in (0.0, 0.5, 1.0, 1.5):
+        watch.observe(None, now_s=now_s)
+    assert isinstance(decide(OTHER, watch=watch, rank=2, now_s=2.4), Wait)
+    assert isinstance(decide(OTHER, watch=watch, rank=2, now_s=2.5), ClaimNow)
+
+
 def test_candidates_have_ranks_of_their_own_that_all_agree_on() -> None:
     candidates = {"a", "b", "c", "d"}
     ranks = {candidacy.rendezvous_rank(one, others=candidates, former_owner="north") for one in candidates}

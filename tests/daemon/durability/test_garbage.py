@@ -216,10 +216,10 @@ def test_two_collectors_that_delete_the_same_are_both_content(topic: TopicWithGa
     found: list[Summary] = []
     first = threading.Thread(target=lambda: found.append(topic.collect(store)))
     first.start()
-    assert held.reached.wait(10)
+    assert held.reached.wait(300)
     assert topic.collect().tombstones.objects == 2
     held.released.set()
-    first.join(10)
+    first.join(300)
     assert found[0].tombstones.objects == 2
     assert topic.tip.manifest.tombstones == ()
 
@@ -233,13 +233,13 @@ def test_a_collector_that_was_overtaken_drops_what_the_other_left(topic: TopicWi
     held = script.pause("put_if_absent")
     thread = threading.Thread(target=lambda: topic.collect(store))
     thread.start()
-    assert held.reached.wait(10)
+    assert held.reached.wait(300)
     others = Script()
     others.plan("delete", Fault.REFUSE, key_part=second)
     topic.collect(FaultStore(topic.store, others))
     assert [each.object.name for each in topic.tip.manifest.tombstones] == [second]
     held.released.set()
-    thread.join(10)
+    thread.join(300)
     assert topic.tip.manifest.tombstones == ()
 
 

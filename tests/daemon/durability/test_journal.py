@@ -15,11 +15,12 @@ import pytest
 from daemon.durability import journal_tail, ownership_lost, slot_put
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
-from storage_backends import memory, object_store
+from storage_backends import journal_slots, memory, object_store
 from storage_backends.formats import journal, names
 from storage_backends.formats.rows import Rows
 from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock, settle
+from tests.support.virtual_loop import InlineExecutor
 
 T = TypeVar("T")
 SHARD = 3
@@ -277,7 +278,7 @@ async def test_slots_are_encoded_and_put_away_from_the_loop() -> None:
 
 
 def read(store: object_store.ObjectStore, executor: concurrent.futures.Executor, *, ahead: int = 4) -> list[int]:
-    slots = journal_tail.read_tail(store, SHARD, 4, executor=executor, read_ahead_slots=ahead)
+    slots = journal_tail.read_tail(store, SHARD, 4, executor=executor, read_ahead=ahead)
     return [slot.header.slot for slot in slots]
 
 
@@ -287,6 +288,47 @@ def test_the_tail_is_read_up_to_the_first_absent_slot(reads: concurrent.futures.
     for slot in range(1, 24):
         put_slot(store, slot, epoch=1)
     assert read(store, reads, ahead=ahead) == list(range(4, 24))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("portion", [1, 4, 5, 19, 20, 64])
+def test_portions_change_nothing_of_a_tail(reads: concurrent.futures.Executor, portion: int, ahead: int) -> None:
+    store = memory.MemoryStore()
+    for slot in range(1, 24):
+        put_slot(store, slot, epoch=1)
+    tail = journal_slots.read_tail(store, SHARD, 4, executor=reads, read_ahead=ahead, portion_slots=portion)
+    assert [slot.header.slot for slot in tail] == list(range(4, 24))
+
+
+@pytest.mark.parametrize("portion", [1, 3, 4])
+def test_a_slot_that_is_missing_between_portions_is_damage(reads: concurrent.futures.Executor, portion: int) -> None:
+    store = memory.MemoryStore()
+    for slot in (4, 5, 6, 8, 9, 10, 11, 12):
+        put_slot(store, slot, epoch=1)
+    with pytest.raises(object_store.Damaged, match="it is missing though a later slot exists") as damaged:
+        journal_slots.read_tail(store, SHARD, 4, executor=reads, portion_slots=portion)
+    assert damaged.value.key == names.journal_slot_key(SHARD, 7)
+
+
+@pytest.mark.parametrize("portion", [1, 3, 4])
+def test_slots_that_a_living_owner_writes_meanwhile_are_no_gap(portion: int) -> None:
+    class Written(memory.MemoryStore):
+        """The slots from 7 on are written right after the first look for slot 7."""
+
+        def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+            try:
+                return super().get_with_metadata(key)
+            except object_store.NotFound:
+                if key == names.journal_slot_key(SHARD, 7):
+                    for slot in range(7, 15):
+                        put_slot(self, slot, epoch=1)
+                raise
+
+    store = Written()
+    for slot in (4, 5, 6):
+        put_slot(store, slot, epoch=1)
+    tail = journal_slots.read_tail(store, SHARD, 4, executor=InlineExecutor(), read_ahead=3, portion_slots=portion)
+    assert [slot.header.slot for slot in tail] == list(range(4, 15))
 
 
 def test_an_empty_journal_has_an_empty_tail(reads: concurrent.futures.Executor) -> None:

@@ -89,10 +89,10 @@ def test_a_seal_that_comes_before_the_floor_keeps_its_object(topic: TopicWithGar
     held = script.pause("put_if_absent")
     thread = threading.Thread(target=lambda: topic.collect(store))
     thread.start()
-    assert held.reached.wait(10)
+    assert held.reached.wait(300)
     topic.commit(topic.seal_of(slow))
     held.released.set()
-    thread.join(10)
+    thread.join(300)
     assert topic.objects() == [slow.object.name]
     assert topic.unnamed() == []
 
@@ -122,12 +122,12 @@ def test_a_floor_that_another_collector_has_moved_further_is_as_good(topic: Topi
     found: list[Summary] = []
     thread = threading.Thread(target=lambda: found.append(topic.collect(store)))
     thread.start()
-    assert held.reached.wait(10)
+    assert held.reached.wait(300)
     topic.seal()
     topic.pass_time(hours=25)
     assert topic.collect().orphans == ONE
     held.released.set()
-    thread.join(10)
+    thread.join(300)
     assert found[0].failed == NOTHING
     assert topic.objects() == []
 
@@ -243,12 +243,12 @@ def test_a_commit_whose_number_was_emptied_meanwhile_is_not_reported_as_history(
 
     thread = threading.Thread(target=act)
     thread.start()
-    assert held.reached.wait(10)
+    assert held.reached.wait(300)
     history(topic, 9, 10)
     topic.collect(limits=dataclasses.replace(LIMITS, manifests_kept=2))
     assert 2 not in topic.manifest_numbers()
     held.released.set()
-    thread.join(10)
+    thread.join(300)
     (tip,) = ended
     assert isinstance(tip, commit.Tip)
     assert topic.tip.number == tip.number

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
-from daemon.engine import bucket_life
+from daemon.engine import merge_watch
 from storage_backends import commit
-from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.topic_manifest import Claim
 from tests.daemon.engine.calling import acknowledge, trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture, Held, Receiver
-from tests.support.fault_store import Call, Fault
+from tests.support.fault_store import Fault
 from tests.support.merging_process import MergingProcess
 
 BUCKETS = "/buckets/"
@@ -69,7 +68,7 @@ def served(daemon: Daemon) -> set[str]:
 
 
 async def learned(daemon: Daemon, merged: LiveBucket) -> None:
-    await daemon.until(lambda: merged.object.name in served(daemon), timeout_s=bucket_life.LOOK_S + 5)
+    await daemon.until(lambda: merged.object.name in served(daemon), timeout_s=merge_watch.LOOK_S + 5)
 
 
 async def cancel(daemon: Daemon, ledger_id: int, entries: Sequence[int]) -> None:
@@ -137,30 +136,6 @@ async def test_a_commit_of_its_own_tells_the_owner_of_a_merge(machines: EngineFi
     await bucket_of(one, 3, delay_ms=200_000)
     await one.until(lambda: merged.object.name in served(one), timeout_s=2)
     assert len(served(one)) == 2
-
-
-async def test_topics_are_looked_at_only_where_there_is_something_to_merge_and_not_all_at_once(
-    machines: EngineFixture,
-) -> None:
-    one = await machines.served_by("one", *ALONE)
-    topics = [f"topic-{number}" for number in range(12)]
-    for number, topic in enumerate(topics):
-        for ledger_id in range(1 + number % 2):
-            await one.add(topic, ledger_id, range(5), 10_000_000)
-            await one.call(one.engine.requests.seal(topic))
-    prefixes = {names.topic_manifest_prefix(0, names.topic_id(topic)): topic for topic in topics}
-    looked: list[tuple[float, str]] = []
-
-    def decide(call: Call) -> Fault:
-        for prefix, topic in prefixes.items():
-            if call.operation == "get_with_metadata" and call.key.startswith(prefix):
-                looked.append((machines.loop.time(), topic))
-        return Fault.NONE
-
-    one.decide = decide
-    await asyncio.sleep(bucket_life.LOOK_S + 2)
-    assert {topic for _, topic in looked} == set(topics[1::2])
-    assert len({round(at_s) for at_s, _ in looked}) >= 4
 
 
 async def test_merges_of_merged_buckets_are_learned_though_those_in_between_were_not(machines: EngineFixture) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from daemon.engine import outbox
+from daemon.engine.failure_scope import TopicFailed
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import HashSelector, KeyOrder
 from tests.daemon.engine.calling import stats
@@ -314,7 +315,7 @@ async def test_a_bug_in_sharing_ends_the_streams_and_not_the_daemon(
     monkeypatch.setattr(type(state.key_shared), "hand_out", lambda *_, **__: 1 / 0)
     await add(one, 1, range(10), [7, HALF] * 5)
     await one.until(lambda: dispatcher.ended is not None)
-    assert isinstance(dispatcher.ended, ZeroDivisionError)
+    assert isinstance(dispatcher.ended, TopicFailed)
     monkeypatch.undo()
     again = await open_by_key(one, halves())
     await again.next(10)

@@ -8,6 +8,7 @@ import pytest
 
 from daemon.engine import calls
 from daemon.engine.dispatch import StreamClosed
+from daemon.engine.failure_scope import TopicFailed
 from daemon.engine.requests import Requests
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.manifest import HashSelector, NackOrder
@@ -159,7 +160,7 @@ async def test_what_cannot_be_read_of_nacked_rows_ends_the_streams(
     monkeypatch.setattr(tracker, "rows", lambda _: 1 / 0)
     again = await open_by_key(one, [consumer(1, ALL)])
     await one.until(lambda: again.ended is not None)
-    assert isinstance(again.ended, ZeroDivisionError)
+    assert isinstance(again.ended, TopicFailed)
     monkeypatch.undo()
     again = await open_by_key(one, [consumer(1, ALL)])
     assert await again.nothing_more()

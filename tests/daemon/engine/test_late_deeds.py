@@ -127,3 +127,17 @@ async def test_a_topic_that_is_served_no_longer_is_not_kept_in_memory_until_its_
     await asyncio.sleep(5)
     gc.collect()
     assert index() is None
+
+
+async def test_a_bucket_of_a_topic_that_was_deleted_meanwhile_may_turn_out_to_be_damaged_or_missing(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", *SMALL)
+    await one.add("t", 1, range(20), delay_ms=FAR_MS)
+    await one.add("t", 2, [0], delay_ms=FAR_MS)
+    await one.until(lambda: len(one.topic("t").core.index.sealed) == 1)
+    late, (bucket,) = one.topic("t"), one.topic("t").core.index.sealed
+    await delete_topic(one)
+    late._bucket_damaged(bucket, "read by who was late")
+    assert not await one.call(late._bucket_is_live(bucket))
+    assert one.engine.health.serving

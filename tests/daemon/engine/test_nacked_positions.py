@@ -54,6 +54,27 @@ async def test_any_position_of_the_log_may_be_nacked_and_is_kept_as_any_other(
     assert (await stats(two)).subscriptions[0].backlog == 0
 
 
+async def test_what_no_row_is_found_for_is_not_decided_while_the_topic_is_being_changed(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await machines.served_by("one")
+    await dispatcher(one, policy=constant(1_000))
+    topic = one.topic("t")
+    settle_due = topic.settle_due
+
+    async def changing() -> None:
+        await settle_due()
+        topic.gate._open.clear()
+
+    monkeypatch.setattr(topic, "settle_due", changing)
+    asked = nack(one, [(7, 1, 0)], 3_000)
+    slot = one.shards[0].applied_slot
+    await asyncio.sleep(5)
+    assert (asked.done(), one.shards[0].applied_slot) == (False, slot)
+    topic.gate._open.set()
+    assert await asked == NACKED
+
+
 async def test_a_position_that_the_subscription_is_owed_with_a_time_is_no_position_of_the_log(
     machines: EngineFixture,
 ) -> None:

@@ -8,6 +8,8 @@ import functools
 import numpy as np
 import pytest
 
+from daemon.core.positions import KeyedRows
+from daemon.core.subscription import SubscriptionState
 from daemon.engine import pace
 from daemon.engine import shard as shard_module
 from daemon.engine.calls import HeldPositions
@@ -55,6 +57,41 @@ async def test_portions_grow_while_nobody_else_wants_a_turn_and_shrink_while_oth
     assert found.rows == pace.ROWS_LEAST
 
 
+async def test_a_portion_of_many_sources_is_worth_looking_into_them_however_busy_the_loop_is() -> None:
+    found = Pace()
+    assert [found.rows_of(sources) for sources in (0, 2, 20, 1_000)] == [500, 500, 4_000, 10_000]
+    for _ in range(20):
+        await found.give_way()
+    assert found.rows_of(20) == pace.ROWS_MOST
+
+
+async def test_a_backlog_of_many_buckets_that_come_due_together_is_read_in_portions_worth_it(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Else each portion costs more than the rows in it, the loop stays busy, and the portions stay small.
+    buckets, rows = 10, 2_000
+    one = await machines.served_by("one")
+    await create(one, "away")
+    for ledger in range(buckets):
+        await one.add("t", ledger, range(rows), delay_ms=60_000)
+        await one.call(one.engine.requests.seal("t"))
+    await asyncio.sleep(61.0)
+    derived: list[int] = []
+    append_ready = SubscriptionState.derived
+
+    def counted(state: SubscriptionState, found: KeyedRows) -> None:
+        derived.append(len(found))
+        append_ready(state, found)
+
+    monkeypatch.setattr(SubscriptionState, "derived", counted)
+    monkeypatch.setattr(Pace, "rows", pace.ROWS_LEAST)
+    receiver = await one.receiver("t", "away")
+    await receiver.received(buckets * rows)
+    assert sum(derived) == buckets * rows
+    # About half a portion is certain to be taken.
+    assert len(derived) <= 2 * rows * buckets // (pace.ROWS_A_SOURCE * buckets) + buckets
+
+
 async def test_the_others_turn_is_what_runs_between_two_portions() -> None:
     found = Pace()
     asyncio.get_running_loop().call_soon(passes, 10 * pace.TURN_S)
@@ -86,6 +123,9 @@ class Busy:
         self.takes_s = takes_s
         self.woken = 0
 
+    def failed(self, error: Exception) -> None:
+        raise error
+
     def wake(self, now_ms: int) -> int | None:
         self.woken += 1
         passes(self.takes_s)
@@ -100,6 +140,9 @@ class Modest:
     def __init__(self) -> None:
         self.wake_at_ms: int | None = None
         self.late_ms: list[int] = []
+
+    def failed(self, error: Exception) -> None:
+        raise error
 
     def wake(self, now_ms: int) -> int | None:
         assert self.next_ms <= now_ms

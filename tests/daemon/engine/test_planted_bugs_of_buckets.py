@@ -17,12 +17,15 @@ from daemon.core.topic import Topic
 from daemon.durability import checkpoint, progress, recovery, sealing
 from daemon.engine import bucket_life, manifests
 from daemon.engine.bucket_life import BucketLife
+from daemon.engine.merge_watch import MergeWatch
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.manifest import BucketProgress
+from storage_backends.merge_hints import MergeHint
 from tests.daemon.engine import test_foreign_merges as merges
+from tests.daemon.engine import test_merge_watch as hints
 from tests.daemon.engine import test_own_indexes as own
 from tests.support.engine_fixture import EngineFixture
 
@@ -162,6 +165,35 @@ async def rows_for_one_are_being_sealed_at_a_checkpoint(machines: EngineFixture)
     assert (await own.everything(two, "b")).positions == own.positions(2, range(5))
 
 
+def all_topics_are_looked_at_together(patch: pytest.MonkeyPatch) -> None:
+    made = BucketLife.__init__
+
+    def init(life: BucketLife, *args: Any, **named: Any) -> None:
+        made(life, *args, **named)
+        life._look_in_s = bucket_life.LOOK_S
+
+    patch.setattr(BucketLife, "__init__", init)
+
+
+def a_tip_is_read_before_its_hint_is_cleared(patch: pytest.MonkeyPatch) -> None:
+    clear = MergeWatch._clear
+
+    async def clear_late(watch: MergeWatch, of: Sequence[MergeHint]) -> None:
+        for hint in of:
+            watch._shards()[hint.shard].look_for_merges(hint.topic_id)
+        await asyncio.sleep(1)
+        with pytest.MonkeyPatch.context() as later:
+            for shard in watch._shards().values():
+                later.setattr(shard, "look_for_merges", lambda topic_id: None)
+            await clear(watch, of)
+
+    patch.setattr(MergeWatch, "_clear", clear_late)
+
+
+def a_topic_that_is_being_loaded_has_no_merges(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MergeWatch, "_may_come", lambda watch, hint: False)
+
+
 PLANTED: list[tuple[Plant, Story]] = [
     (bits_under_the_names_of_sources_are_overlooked, rows_leave_between_plan_and_commit),
     (a_bucket_is_dropped_before_a_merge_of_it_is_learned, a_merge_overtakes_a_drop),
@@ -177,8 +209,14 @@ PLANTED: list[tuple[Plant, Story]] = [
     (a_manifest_of_its_own_tells_nothing, merges.test_a_commit_of_its_own_tells_the_owner_of_a_merge),
     (
         every_topic_is_looked_at,
-        merges.test_topics_are_looked_at_only_where_there_is_something_to_merge_and_not_all_at_once,
+        hints.test_an_idle_daemon_asks_for_one_key_a_minute_and_for_a_topic_once_in_twenty,
     ),
+    (all_topics_are_looked_at_together, hints.test_topics_are_looked_at_one_after_the_other_though_loaded_together),
+    (
+        a_tip_is_read_before_its_hint_is_cleared,
+        hints.test_a_merge_is_learned_whose_hint_was_left_again_before_it_was_cleared,
+    ),
+    (a_topic_that_is_being_loaded_has_no_merges, hints.test_the_hint_of_a_topic_that_is_being_loaded_stays_until_it_is),
     (
         a_seal_stores_nothing_of_the_buckets_before_it,
         own.test_what_was_acknowledged_in_an_own_bucket_before_a_seal_does_not_come_again_after_a_crash,

@@ -38,7 +38,7 @@ class Caller:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
 
-    async def unary(self, method: str, request: message.Message | bytes, *, timeout_s: float = 20) -> Any:
+    async def unary(self, method: str, request: message.Message | bytes, *, timeout_s: float = 300) -> Any:
         call: Any = self.channel.unary_unary(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
@@ -49,13 +49,13 @@ class Caller:
         call: Any = self.channel.unary_stream(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
-        return [answer async for answer in call(_encoded(request), timeout=20)]
+        return [answer async for answer in call(_encoded(request), timeout=300)]
 
     def stream(self, method: str) -> Stream:
         call: Any = self.channel.stream_stream(
             f"/tarry.v1.{method}", response_deserializer=cast(Any, ANSWERS[method].FromString)
         )
-        return Stream(call(timeout=20))
+        return Stream(call(timeout=300))
 
 
 class Stream:

@@ -38,7 +38,7 @@ class Stores(LedgerStores):
         answer = self.answers.get(delete.ledger_id)
         if isinstance(answer, DeletionFailed):
             raise answer
-        if answer is None and not self.go.wait(20):
+        if answer is None and not self.go.wait(300):
             raise TimeoutError
         return answer or Answer(DeletionOutcome.DELETED)
 
@@ -66,7 +66,7 @@ async def listed(edge: Edge, method: str, **fields: Any) -> Any:
 
 async def until(edge: Edge, method: str, count: int, **filtered: Any) -> list[pb.Deletion]:
     """The list, when it has so many."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while True:
             answer = await listed(edge, method, filter=pb.DeletionFilter(**filtered))
             if len(answer.deletions) == count:

@@ -20,7 +20,7 @@ async def populate(edge: Edge) -> None:
         await edge.caller.unary(CREATE, request)
     await edge.caller.unary(ADD, add(ledger_id=[77]))
     await edge.caller.unary(ADD, add(ledger_id=[78], entry_id=[1], deliver_at_ms=[1]))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while (await state(edge))[0].pending != 3:
             pass
 

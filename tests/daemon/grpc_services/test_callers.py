@@ -35,10 +35,10 @@ async def add(edge: Edge, stream: bool, metadata: tuple[tuple[str, str], ...]) -
     channel = edge.caller.channel
     if not stream:
         call: Any = channel.unary_unary("/tarry.v1.DelayedDelivery/AddMessages")
-        await call(REQUEST.SerializeToString(), metadata=metadata, timeout=20)
+        await call(REQUEST.SerializeToString(), metadata=metadata, timeout=300)
         return
     opening: Any = channel.stream_stream("/tarry.v1.DelayedDelivery/StreamAddMessages")
-    opened = opening(metadata=metadata, timeout=20)
+    opened = opening(metadata=metadata, timeout=300)
     await opened.write(STREAM_REQUEST.SerializeToString())
     await opened.done_writing()
     async for _ in opened:

@@ -37,7 +37,7 @@ async def buried(edge: Edge) -> Edge:
         topic="t", ledger_id=[1] * 5 + [2] * 5, entry_id=range(10), deliver_at_ms=[1], key_hash=range(10)
     )
     await edge.caller.unary("DelayedDelivery/AddMessages", request)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len((await backlog(edge)).entry_id) != 10:
             pass
     await reject(edge, [0, 1], "broken")
@@ -166,7 +166,7 @@ async def test_a_replayed_dead_letter_is_in_the_backlog_again_with_no_count(buri
     (first, *_) = (await listed(buried)).dead_letter_id
     assert await replay(buried, dead_letter_id=[first]) == (1, 0)
     assert list((await listed(buried)).entry_id) == [1, 2, 3, 4]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len((page := await backlog(buried)).entry_id) != 6:
             pass
     assert sorted(page.entry_id) == [0, 5, 6, 7, 8, 9]

@@ -67,7 +67,7 @@ async def test_rows_are_added_by_level_by_a_call_and_on_a_stream(edge: Edge) -> 
     added = (await stream.receive()).added
     assert (added.accepted, added.late_on_arrival) == (2, 1)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         # The row without a delay is passed in a moment.
         while (await edge.caller.unary(STATS, inspect_pb2.GetTopicStatsRequest(topic="t"))).pending != 3:
             pass

@@ -36,7 +36,7 @@ async def populated(edge: Edge) -> Edge:
     await add(edge, [1] * 10, range(10), [FAR_MS + 10 * (entry % 5) for entry in range(10)], key_hash=range(10))
     await add(edge, [1, 2], [3, 3], [FAR_MS + 5, FAR_MS + 6], subscription="other")
     await add(edge, [7], range(3), [1])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while len((await backlog(edge)).entry_id) != 3:
             pass
     return edge

@@ -49,7 +49,7 @@ async def add(edge: Edge, *rows: Row, key_hash: tuple[int, ...] = ()) -> None:
     await edge.caller.unary("DelayedDelivery/AddMessages", request)
 
 
-async def get(edge: Edge, *, timeout_s: float = 20, **fields: int) -> pb.GetScheduledMessagesResponse:
+async def get(edge: Edge, *, timeout_s: float = 300, **fields: int) -> pb.GetScheduledMessagesResponse:
     request = pb.GetScheduledMessagesRequest(topic="t", subscription="s", **{"max_rows": 10, **fields})
     answer: pb.GetScheduledMessagesResponse = await edge.caller.unary(GET, request, timeout_s=timeout_s)
     return answer
@@ -156,7 +156,7 @@ async def test_a_caller_that_goes_away_while_it_waits_leases_nothing(subscribed:
     other_call: Any = channel.unary_unary("/tarry.v1.Inspect/ListTopics")
     if how != "deadline":
         # The call has arrived when a later one of the same connection is answered.
-        await other_call(b"", timeout=20)
+        await other_call(b"", timeout=300)
     if how == "cancel":
         waiting.cancel()
     elif how == "connection":
@@ -164,7 +164,7 @@ async def test_a_caller_that_goes_away_while_it_waits_leases_nothing(subscribed:
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
         await waiting
     if how == "cancel":
-        await other_call(b"", timeout=20)
+        await other_call(b"", timeout=300)
     await channel.close()
     await add(subscribed, (1, 1, 1))
     assert rows_of((await get(subscribed, wait_ms=5000)).messages) == [(1, 1, 1)]
@@ -200,7 +200,7 @@ class TestRowsThatNobodyReceived:
         monkeypatch.setattr(engine, "get_scheduled", slowly)
         await add(subscribed, (1, 1, 1))
         call = asyncio.create_task(get(subscribed, lease_ms=12 * HOUR_MS))
-        await asyncio.wait_for(leased.wait(), 10)
+        await asyncio.wait_for(leased.wait(), 300)
         subscription = engine.topics["t"].subscriptions["s"]
         assert subscription.in_flight
         call.cancel()

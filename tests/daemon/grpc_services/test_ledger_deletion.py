@@ -255,7 +255,7 @@ class TestInUse:
 
     async def test_what_has_begun_is_named_by_its_row(self, edge: Edge) -> None:
         await record(edge, ledgers([5]))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while (await stats(edge)).begun != 1:
                 pass
         request = pb.RecordInUseRequest(topic=TOPIC, ledger_type=pb.LEDGER_TYPE_LEDGER, ledger_id=[4, 5, 6])
@@ -300,7 +300,7 @@ class TestBadRequests:
         await edge.caller.unary(bad.IN_USE, request)
         await until(edge, bad.LIST_DEAD, 1)
         await until(edge, bad.LIST_ENDED, 1)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while (await stats(edge)).begun != 1:
                 pass
         before = await state(edge)

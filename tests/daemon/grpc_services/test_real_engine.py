@@ -297,7 +297,7 @@ async def call(calls: Calls, method: str, request: Any) -> Any:
 
 async def until_ended(calls: Calls, count: int) -> None:
     pb = ledger_deletion_pb2
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while True:
             ended = await call(calls, "LedgerDeletion/ListEndedDeletes", pb.ListEndedDeletesRequest())
             if [each.outcome for each in ended.deletions] == [pb.Deletion.OUTCOME_DELETED] * count:

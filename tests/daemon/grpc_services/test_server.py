@@ -60,7 +60,7 @@ def test_each_call_of_the_contract_has_a_handler(module: Any, service: Any, sett
 @pytest.mark.parametrize("service", SERVICES)
 async def test_health_follows_the_engine(edge: Edge, unhealthy: calls.Health, service: str) -> None:
     stub = health_pb2_grpc.HealthStub(edge.caller.channel)
-    watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(service=service), timeout=20)
+    watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(service=service), timeout=300)
     assert (await watch.read()).status == SERVING
     edge.engine.set_health(unhealthy)
     assert (await watch.read()).status == NOT_SERVING
@@ -76,7 +76,7 @@ class TestDraining:
 
     async def test_a_draining_server_says_so_before_it_ends(self, edge: Edge) -> None:
         stub = health_pb2_grpc.HealthStub(edge.caller.channel)
-        watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+        watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(), timeout=300)
         assert (await watch.read()).status == SERVING
         draining = asyncio.create_task(edge.server.drain())
         assert (await watch.read()).status == NOT_SERVING
@@ -101,7 +101,7 @@ class TestDraining:
 
 async def test_reflection_names_the_services(edge: Edge) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(cast(Any, edge.caller.channel))
-    call = cast(Any, stub).ServerReflectionInfo(timeout=20)
+    call = cast(Any, stub).ServerReflectionInfo(timeout=300)
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     answer = await call.read()
     names = {service.name for service in answer.list_services_response.service}

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 Answer = Callable[[socket.socket], None]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300.0
 
 
 class ScriptedOwner:

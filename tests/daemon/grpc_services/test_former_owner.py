@@ -1,0 +1,41 @@
+"""Calls whose answer waits for a former owner: who is kept waiting, and who is told for how long."""
+
+from __future__ import annotations
+
+import grpc.aio
+import pytest
+
+import tarry
+from tarry.v1 import delayed_delivery_pb2 as pb
+from tests.daemon.grpc_services.conftest import Edge
+
+CANCEL = "DelayedDelivery/CancelMessages"
+ADD = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1, 2], deliver_at_ms=[2_000_000_000_000])
+ASKED = pb.CancelMessagesRequest(topic="t", ledger_id=[1], entry_id=[1])
+
+
+async def test_a_caller_whose_deadline_is_over_before_is_told_at_once_for_how_long(edge: Edge) -> None:
+    await edge.caller.unary("DelayedDelivery/AddMessages", ADD)
+    edge.engine.former_owner_s = 12.5
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await edge.caller.unary(CANCEL, ASKED, timeout_s=10)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    hints = dict(refused.value.trailing_metadata() or ())
+    assert (hints["former-owner-ms"], hints["retry-after-ms"]) == ("12500", "12500")
+    assert "t was taken over from a daemon that may still hand out rows" in (refused.value.details() or "")
+    assert (await edge.caller.unary(CANCEL, ASKED, timeout_s=60)).cancelled == 1
+
+
+async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_what_it_waits_for(edge: Edge) -> None:
+    await edge.caller.unary("DelayedDelivery/AddMessages", ADD)
+    edge.engine.former_owner_s = 3.0
+    said: list[str] = []
+
+    def waiting(why: str) -> None:
+        said.append(why)
+        edge.engine.former_owner_s = 0.0
+
+    async with tarry.aio.Client(f"127.0.0.1:{edge.port}", timeout_s=2, waiting=waiting) as client:
+        assert (await client.cancel("t", 1, [1])).cancelled == 1
+    (why,) = said
+    assert "may still hand out rows, for 3 s at most" in why

@@ -1,0 +1,36 @@
+"""Calls with one request whose caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+
+import pytest
+
+from daemon import errors
+from daemon.grpc_services import unary
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [(errors.Unavailable("the store is away"), logging.INFO), (ValueError("a bug"), logging.ERROR)],
+)
+async def test_what_becomes_of_a_call_that_its_caller_gave_up_is_told_once(
+    error: Exception, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = asyncio.Event()
+
+    async def call() -> bytes:
+        await away.wait()
+        raise error
+
+    with caplog.at_level(logging.INFO):
+        handled = asyncio.ensure_future(unary._unbroken(call()))
+        await asyncio.sleep(0)
+        handled.cancel()
+        await asyncio.wait([handled])
+        away.set()
+        await asyncio.sleep(0.01)
+        gc.collect()
+    assert [(record.levelno, str(error) in record.getMessage()) for record in caplog.records] == [(level, True)]
