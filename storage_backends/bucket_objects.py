@@ -9,6 +9,7 @@ object NotFound: when two reads, one after the other, have found it. What follow
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +24,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A bucket that is no larger is read as a whole: a request costs more than so many bytes.
+READ_WHOLE_BYTES = 64 * 1024
+
 
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
-    """The table of a live bucket and its entry 0: two ranged reads."""
+    """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
     return _twice_damaged(lambda: _open(store, live))
 
 
@@ -53,14 +57,23 @@ def _twice_damaged(read: Callable[[], T]) -> T:
 
 
 def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
-    key = live.object.name
-    with _naming(key):
-        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
-        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
-        entry = store.get_range(key, table.metadata.offset, table.metadata.length)
+    size_bytes = live.object.size_bytes
+    with _naming(live.object.name):
+        read = _reader(store, live)
+        table = bucket.decode_tail(read(*bucket.tail_range(size_bytes, live.segments)), size_bytes)
+        entry = read(table.metadata.offset, table.metadata.length)
         metadata = bucket.decode_metadata(entry, table.metadata)
         bucket.check_head(metadata, table, live)
         return table, metadata
+
+
+def _reader(store: object_store.ObjectStore, live: LiveBucket) -> Callable[[int, int], bytes]:
+    """Reads ranges of a bucket, by offset and length; of a small one all come with one request."""
+    key, size_bytes = live.object.name, live.object.size_bytes
+    if size_bytes > READ_WHOLE_BYTES:
+        return functools.partial(store.get_range, key)
+    whole = store.get_range(key, 0, size_bytes)
+    return lambda offset, length: whole[offset : offset + length]
 
 
 def _table(store: object_store.ObjectStore, live: LiveBucket) -> bucket.BucketTable:

@@ -169,6 +169,13 @@ class ManifestLog(Generic[M]):
                 return tip
         return self._read_listed()
 
+    def read_at(self, number: int, listed_at: float) -> Tip[M] | None:
+        """The manifest that a listing, sent at `listed_at`, showed as the highest; None when it has been collected.
+
+        Raises Damaged, and the store's errors.
+        """
+        return self._read(number, listed_at)
+
     def _is_recent(self, tip: Tip[M]) -> bool:
         return self.monotonic() - tip.read_at < WARM_MAX_S
 
@@ -261,15 +268,17 @@ def commit(
     writer: str,
     created_ms: int,
     warm: Tip[M] | None = None,
+    just_read: bool = False,
     deadline_s: float,
 ) -> Tip[M]:
     """Commits the operation and returns a tip that holds it: its own manifest, or a later one.
 
-    `writer`, `created_ms`: for people who read the manifest. `warm`: a tip that was read before. `deadline_s`: how long
-    a store that fails is asked again. Raises Refused; CommitOutcomeUnknown when the manifest may have been written;
-    the store's error when it certainly was not; Damaged.
+    `writer`, `created_ms`: for people who read the manifest. `warm`: a tip that was read before. `just_read`: it was
+    read for this commit, and nothing is read again before the first try. `deadline_s`: how long a store that fails is
+    asked again. Raises Refused; CommitOutcomeUnknown when the manifest may have been written; the store's error when it
+    certainly was not; Damaged.
     """
-    return _Commit(log, operation, writer, created_ms, deadline_s).run(warm)
+    return _Commit(log, operation, writer, created_ms, deadline_s).run(warm, just_read=just_read)
 
 
 class _Outcome(enum.Enum):
@@ -299,12 +308,12 @@ class _Commit(Generic[M]):
         self._uncertain = False
         self._conflicts = 0
 
-    def run(self, warm: Tip[M] | None) -> Tip[M]:
+    def run(self, warm: Tip[M] | None, *, just_read: bool) -> Tip[M]:
         observer = self._log.observer
         if observer is None:
-            return self._commit(warm)
+            return self._commit(warm, just_read=just_read)
         try:
-            tip = self._commit(warm)
+            tip = self._commit(warm, just_read=just_read)
         except Refused:
             observer.refused(self._name, conflicts=self._conflicts)
             raise
@@ -314,15 +323,24 @@ class _Commit(Generic[M]):
         observer.committed(self._name, conflicts=self._conflicts)
         return tip
 
-    def _commit(self, warm: Tip[M] | None) -> Tip[M]:
-        begun_at = self._log.monotonic()
-        tip = self._log.read_tip(warm)
+    def _commit(self, warm: Tip[M] | None, *, just_read: bool) -> Tip[M]:
+        begun_at, tip = self._log.monotonic(), warm
+        just_read = just_read and warm is not None and begun_at - warm.read_at <= VERIFY_AFTER_S
+        if just_read and warm is not None:
+            begun_at = warm.read_at
+        else:
+            tip = self._log.read_tip(warm)
         while True:
             if tip is not None and self._has_landed(tip):
                 return tip
             self._uncertain = False
             reason = self._operation.precondition(None if tip is None else tip.manifest)
             if reason is not None:
+                if just_read:
+                    # What it fails on may be the tip no longer.
+                    begun_at = self._log.monotonic()
+                    just_read, tip = False, self._log.read_tip(tip)
+                    continue
                 raise Refused(reason, tip)
             made = self._following(tip)
             body = self._log.codec.encode(made)
@@ -332,9 +350,10 @@ class _Commit(Generic[M]):
                 return Tip(made.head.number, made, hashlib.sha256(body).digest(), sent_at)
             if outcome is _Outcome.OTHER:
                 self._conflicts += 1
-            warm = tip if outcome is _Outcome.OTHER else None
+            just_read = False
+            again = tip if outcome is _Outcome.OTHER else None
             begun_at = self._log.monotonic()
-            tip = self._tip_from(made.head.number, warm)
+            tip = self._tip_from(made.head.number, again)
 
     def _has_landed(self, tip: Tip[M]) -> bool:
         if self._operation.landed(tip.manifest):

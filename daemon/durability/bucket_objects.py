@@ -23,7 +23,7 @@ class BucketMissing(Corruption):
 
 
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
-    """The table of a live bucket and its entry 0: two ranged reads."""
+    """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
     with _as_corruption():
         return bucket_objects.open_bucket(store, live)
 

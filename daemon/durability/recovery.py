@@ -87,20 +87,35 @@ class TopicObjects:
     progress: manifest.Progress
 
 
-def read_objects(
-    store: object_store.ObjectStore,
-    tip: manifest.TopicManifest,
-    part: checkpoint.TopicPart | None,
-    executor: concurrent.futures.Executor,
-) -> TopicObjects:
-    """Reads what the manifest names, in parallel. `executor` must not be the one that runs this.
-
-    Raises Corruption when the progress is damaged, and the store's errors.
+class TopicReads:
+    """Reads what manifests of one topic name, side by side; nothing is read twice. For one thread, which must not be
+    one of `executor`.
     """
-    opened = executor.map(lambda live: _opened(store, live), tip.live)
-    buckets = {live.object.name: each for live, each in zip(tip.live, opened, strict=True)}
-    stored = progress.of_manifest(store, tip) if part is None else part.progress
-    return TopicObjects(buckets, stored)
+
+    def __init__(self, store: object_store.ObjectStore, executor: concurrent.futures.Executor) -> None:
+        self._store = store
+        self._executor = executor
+        self._buckets: dict[str, concurrent.futures.Future[OpenedBucket]] = {}
+        self._progress: dict[str, concurrent.futures.Future[manifest.Progress]] = {}
+
+    def begin(self, tip: manifest.TopicManifest, part: checkpoint.TopicPart | None) -> None:
+        """Begins to read what the manifest names, as far as `part`, what counts of a checkpoint, does not hold it."""
+        for live in tip.live:
+            if live.object.name not in self._buckets:
+                self._buckets[live.object.name] = self._executor.submit(_opened, self._store, live)
+        if part is None and tip.progress_object is not None and tip.progress_object.name not in self._progress:
+            read = self._executor.submit(progress.of_manifest, self._store, tip)
+            self._progress[tip.progress_object.name] = read
+
+    def objects(self, tip: manifest.TopicManifest, part: checkpoint.TopicPart | None) -> TopicObjects:
+        """What the manifest names. Raises Corruption when the progress is damaged, and the store's errors."""
+        self.begin(tip, part)
+        buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
+        if part is not None:
+            return TopicObjects(buckets, part.progress)
+        if tip.progress_object is None:
+            return TopicObjects(buckets, tip.progress or manifest.Progress())
+        return TopicObjects(buckets, self._progress[tip.progress_object.name].result())
 
 
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
@@ -207,6 +222,22 @@ def _restore_rows(topic: Topic, index_id: int, rows: Rows, bits: BucketProgress 
         for number, keys in progress.acknowledged_from_stored(pages, bits.acknowledged).items():
             mutable.acknowledged_by(number).update(keys)
     pages.forget_unheld(named)
+
+
+def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
+    """No row of the topic is due before, Unix time in ms, and nothing comes back before; None: it has no row at all.
+    0 where only decoding what is stored would tell.
+    """
+    part = counting_part(tip, tail)
+    known = tip.progress if part is None else part.progress
+    undecoded = part is None and tip.progress_object is not None
+    if undecoded or (known is not None and known.redeliveries) or any(tail.slots_above(tip)):
+        return 0
+    times = [live.min_deliver_at_ms for live in tip.live if not live.quarantined]
+    if part is not None:
+        rows = (part.mutable_rows, *(own.rows for own in part.own_rows), *(cut.rows for cut in part.sealing))
+        times += [int(each.deliver_at_ms.min()) for each in rows if len(each)]
+    return min(times, default=None)
 
 
 def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:

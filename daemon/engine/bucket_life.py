@@ -49,6 +49,9 @@ T = TypeVar("T")
 LOOK_S = 1_200.0
 # After a look that failed.
 LOOK_AGAIN_S = 30.0
+# The mutable buckets of a topic are sealed by so much of their age earlier than the setting says at most, of each topic
+# another part: topics that began together are not sealed together.
+AGE_SPREAD = 0.25
 MERGEABLE_BUCKETS = 2
 # Bucket objects of one seal that are written at the same time.
 WRITES_MAX = 4
@@ -107,6 +110,7 @@ class BucketLife:
         # Every merged bucket of this manifest, and of those before it, is served.
         self._learned = commits.number
         self._learners: list[asyncio.Future[None]] = []
+        self._older = AGE_SPREAD * environment.jitter()
         # At first of each topic another time: they are not all looked at together.
         self._look_in_s = LOOK_S * environment.jitter()
         self._looked_at_s = environment.clock.elapsed_s()
@@ -134,8 +138,9 @@ class BucketLife:
     def after_slot(self, slot: int) -> None:
         """Everything up to `slot` is applied."""
         self._slot = slot
-        elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
-        if self._topic.indexes.wants_seal(self._settings().seal_limits, elapsed_ms=elapsed_ms):
+        limits = self._settings().seal_limits
+        elapsed_ms = self._environment.elapsed_ms() + int(self._older * limits.age_max_ms)
+        if self._topic.indexes.wants_seal(limits, elapsed_ms=elapsed_ms):
             self.seal(slot)
         elif self._commits.number != self._learned or self._topic.indexes.droppable():
             self._start()
@@ -300,7 +305,8 @@ class BucketLife:
                 await self._quarantine(next(iter(self._damaged)))
             elif self._seals:
                 async with self._environment.sealing_turns:
-                    await self._seal(self._seals[0])
+                    if not self._halted:
+                        await self._seal(self._seals[0])
             elif self._topic.indexes.droppable():
                 await self._drop()
             else:

@@ -179,7 +179,7 @@ class Engine:
             shard.begin_drain()
 
     async def drain(self) -> None:
-        """Makes durable what is staged, ends the streams, seals, writes checkpoints and gives the shards up.
+        """Makes durable what is staged, ends the streams, writes checkpoints and gives the shards up.
 
         It takes as long as the store lets it; `left` tells what there is still to do. Then `close`.
         """

@@ -94,6 +94,11 @@ class Environment:
         return asyncio.Semaphore(self.config.store.seal_threads)
 
     @functools.cached_property
+    def loading_turns(self) -> asyncio.Semaphore:
+        """Held while a topic is read: so many at a time in the daemon."""
+        return asyncio.Semaphore(self.config.store.load_threads)
+
+    @functools.cached_property
     def merging_turn(self) -> asyncio.Lock:
         """Held while a merge is made: one at a time in the daemon."""
         return asyncio.Lock()

@@ -198,7 +198,7 @@ class ServedShard:
 
     async def release(self) -> None:
         """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, the state
-        goes into buckets and a checkpoint, and the shard is given up. May be repeated after an error of the store.
+        goes into a checkpoint, and the shard is given up. May be repeated after an error of the store.
         """
         self.begin_drain()
         await self.commits.flush()
@@ -210,12 +210,12 @@ class ServedShard:
         await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:
-        """Everything that is in memory is in buckets and a checkpoint when this returns."""
+        """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
+        goes into the checkpoint: to seal it would be some requests for each topic, of which there may be thousands.
+        """
         await self.commits.flush()
-        for life in self.lives.values():
-            life.seal(self.applied_slot)
-        for life in list(self.lives.values()):
-            await life.settled()
+        # What is under way ends; of seals that wait for their turn none begins.
+        await asyncio.gather(*(life.halt() for life in self.lives.values()))
         await self.checkpoints.settled()
         while self.reloading:
             await asyncio.wait(self.reloading.values())

@@ -1,9 +1,12 @@
 """Loading the topics of one shard that was taken over, while the shard is served already.
 
-Owns: which topic is loaded next (one that is asked for, then those that checkpoint and journal name, then what a
-listing shows), how many at once, trying again, which topics are damaged, and what is carried over of topics that are
-not loaded.
+Owns: which topic is loaded next (one that is asked for, then those of which rows are due soon, of these what checkpoint
+and journal name before what a listing shows, then the others by their first due row), how many at once, trying again,
+which topics are damaged, and what is carried over of topics that are not loaded.
 Does not own: what a topic's state is (`daemon.durability.recovery`) and serving it (`shard`).
+
+A topic is loaded in few requests one after the other: its newest manifest, by the number that the listing showed where
+there is one, then the claim while what the manifest names is read.
 
 A topic is loaded once, and again when it has failed. Until it is, no slot of this owner names it: what checkpoint and
 journal hold of it stays as it was found, and every checkpoint carries it over. A topic that is damaged, whose loading
@@ -13,14 +16,16 @@ breaks an invariant, or whose objects the store does not give, is tried again la
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import heapq
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from daemon.core.topic import Topic
 from daemon.durability import backoff, recovery
-from daemon.engine import manifests
+from daemon.engine import manifests, topic_settings
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import Failures, TopicFailed
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
@@ -40,6 +45,9 @@ LOADING_RETRY_MS = 500
 # Whether a damaged topic was mended is looked at this often; one that the store does not give, sooner.
 DAMAGED_LOOK_S = 30.0
 RETRY_S = 1.0
+# A topic of which no row is due sooner waits until the others are loaded.
+SOON_MS = 60_000
+NEVER_MS = 1 << 63
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -51,6 +59,15 @@ class LoadedTopic:
     tip: commit.Tip[TopicManifest]
     rows_replayed: int
     changed: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Later:
+    """A topic of which nothing is due before `due_ms`, Unix time: it is loaded when the others are."""
+
+    topic_id: str
+    tip: commit.Tip[TopicManifest]
+    due_ms: int
 
 
 class TopicLoading:
@@ -93,14 +110,20 @@ class TopicLoading:
         self._is_served = is_served
         self._lost = lost
         self._listed = False
-        # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the four.
+        # The highest number of their manifests that the listing showed, and when it was sent.
+        self._numbers: dict[str, int] = {}
+        self._listed_at_s = 0.0
+        # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the five.
         self._asked: dict[str, None] = {}
         self._waiting: dict[str, None] = dict.fromkeys(tails)
+        self._later: dict[str, _Later] = {}
         self._under_way: set[str] = set()
         # Those that wait until they are tried again.
         self._put_off: set[str] = set()
         # Those under way that were deleted since their reading began.
         self._deleted: set[str] = set()
+        # The first due times of those that are loaded later, and their ids.
+        self._by_due: list[tuple[int, str]] = []
         self._outcomes: dict[str, asyncio.Future[None]] = {}
         self._some = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -126,8 +149,7 @@ class TopicLoading:
     @property
     def left(self) -> int:
         """Topics that are known and are neither loaded nor damaged."""
-        known = len(self._asked) + len(self._waiting) + len(self._under_way) + len(self._put_off)
-        return known - len(self.damaged)
+        return sum(map(len, self._known)) - len(self.damaged)
 
     def carried(self) -> tuple[TopicPart, ...]:
         """What a checkpoint of now says of the topics that are not loaded."""
@@ -186,13 +208,18 @@ class TopicLoading:
 
     def knows(self, topic_id: str) -> bool:
         """Whether the topic is to be loaded."""
-        return any(topic_id in ids for ids in (self._asked, self._waiting, self._under_way, self._put_off))
+        return any(topic_id in ids for ids in self._known)
+
+    @property
+    def _known(self) -> tuple[Collection[str], ...]:
+        return self._asked, self._waiting, self._later, self._under_way, self._put_off
 
     def _ask(self, topic_id: str) -> asyncio.Future[None]:
         if self._closed:
             raise Unavailable(f"shard {self._shard} is served by this daemon no longer; try again")
         if topic_id not in self._under_way and topic_id not in self._put_off:
             self._waiting.pop(topic_id, None)
+            self._later.pop(topic_id, None)
             self._asked[topic_id] = None
             self._some.set()
         outcome = self._outcomes.get(topic_id)
@@ -215,44 +242,73 @@ class TopicLoading:
             self._lost(error)
 
     async def _list(self) -> None:
-        for topic_id in await self._until_listed():
+        self._numbers, self._listed_at_s = await self._until_listed()
+        for topic_id in sorted(self._numbers):
             if not self._is_served(topic_id) and not self.knows(topic_id):
                 self._waiting[topic_id] = None
         self._listed = True
         self._some.set()
         self._look_whether_ended()
 
-    async def _until_listed(self) -> list[str]:
+    async def _until_listed(self) -> tuple[dict[str, int], float]:
         for delay_s in backoff.delays_s(self._environment.jitter):
             try:
-                return await self._environment.run(self._listed_ids)
+                return await self._environment.run(self._listed_numbers)
             except StoreError as error:
                 log.warning("shard %d: its topics cannot be listed, trying again: %s", self._shard, error)
                 await self._environment.sleep(delay_s)
         raise InvariantViolated("the delays ended")
 
-    def _listed_ids(self) -> list[str]:
-        prefix = names.topics_prefix(self._shard)
-        keys = (entry.key for entry in self._environment.store.list(prefix))
-        return sorted({key[len(prefix) :].split("/", 1)[0] for key in keys})
+    def _listed_numbers(self) -> tuple[dict[str, int], float]:
+        """The highest number of the manifests of each topic, 0 where none is listed; when the listing was sent."""
+        numbers: dict[str, int] = {}
+        sent_at_s, prefix = self._environment.clock.elapsed_s(), names.topics_prefix(self._shard)
+        for entry in self._environment.store.list(prefix):
+            topic_id, _, rest = entry.key[len(prefix) :].partition("/")
+            number = 0
+            if rest.startswith("manifest/"):
+                # What is no manifest's name is found when the topic is read.
+                with contextlib.suppress(errors.FormatError):
+                    number = names.number_of(entry.key)
+            numbers[topic_id] = max(number, numbers.get(topic_id, 0))
+        return numbers, sent_at_s
 
     async def _work(self) -> None:
         while True:
-            queue = self._asked or self._waiting
-            if queue:
-                topic_id = next(iter(queue))
-                del queue[topic_id]
-                self._under_way.add(topic_id)
-                self._deleted.discard(topic_id)
-                await self._load(topic_id)
-            else:
+            if not (self._asked or self._waiting or self._later):
                 self._some.clear()
                 await self._some.wait()
+                continue
+            async with self._environment.loading_turns:
+                # Which is the next is asked when there is a turn for it.
+                await self._load_next()
 
-    async def _load(self, topic_id: str) -> None:
+    async def _load_next(self) -> None:
+        queue = self._asked or self._waiting
+        if queue:
+            topic_id = next(iter(queue))
+            del queue[topic_id]
+            await self._load(topic_id, None, may_wait=queue is self._waiting)
+        elif later := self._next_later():
+            await self._load(later.topic_id, later.tip, may_wait=False)
+
+    def _next_later(self) -> _Later | None:
+        while self._by_due:
+            _, topic_id = heapq.heappop(self._by_due)
+            # Of what was asked for since, the place in the order is left.
+            if (later := self._later.pop(topic_id, None)) is not None:
+                return later
+        return None
+
+    async def _load(self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool) -> None:
+        self._under_way.add(topic_id)
+        self._deleted.discard(topic_id)
         try:
-            loaded = await self._environment.pools.loads.run(lambda: self._read(topic_id))
-            self._found(topic_id, loaded)
+            loaded = await self._environment.pools.loads.run(lambda: self._read(topic_id, tip, may_wait=may_wait))
+            if isinstance(loaded, _Later):
+                self._load_later(loaded)
+            else:
+                self._found(topic_id, loaded)
         except Corruption as error:
             self._found_damaged(topic_id, error)
         except (StoreError, commit.CommitOutcomeUnknown) as error:
@@ -264,11 +320,23 @@ class TopicLoading:
             self._found_failing(topic_id, error)
         self._look_whether_ended()
 
+    def _load_later(self, later: _Later) -> None:
+        topic_id = later.topic_id
+        self._under_way.discard(topic_id)
+        if topic_id in self._outcomes:
+            # It was asked for meanwhile.
+            self._asked[topic_id] = None
+        else:
+            self._later[topic_id] = later
+            heapq.heappush(self._by_due, (later.due_ms, topic_id))
+        self._some.set()
+
     def _found(self, topic_id: str, loaded: LoadedTopic | None) -> None:
         if loaded is not None and topic_id not in self._deleted and not self._is_served(topic_id):
             self._take_over(loaded)
             self.rows_replayed += loaded.rows_replayed
         self._under_way.discard(topic_id)
+        self._numbers.pop(topic_id, None)
         self._tails.pop(topic_id, None)
         self._as_of.pop(topic_id, None)
         mended = [self.damaged.pop(topic_id, None), self.failing.pop(topic_id, None)]
@@ -317,7 +385,8 @@ class TopicLoading:
     async def _again(self, topic_id: str, seconds: float) -> None:
         await self._environment.sleep(seconds)
         self._put_off.discard(topic_id)
-        self._waiting[topic_id] = None
+        queue = self._asked if topic_id in self._outcomes else self._waiting
+        queue[topic_id] = None
         self._some.set()
 
     def _look_whether_ended(self) -> None:
@@ -326,48 +395,71 @@ class TopicLoading:
 
     # ---- reading one topic, in a thread
 
-    def _read(self, topic_id: str) -> LoadedTopic | None:
-        """The topic, claimed and restored; None when there is none. May be repeated after any error."""
-        try:
-            return self._restored(topic_id)
-        except errors.FormatError as error:
-            # Of what is decoded only where it is needed.
-            raise Corruption(str(error)) from error
-
-    def _restored(self, topic_id: str) -> LoadedTopic | None:
-        environment = self._environment
+    def _read(
+        self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool
+    ) -> LoadedTopic | _Later | None:
+        """The topic, claimed and restored; None when there is none. May be repeated after any error. `tip`: its newest
+        manifest, where it was read before. `may_wait`: if nothing is due soon it is not loaded yet.
+        """
+        topic_log = manifests.topic_log(self._environment, self._shard, topic_id)
         tail = self._tails.get(topic_id, recovery.NOTHING)
-        topic_log = manifests.topic_log(environment, self._shard, topic_id)
         try:
-            tip = topic_log.read_tip()
+            tip = tip or self._newest(topic_id, topic_log)
             if tip is None and tail is not recovery.NOTHING:
                 raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
             if tip is None or tip.manifest.deleted:
                 return None
-            tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip)
-            if tip.manifest.deleted:
-                # The former owner's last act, before the claim landed.
-                return None
+            if may_wait:
+                due_ms = recovery.first_due_ms(tip.manifest, tail)
+                due_ms = NEVER_MS if due_ms is None else due_ms
+                if due_ms > self._environment.clock.now_ms() + SOON_MS:
+                    return _Later(topic_id, tip, due_ms)
+            return self._restored(topic_log, tip, tail)
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
+        except errors.FormatError as error:
+            # Of what is decoded only where it is needed.
+            raise Corruption(str(error)) from error
+
+    def _newest(self, topic_id: str, topic_log: commit.ManifestLog[TopicManifest]) -> commit.Tip[TopicManifest] | None:
+        """The newest manifest, or the newest that was listed: whether there are later ones the claim finds."""
+        number = self._numbers.get(topic_id)
+        tip = topic_log.read_at(number, self._listed_at_s) if number else None
+        return tip or topic_log.read_tip()
+
+    def _restored(
+        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: recovery.TopicTail
+    ) -> LoadedTopic | None:
+        environment = self._environment
+        reads = recovery.TopicReads(environment.store, environment.pools.loads.parts)
+        # While the claim is under way: what it finds is rarely another manifest.
+        reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
+        tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip, just_read=True)
+        if tip.manifest.deleted:
+            # The former owner's last act, before the claim landed.
+            return None
         part = recovery.counting_part(tip.manifest, tail)
-        tip, objects = self._objects(topic_log, tip, part)
+        tip, objects = self._objects(topic_log, tip, part, reads)
         topic = self._new_topic(tip.manifest)
-        elapsed_ms = int(environment.clock.elapsed_s() * 1000)
-        recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=elapsed_ms)
-        rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=elapsed_ms)
+        # Topics are not all as old as this daemon: they would be sealed together.
+        age_max_ms = topic_settings.settings_of(environment, tip.manifest.policy).seal_limits.age_max_ms
+        began_ms = environment.elapsed_ms() - int(environment.jitter() * age_max_ms)
+        recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=began_ms)
+        rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=began_ms)
         return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
 
     def _objects(
-        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], part: TopicPart | None
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        part: TopicPart | None,
+        reads: recovery.TopicReads,
     ) -> tuple[commit.Tip[TopicManifest], recovery.TopicObjects]:
         """The manifest, with the buckets quarantined that are damaged, and what it names. Another process may merge
         meanwhile, and the sources be deleted: then what took their place is read.
         """
         while True:
-            objects = recovery.read_objects(
-                self._environment.store, tip.manifest, part, self._environment.pools.loads.parts
-            )
+            objects = reads.objects(tip.manifest, part)
             tip = self._quarantined(topic_log, tip, objects)
             if all(live.object.name in objects.buckets for live in tip.manifest.live):
                 return tip, objects
@@ -405,6 +497,8 @@ class TopicLoading:
         topic_log: commit.ManifestLog[TopicManifest],
         operation: manifests.Operation,
         tip: commit.Tip[TopicManifest],
+        *,
+        just_read: bool = False,
     ) -> commit.Tip[TopicManifest]:
         return commit.commit(
             topic_log,
@@ -412,5 +506,6 @@ class TopicLoading:
             writer=self._environment.config.daemon_id,
             created_ms=self._environment.clock.now_ms(),
             warm=tip,
+            just_read=just_read,
             deadline_s=manifests.DEADLINE_S,
         )

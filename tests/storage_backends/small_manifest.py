@@ -115,9 +115,12 @@ def put(
     operation: commit.Operation[Words],
     *,
     warm: commit.Tip[Words] | None = None,
+    just_read: bool = False,
     deadline_s: float = 10.0,
 ) -> commit.Tip[Words]:
-    return commit.commit(log, operation, writer="test", created_ms=5, warm=warm, deadline_s=deadline_s)
+    return commit.commit(
+        log, operation, writer="test", created_ms=5, warm=warm, just_read=just_read, deadline_s=deadline_s
+    )
 
 
 def stored(store: ObjectStore, number: int) -> Words:

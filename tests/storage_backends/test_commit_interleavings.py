@@ -12,14 +12,19 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from storage_backends import commit
+from storage_backends.formats import names
 from storage_backends.object_store import StoreError
 from tests.storage_backends import interleavings
 from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends.small_manifest import PREFIX, Append, Words, log_of, newest, put
 
 
-def commits_of(run: Run, name: str, count: int, reported: list[str], failed: list[str]) -> Callable[[], None]:
-    """A committer: its commits one after the other, each behind the tip of the one before, with a rest between."""
+def commits_of(
+    run: Run, name: str, count: int, reported: list[str], failed: list[str], *, listed: bool
+) -> Callable[[], None]:
+    """A committer: its commits one after the other, each behind the tip of the one before, with a rest between;
+    `listed`: each behind the highest number that a listing showed, which is read once.
+    """
 
     def act() -> None:
         log, tip = log_of(SteppedStore(run), run.clock, name=name), None
@@ -28,7 +33,9 @@ def commits_of(run: Run, name: str, count: int, reported: list[str], failed: lis
             if tip is not None:
                 run.step("rest")
             try:
-                tip = put(log, Append(word), warm=tip, deadline_s=5.0)
+                if listed:
+                    tip = _listed_tip(log)
+                tip = put(log, Append(word), warm=tip, just_read=listed, deadline_s=5.0)
             except commit.CommitOutcomeUnknown:
                 return
             except StoreError:
@@ -41,7 +48,13 @@ def commits_of(run: Run, name: str, count: int, reported: list[str], failed: lis
     return act
 
 
-def explore(bounds: Bounds, commits: Mapping[str, int]) -> int:
+def _listed_tip(log: commit.ManifestLog[Words]) -> commit.Tip[Words] | None:
+    listed_at = log.monotonic()
+    highest = max(names.number_of(entry.key) for entry in log.store.list(PREFIX))
+    return log.read_at(highest, listed_at)
+
+
+def explore(bounds: Bounds, commits: Mapping[str, int], *, listed: bool = False) -> int:
     """Makes every run; how many there were. Raises Broken with the steps that led to it."""
 
     def once(choices: Choices) -> None:
@@ -51,7 +64,9 @@ def explore(bounds: Bounds, commits: Mapping[str, int]) -> int:
         before = put(log_of(run.store, run.clock, name="before"), Append("before"))
         assert before.number == 1
         try:
-            run.run({name: commits_of(run, name, count, reported, failed) for name, count in commits.items()})
+            run.run(
+                {name: commits_of(run, name, count, reported, failed, listed=listed) for name, count in commits.items()}
+            )
             check(newest(run.store), ["before", *reported], failed)
         except Broken as broken:
             broken.add_note(" | ".join(run.trace))
@@ -114,10 +129,10 @@ class GivesUpTheNumber(commit._Commit[Words]):
             raise _BeginAnew
         return super()._pause(delay_s, error)
 
-    def run(self, warm: commit.Tip[Words] | None) -> commit.Tip[Words]:
+    def run(self, warm: commit.Tip[Words] | None, *, just_read: bool) -> commit.Tip[Words]:
         while True:
             try:
-                return super().run(warm)
+                return super().run(warm, just_read=just_read)
             except _BeginAnew:
                 continue
 
@@ -164,6 +179,16 @@ def test_in_every_order_a_reported_commit_is_in_the_lineage_and_none_is_applied_
     assert explore(bounds, commits) > 100, "the bounds leave room for what they are to try"
 
 
+@pytest.mark.parametrize(
+    ("bounds", "commits"),
+    [(Bounds(preemptions=2, lost_puts=1, collections=1), ONE), (Bounds(preemptions=2, lost_puts=0), TWO)],
+)
+def test_the_same_holds_where_the_number_of_the_tip_was_listed_and_it_is_read_once(
+    bounds: Bounds, commits: Mapping[str, int]
+) -> None:
+    assert explore(bounds, commits, listed=True) > 100
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("bounds", "commits"), IN_A_LONG_RUN)
@@ -180,8 +205,12 @@ def test_a_planted_bug_of_the_commit_is_found(
         explore(Bounds(), TWO)
 
 
-@pytest.mark.parametrize("limit", ["WARM_MAX_S", "VERIFY_AFTER_S"])
-def test_a_limit_on_pauses_that_is_taken_away_is_missed(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("limit", "listed"), [("WARM_MAX_S", False), ("VERIFY_AFTER_S", False), ("VERIFY_AFTER_S", True)]
+)
+def test_a_limit_on_pauses_that_is_taken_away_is_missed(
+    limit: str, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commit, limit, float("inf"))
     with pytest.raises(Broken):
-        explore(Bounds(preemptions=2, lost_puts=0), {"a": 2, "b": 2})
+        explore(Bounds(preemptions=2, lost_puts=0), {"a": 2, "b": 2}, listed=listed)

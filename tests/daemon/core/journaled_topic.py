@@ -10,12 +10,10 @@ manifest, the checkpoint and written slots stay.
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -41,6 +39,7 @@ from storage_backends.formats.rows import U32
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory import MemoryStore
 from tests.daemon.core.oracle import Claim
+from tests.support.virtual_loop import InlineExecutor
 
 Position = tuple[int, int]
 
@@ -52,11 +51,6 @@ EPOCH = 1
 PLAIN = manifest.SubscriptionPolicy()
 # Enough turns for anything that comes to an end.
 TURNS_MAX = 5_000
-
-
-class _SameThread(concurrent.futures.Executor):
-    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_: object) -> Iterator[Any]:
-        return map(fn, *iterables)
 
 
 def batch_of(
@@ -471,7 +465,7 @@ class JournaledTopic:
         tails = recovery.tails_of(loaded, map(journal.decode_slot, self.slots))
         tail = tails.get(TOPIC_ID, recovery.NOTHING)
         part = recovery.counting_part(self.tip, tail)
-        objects = recovery.read_objects(self.store, self.tip, part, _SameThread())
+        objects = recovery.TopicReads(self.store, InlineExecutor()).objects(self.tip, part)
         self.core = self._new_core()
         recovery.restore(self.core, self.tip, objects, part, elapsed_ms=0)
         recovery.replay(self.core, self.tip, tail, elapsed_ms=0)

@@ -4,10 +4,9 @@ were merged since.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory import MemoryStore
+from tests.support.virtual_loop import InlineExecutor
 
 Entries = Iterable[int]
 
@@ -32,11 +32,6 @@ LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=1_000, rows_min=0)
 FIRST, OTHER = (
     manifest.Subscription(subscription_id=number, name=f"s{number}", since_ms=0, created_slot=0) for number in (1, 2)
 )
-
-
-class SameThread(concurrent.futures.Executor):
-    def map(self, fn: Callable[..., Any], *iterables: Iterable[Any], **_: object) -> Iterator[Any]:
-        return map(fn, *iterables)
 
 
 def rows_of(entries: Entries) -> Rows:
@@ -128,7 +123,7 @@ def tip_of(
 
 def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail = recovery.NOTHING) -> Topic:
     part = recovery.counting_part(tip, tail)
-    objects = recovery.read_objects(store.store, tip, part, SameThread())
+    objects = recovery.TopicReads(store.store, InlineExecutor()).objects(tip, part)
     topic = Topic(
         tip.topic,
         tip.topic_id,

@@ -299,16 +299,18 @@ def a_plane_takes_the_place_of_that_of_another_index(patch: pytest.MonkeyPatch) 
 
 
 def what_progress_says_counts_also_where_the_checkpoint_is_newer(patch: pytest.MonkeyPatch) -> None:
-    read = recovery.read_objects
+    read = recovery.TopicReads.objects
 
-    def older(store: object, tip: manifest.TopicManifest, part: object, executor: object) -> recovery.TopicObjects:
-        found = read(store, tip, part, executor)  # type: ignore[arg-type]
+    def older(
+        reads: recovery.TopicReads, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None
+    ) -> recovery.TopicObjects:
+        found = read(reads, tip, part)
         if part is None or tip.progress is None:
             return found
         stale = dataclasses.replace(found.progress, redeliveries=tip.progress.redeliveries)
         return dataclasses.replace(found, progress=stale)
 
-    patch.setattr(recovery, "read_objects", older)
+    patch.setattr(recovery.TopicReads, "objects", older)
 
 
 BUGS = [

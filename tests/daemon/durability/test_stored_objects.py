@@ -62,7 +62,7 @@ def with_objects(stored: bucket.EncodedBucket, progress: bytes) -> MemoryStore:
 
 def test_the_objects_that_the_manifest_names_are_read(reads: concurrent.futures.Executor) -> None:
     store = with_objects(encoded(7), progress_of(1))
-    objects = recovery.read_objects(store, tip_of(encoded(7)), None, reads)
+    objects = recovery.TopicReads(store, reads).objects(tip_of(encoded(7)), None)
     assert objects.buckets[BUCKET].head is not None
     assert objects.progress == manifest.decode_progress(progress_of(1))
 
@@ -88,4 +88,4 @@ def test_a_segment_of_another_bucket_is_damage() -> None:
 def test_another_progress_under_the_name_is_damage(reads: concurrent.futures.Executor) -> None:
     store = with_objects(encoded(7), progress_of(2))
     with pytest.raises(Corruption, match=rf"progress {PROGRESS}: progress is damaged at byte 0: SHA-256"):
-        recovery.read_objects(store, tip_of(encoded(7)), None, reads)
+        recovery.TopicReads(store, reads).objects(tip_of(encoded(7)), None)
