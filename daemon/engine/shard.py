@@ -219,10 +219,14 @@ class ServedShard:
         await self.checkpoints.settled()
         while self.reloading:
             await asyncio.wait(self.reloading.values())
-        if self._losing is not None:
-            # What is in memory is not to be relied on any more.
-            raise Unavailable(f"shard {self.number} was lost")
+        self._check_not_lost()
         await self.checkpoints.write_last()
+        self._check_not_lost()
+
+    def _check_not_lost(self) -> None:
+        """What is in memory of a shard that was lost is not to be relied on any more."""
+        if self._losing is not None:
+            raise Unavailable(f"shard {self.number} was lost")
 
     def close(self, error: Exception) -> None:
         """Drops all state; whoever waits gets the error."""

@@ -14,6 +14,7 @@ import pytest
 from daemon.core.withdrawals import RescheduleBatch
 from daemon.engine import merge_watch
 from storage_backends import commit
+from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.topic_manifest import Claim
 from tests.daemon.engine.calling import acknowledge, trim, up_to
@@ -25,8 +26,8 @@ BUCKETS = "/buckets/"
 MANIFESTS = "/topics/"
 # The buckets of the owner are merged by others alone.
 ALONE = ("bucket.max_num_buckets=-1",)
-# Nothing of a bucket is read before it is needed.
-NEARLY = (*ALONE, "delivery.lookahead_ms=100")
+# Nothing of a bucket is read before it is needed, and no collection looks at the manifest before.
+NEARLY = (*ALONE, "delivery.lookahead_ms=100", "collection.interval_s=86400")
 DUE_MS = 30_000
 
 Position = tuple[int, int]
@@ -360,6 +361,32 @@ async def test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted(m
     assert not any(live.quarantined for live in other.tip().live)
 
 
+async def test_a_merge_between_a_claim_and_the_reading_of_what_it_found(machines: EngineFixture) -> None:
+    one = await with_two_buckets(machines)
+    await bucket_of(one, 3, delay_ms=DUE_MS)
+    epoch = one.shards[0].epoch
+    one.kill()
+    other = MergingProcess(machines.store)
+    two = machines.daemon("one", *ALONE)
+    claiming = two.pause("put_if_absent", names.topic_manifest_prefix(0, names.topic_id("t")))
+    await two.start()
+    await claiming.reached()
+    first = other.merge_run(2)
+    reading = two.pause("get_range", first.object.name)
+    claiming.release()
+    await reading.reached()
+    sources = other.live()
+    merged = other.merge_all()
+    other.collect(sources)
+    reading.release()
+    await two.serving()
+    assert two.shards[0].epoch == epoch + 1, "the shard was not lost over it"
+    assert served(two) == {merged.object.name}
+    assert damage_found(two) == 0
+    assert (await everything(two)).positions == BOTH | positions(3, range(20))
+    assert not any(live.quarantined for live in other.tip().live)
+
+
 async def test_a_merge_while_a_takeover_is_loading_what_it_has_read_already(machines: EngineFixture) -> None:
     one = await with_two_buckets(machines)
     await cancel(one, 1, [0, 1])
@@ -389,7 +416,7 @@ async def test_a_bucket_that_was_merged_and_deleted_is_not_damaged_but_read_from
         one.kill()
         one = await machines.served_by("one", *NEARLY)
     receiver = await one.receiver("t")
-    other = MergingProcess(machines.store)
+    other = MergingProcess(machines.store, hints=False)
     sources = other.live()
     merged = other.merge_all()
     other.collect(sources)

@@ -151,7 +151,7 @@ async def test_a_shard_that_is_lost_while_the_daemon_stops_leaves_the_others_to_
     assert {names.shard_of(topic, 4) for topic in topics} == {0, 1, 2, 3}
     for topic in topics:
         await one.add(topic, 1, range(10), delay_ms=60_000)
-    holds = [one.pause("put", names.topics_prefix(shard)) for shard in range(4)]
+    holds = [one.pause("put", names.checkpoint_prefix(shard)) for shard in range(4)]
     stopping = asyncio.ensure_future(one.stop())
     for held in holds:
         await held.reached()

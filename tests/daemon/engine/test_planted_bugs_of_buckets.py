@@ -200,7 +200,7 @@ PLANTED: list[tuple[Plant, Story]] = [
     (a_missing_bucket_counts_as_damaged, a_bucket_is_merged_and_deleted),
     (
         who_was_overtaken_gives_the_shard_up,
-        merges.test_a_merge_while_a_takeover_is_loading_and_its_sources_are_deleted,
+        merges.test_a_merge_between_a_claim_and_the_reading_of_what_it_found,
     ),
     (
         nobody_looks_for_merges,
