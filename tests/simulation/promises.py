@@ -107,6 +107,8 @@ class Promises:
         # Positions (topic, position, time) with a row for everybody and one for a subscription alone, both of that
         # time: nobody can tell them apart.
         self._twins: set[tuple[str, Position, int]] = set()
+        # When one of two such rows was handed out last, by topic, position, time and subscription.
+        self._twins_came_s: dict[tuple[str, Position, int, int], float] = {}
         self._streams: list[OpenStream] = []
         self.redeliveries = RedeliveryPromises(self, oracle, history, redelivery)
         self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
@@ -235,10 +237,14 @@ class Promises:
         row = topic.rows.get(position)
         stream.held[position] = deliver_at_ms
         if self.has_twin(stream.topic, (position, deliver_at_ms)):
-            # It may be either.
+            # It may be either: each of them came with this hand-out, or with the one before.
+            twins = (stream.topic, position[:2], deliver_at_ms, stream.subscription_id)
+            now_s = self._oracle.now_s()
+            before_s = self._twins_came_s.get(twins, now_s)
+            self._twins_came_s[twins] = now_s
             for key in (position[:2], place.in_index(position, stream.subscription_id)):
                 if key in topic.rows:
-                    topic.rows[key].handed_out_s[stream.subscription_id] = self._oracle.now_s()
+                    topic.rows[key].handed_out_s[stream.subscription_id] = before_s
             return
         missing = topic.missing.get(position)
         if row is None and missing is not None and missing.deliver_at_ms == deliver_at_ms:
