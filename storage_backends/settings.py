@@ -99,7 +99,14 @@ class Bucket(Section, frozen=True):
     ] = 50_000
     rows_max: Annotated[int, Meta(ge=1, description="Rows at which it is sealed whatever the ledger.")] = 200_000
     bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which it is sealed.")] = 16 << 20
-    age_max_s: Annotated[float, Meta(gt=0, description="Age of its oldest row at which it is sealed.")] = 1800.0
+    age_max_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Age of its oldest row at which it is sealed; by topic up to a quarter sooner, so that those "
+            "which began together are not sealed together.",
+        ),
+    ] = 1800.0
     form: Annotated[
         Literal["columnar", "compatible"],
         Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
