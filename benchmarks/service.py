@@ -154,7 +154,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan) -> M
                 successor = stack.enter_context(_daemon(bench, plan, folder, root, "standby"))
                 with machine.on_core(bench.cores.server):
                     successor.start(START_S)
-                successor.wait_for_log("waits for")
+                successor.wait_for_log("waiting for daemon")
             daemon.kill()
             killed_s = time.perf_counter()
             receiving.send("end")
