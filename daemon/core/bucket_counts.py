@@ -10,13 +10,10 @@ their index. What is the first or the highest of several is looked for again onl
 from __future__ import annotations
 
 import collections
-from typing import TYPE_CHECKING
 
+from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.runs import earliest
-
-if TYPE_CHECKING:
-    from daemon.core.mutable_bucket import MutableBucket
-    from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.sealed_bucket import SealedBucket
 
 
 class BucketCounts:

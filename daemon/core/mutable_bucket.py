@@ -14,14 +14,13 @@ row counts.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
-from daemon.core.bucket_counts import BucketCounts
 from daemon.core.fifo_runs import RUNS_MAX, FifoRuns, Ranges
 from daemon.core.key_order import KeyOrder
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
@@ -83,6 +82,12 @@ class MutableRows:
         return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
 
 
+class RowsCounted(Protocol):
+    """Who counts the rows that the mutable buckets of a topic take in."""
+
+    def rows_came(self, bucket: MutableBucket, rows: int) -> None: ...
+
+
 class MutableBucket(Bucket):
     """New rows. After `begin_seal` it takes no more, has a name and a gone set, and serves until it is sealed."""
 
@@ -93,11 +98,11 @@ class MutableBucket(Bucket):
         horizon_ms: int,
         index_id: int = SHARED,
         fifo_runs_max: int = RUNS_MAX,
-        counts: BucketCounts | None = None,
+        counts: RowsCounted | None = None,
     ) -> None:
         super().__init__("", BitMap64(), None, index_id)
         self._pages = pages
-        self._counts = BucketCounts() if counts is None else counts
+        self._counts = counts
         self.pages: set[int] = set()
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
         self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
@@ -174,7 +179,8 @@ class MutableBucket(Bucket):
             self._came_back_rows.add(rows.take(contained(rows.keys, again)))
         self.highest_ledger_id = max(self.highest_ledger_id, int(rows.rows.ledger_id.max()))
         self.last_due_ms = max(self.last_due_ms, int(rows.rows.deliver_at_ms.max()))
-        self._counts.rows_came(self, len(rows))
+        if self._counts is not None:
+            self._counts.rows_came(self, len(rows))
 
     def _append(self, rows: KeyedRows) -> None:
         end = self._rows + len(rows)

@@ -6,15 +6,22 @@ Does not own: its object (`storage_backends.formats.bucket`) and the segments in
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
-from daemon.core.bucket_counts import BucketCounts
 from daemon.core.positions import KeyedRows, PageTable, pages_of
 from daemon.core.runs import Place, SortedRun
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentTable
 from storage_backends.formats.bucket import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
+
+
+class EmptiedCounted(Protocol):
+    """Who counts the sealed buckets of a topic that have no row left."""
+
+    def emptied(self, bucket: SealedBucket) -> None: ...
 
 
 class SealedBucket(Bucket):
@@ -36,7 +43,7 @@ class SealedBucket(Bucket):
         super().__init__(live.object.name, present, gone, live.subscription_id)
         self.live = live
         # Of the topic, while it is in an index.
-        self.counts: BucketCounts | None = None
+        self.counts: EmptiedCounted | None = None
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
         self.late = SortedRun(KeyedRows.empty())

@@ -16,13 +16,12 @@ from daemon.core.key_shared.consumers import I64, Consumers
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_holds import HashHolds
 from daemon.core.key_shared.hash_slots import U16
-from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.key_shared import KeyShared, Plans
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.nack_order import BlockingNacks
 from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.key_shared.planning import Planning
-from daemon.core.key_shared.plans import Plans
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
