@@ -1,8 +1,8 @@
 """The process of a daemon that serves: what it is made of, and how it ends.
 
 Owns: which clock, randomness and threads the daemon runs with, the order of start and stop, and signals.
-Does not own: arguments, settings, the store and the exit status (`daemon.main`), and anything that is decided after the
-start.
+Does not own: arguments, settings, the store and the exit status (`daemon.command`), and anything that is decided after
+the start.
 """
 
 from __future__ import annotations

@@ -122,13 +122,47 @@ def test_the_systemd_unit_waits_longer_than_the_daemon_drains() -> None:
     assert timeout_s > settings.daemon.drain_s + settings.grpc.drain_s
 
 
+SERVE = "sys.exit(main.main(['--set', 'store.path=root']))"
+# It asks to end while the command is being imported, or while it opens the store.
+IMPORTING = """
+import os, signal, sys
+
+class Asking:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Asking())
+from daemon import main
+"""
+OPENING = """
+import os, signal, sys
+from daemon import command, main
+
+command._probe = lambda store: os.kill(os.getpid(), signal.{number}) or sys.exit(9)
+"""
+
+
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
-def test_a_signal_before_anything_is_served_is_an_orderly_end(number: str, tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys; from daemon import main;"
-        f"main._probe = lambda store: os.kill(os.getpid(), signal.{number}) or sys.exit(9);"
-        f"sys.exit(main.main(['--set', 'store.path={tmp_path / 'root'}']))"
+@pytest.mark.parametrize(
+    "asks",
+    [
+        IMPORTING.replace("{module}", "daemon.command"),
+        IMPORTING.replace("{module}", "numpy"),
+        IMPORTING.replace("{module}", "daemon.process"),
+        OPENING,
+    ],
+    ids=["at first", "while it is imported", "while the rest is imported", "while the store is opened"],
+)
+def test_a_signal_before_anything_is_served_is_an_orderly_end(number: str, asks: str, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", asks.replace("{number}", number) + SERVE],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
-    ended = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "stopped before anything was served" in ended.stderr
+    assert "Traceback" not in ended.stderr

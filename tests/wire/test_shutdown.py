@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from daemon.main import EXIT_NOT_DRAINED
+from daemon.command import EXIT_NOT_DRAINED
 from examples import processes
 from tests.support.delivery_history import DeliveryHistory
 from tests.support.processes import Daemons

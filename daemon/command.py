@@ -1,0 +1,124 @@
+"""What `tarryd` does.
+
+Owns: arguments, settings, and the exit status: 0 after an orderly end, 1 when it cannot serve, 2 for a
+wrong configuration, 3 when the orderly end was cut short.
+Does not own: a signal that comes before anything is served (`daemon.main`), what the daemon is made of and how it ends
+(`daemon.process`).
+
+A daemon that starts is waited for: what it is made of is imported while the store is being probed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from daemon import config, errors, logs, memory
+from storage_backends import object_store, opening, probe
+
+# So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
+SWITCH_INTERVAL_S = 0.001
+EXIT_CANNOT_SERVE = 1
+EXIT_WRONG_CONFIGURATION = 2
+EXIT_NOT_DRAINED = 3
+
+log = logging.getLogger(__name__)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Serves until it is told to end; the exit status."""
+    options = _parse(arguments)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    logs.configure()
+    try:
+        settings = config.load(options.config, overrides=options.set)
+    except errors.InvalidArgument as error:
+        log.error("%s", error)
+        return EXIT_WRONG_CONFIGURATION
+    logs.configure(level=settings.log.level, form=settings.log.format)
+    memory.keep_little()
+    try:
+        with contextlib.closing(opening.open_store(settings.store)) as store:
+            probed = _probe(store)
+            if options.check:
+                probed.result()
+                log.info("configuration and store are in order", extra={"store": settings.store.kind})
+                return 0
+            _serve(settings, store, options.ready_file, probed)
+    except (errors.TarryError, object_store.StoreError, OSError) as error:
+        log.error("cannot serve: %s", error, extra={"kind": type(error).__name__})
+        return EXIT_CANNOT_SERVE
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tarryd",
+        description="Scheduling daemon for delayed positions. Without arguments: loopback, data in ./tarry-data.",
+        epilog="A setting can also be given as an environment variable TARRY_SECTION__KEY; --set goes before it, and "
+        "both before the file. docs/CONFIGURATION.md has every setting.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting; repeatable"
+    )
+    parser.add_argument("--check", action="store_true", help="validate the settings, probe the store, and end")
+    parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the addresses here, as JSON, once bound")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and end")
+    return parser.parse_args(arguments)
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        import importlib.metadata
+
+        parser.exit(message=f"tarryd {importlib.metadata.version('tarryd')}\n")
+
+
+def _probe(store: object_store.ObjectStore) -> concurrent.futures.Future[None]:
+    """Ends when the store was found to keep its promises, or with what it breaks."""
+    probed: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def work() -> None:
+        # Nobody cancels it from here on.
+        probed.set_running_or_notify_cancel()
+        try:
+            probe.probe(store, f"probe/{uuid.uuid4().hex}")
+        except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the result
+            probed.set_exception(error)
+        else:
+            probed.set_result(None)
+
+    threading.Thread(target=work, name="probe", daemon=True).start()
+    return probed
+
+
+def _serve(
+    settings: config.Config,
+    store: object_store.ObjectStore,
+    ready_file: Path | None,
+    probed: concurrent.futures.Future[None],
+) -> None:
+    from daemon import process
+
+    try:
+        asyncio.run(process.serve(settings, store, ready_file, probed=probed))
+    except process.NotDrained as error:
+        for left in error.left:
+            log.error("not finished: %s", left)
+        sys.stderr.write(f"tarryd: not finished: {error}\n")
+        sys.stderr.flush()
+        logging.shutdown()
+        # A thread may wait for a store that never answers; nothing is lost that was answered.
+        os._exit(EXIT_NOT_DRAINED)
