@@ -117,6 +117,7 @@ class BucketLife:
         self._look_wanted = False
         self._work: asyncio.Task[None] | None = None
         self._halted = False
+        self._closed = False
         self.merging = BucketMerging(
             topic,
             commits,
@@ -270,14 +271,18 @@ class BucketLife:
         await self.settled()
 
     def go_on(self) -> None:
-        self._halted = False
+        self._halted = self._closed
         self.merging.go_on()
         self._start()
 
-    def close(self) -> None:
-        self._halted = True
+    def begin_close(self) -> None:
+        """Nothing begins any more, for good; `halt` returns when what is under way is over."""
+        self._halted = self._closed = True
         self._wake_learners()
         self.merging.close()
+
+    def close(self) -> None:
+        self.begin_close()
         if self._work is not None:
             self._work.cancel()
         for seal in self._seals:

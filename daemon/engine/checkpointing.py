@@ -12,6 +12,7 @@ garbage is collected: then two checkpoints cover its whole journal, and only fen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from daemon.durability.journal import WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.takeover import ShardClaim
 from daemon.engine.environment import Environment
-from daemon.errors import Unavailable
+from daemon.engine.failure_scope import TopicFailed
 from storage_backends import commit
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest
@@ -143,7 +144,9 @@ class Checkpointing:
             await asyncio.wait([self._work])
 
     async def write_last(self) -> None:
-        """The state as of now, for the next owner. Raises the store's errors, CommitOutcomeUnknown and Refused."""
+        """The state as of now, for the next owner. Raises the store's errors, CommitOutcomeUnknown and Refused, and
+        TopicFailed where a topic is let go by it: then it may be repeated.
+        """
         async with self._turn:
             await self._write()
             if not self.covered_twice:
@@ -247,7 +250,7 @@ class Checkpointing:
                     return
                 await self._write()
                 await self._truncate()
-        except (StoreError, commit.CommitOutcomeUnknown) as error:
+        except (StoreError, commit.CommitOutcomeUnknown, TopicFailed) as error:
             # The journal is longer for it; the next slots ask again.
             log.warning("shard %d: no checkpoint could be written: %s", self._shard.number, error)
 
@@ -255,7 +258,9 @@ class Checkpointing:
         async with self._turn:
             idle_s = self._environment.clock.elapsed_s() - self._written_at_s
             if idle_s >= IDLE_S and not self.covered_twice and not self._shard.reloading:
-                await self._write()
+                # Where a topic fails by it, the next pass asks again.
+                with contextlib.suppress(TopicFailed):
+                    await self._write()
             await self._truncate()
 
     async def _truncate(self) -> None:
@@ -282,8 +287,9 @@ class Checkpointing:
 
     async def _write_now(self) -> None:
         environment, shard = self._environment, self._shard
-        if shard.reloading:
-            raise Unavailable(f"shard {shard.number}: a topic that failed is not in memory, and not read yet")
+        for topic_id in shard.reloading:
+            # It is not in memory, and not read yet.
+            raise TopicFailed(topic_id)
         size_bytes, slots = self._bytes_since, self._slots_since
         slot = shard.applied_slot
         cuts = shard.cuts()
@@ -292,7 +298,7 @@ class Checkpointing:
         tip = self.newest
 
         def write() -> commit.Tip[manifest.ShardManifest]:
-            parts = (*map(checkpoint.part_of, cuts), *carried)
+            parts = (*map(_part_of, cuts), *carried)
             body = checkpoint_format.Checkpoint(
                 shard=shard.number,
                 epoch=shard.epoch,
@@ -317,12 +323,27 @@ class Checkpointing:
                 deadline_s=DEADLINE_S,
             )
 
-        committed = await environment.run(write)
+        try:
+            committed = await environment.run(write)
+        except TopicFailed as failed:
+            topic = shard.topics.get(failed.topic)
+            if topic is not None:
+                topic.failed(failed.__cause__ or failed)
+            raise
         # It may be committed, and have a successor's claim behind it.
         epoch_confirmation.check_owner(committed, epoch=shard.epoch)
         self._known = committed
         self._bytes_since -= size_bytes
         self._slots_since -= slots
+
+
+def _part_of(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+    try:
+        return checkpoint.part_of(cut)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TopicFailed(cut.topic) from error
 
 
 def _last_data_slot(claim: ShardClaim) -> int:

@@ -130,16 +130,25 @@ class Collection:
         except Halted:
             return
         except FAILURES as error:
-            known.failures += 1
-            delay_s = min(settings.interval_s * 2**known.failures, LAST_DELAY_S) * spread
-            known.next_s = self._environment.clock.elapsed_s() + delay_s
-            log.warning("shard %d: collection failed, next in %.0f s: %s", known.shard.number, delay_s, error)
+            log.warning("shard %d: collection failed: %s", known.shard.number, error)
+            self._put_off(known, spread)
+            return
+        except Exception as error:
+            # Whatever it is, it is this shard's.
+            log.error("shard %d: collection failed: %r", known.shard.number, error, exc_info=error)
+            self._put_off(known, spread)
             return
         known.failures = 0
         known.worked_s = self._environment.clock.elapsed_s()
         known.next_s = known.worked_s + settings.interval_s * spread
         if listing:
             known.next_listing_s = known.worked_s + settings.orphan_interval_s * spread
+
+    def _put_off(self, known: _Shard, spread: float) -> None:
+        known.failures += 1
+        delay_s = min(self._environment.config.collection.interval_s * 2**known.failures, LAST_DELAY_S) * spread
+        known.next_s = self._environment.clock.elapsed_s() + delay_s
+        log.info("shard %d: collection begins again in %.0f s", known.shard.number, delay_s)
 
     # ---- when it is asked to
 

@@ -203,7 +203,17 @@ class Pass:
         except Damaged as error:
             # Whoever loads the topic says so; the others are collected.
             log.debug("shard %d: topic %s is not collected: %s", self._shard.number, topic_id, error)
-            return None
+        except (*FAILURES, Halted):
+            raise
+        except Exception as error:
+            log.error(
+                "shard %d: topic %s is not collected, the others are: %r",
+                self._shard.number,
+                topic_id,
+                error,
+                exc_info=error,
+            )
+        return None
 
     async def _collect(
         self, collector: garbage.Collector[M], listed: Listed | None, warm: commit.Tip[M] | None

@@ -27,7 +27,7 @@ from daemon.engine.deletion_requests import DeletionRequests
 from daemon.engine.deletion_workers import DeletionWorkers
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
-from daemon.engine.failure_scope import Failures, ProcessFailed, ShardLost
+from daemon.engine.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
 from daemon.engine.merge_watch import MergeWatch
 from daemon.engine.ownership import Candidate, Claimed
 from daemon.engine.requests import Requests
@@ -195,7 +195,7 @@ class Engine:
         for delay_s in backoff.delays_s(self._environment.jitter):
             try:
                 await shard.release()
-            except (StoreError, commit.CommitOutcomeUnknown, OutcomeUnknown) as error:
+            except (StoreError, commit.CommitOutcomeUnknown, OutcomeUnknown, TopicFailed) as error:
                 log.warning("shard %d cannot be given up, trying again: %s", shard.number, error)
                 await self._environment.sleep(delay_s)
                 continue
@@ -314,8 +314,7 @@ class Engine:
     async def _note_loaded(self, shards: Sequence[ServedShard]) -> None:
         started_s = self._environment.clock.elapsed_s()
         for shard in shards:
-            await shard.loading.ended.wait()
-            shard.topics_loaded()
+            await shard.loaded()
         rows = sum(shard.loading.rows_replayed for shard in shards)
         seconds = self._environment.clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)

@@ -1,8 +1,9 @@
 """What a failure costs: one topic, one shard, or the process.
 
-- `TopicFailed`: a wake, timer, load, seal, merge or record of one topic failed by what was not foreseen, or its
-  manifest is damaged. `ServedShard.topic_failed` and `TopicLoading` catch it: its streams end with UNAVAILABLE, what is
-  in memory of it is let go, and it is loaded again from the store, later each time when it fails again.
+- `TopicFailed`: a wake, timer, load, seal, merge, hand-out, record or part of a checkpoint of one topic failed by what
+  was not foreseen, a request found an invariant of it broken, or its manifest is damaged. `ServedShard.topic_failed`
+  and `TopicLoading` catch it: its streams end with UNAVAILABLE, what is in memory of it is let go, and it is loaded
+  again from the store, later each time when it fails again.
 - `ShardLost`: the journal, the confirmation of the epoch, a checkpoint or the state of deletions failed, or another
   daemon has the shard. `Engine` catches it: the streams of its topics end, the other shards are served on, and this one
   is taken again as soon as it may be.

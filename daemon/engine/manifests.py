@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from daemon.durability import backoff, takeover
 from daemon.engine.environment import Environment
@@ -26,8 +25,6 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 30.0
 # So much of what was found damaged stands in a manifest.
 DAMAGE_CHARACTERS_MAX = 500
-
-T = TypeVar("T")
 
 Operation = commit.Operation[TopicManifest]
 
@@ -113,7 +110,7 @@ class TopicCommits:
         self._tip = tip
         self._environment = environment
         self._turn = asyncio.Lock()
-        self._under_way: asyncio.Future[Any] | None = None
+        self._under_way: set[asyncio.Task[TopicManifest]] = set()
 
     @property
     def manifest(self) -> TopicManifest:
@@ -144,40 +141,45 @@ class TopicCommits:
         """Commits the operation made for the tip; returns when that is certain, however long the store is away: the
         manifest that holds it, or a later one. `run`: of the pool it uses; that of calls by default.
 
+        It goes on when who waits for it is cancelled: until it is certain, it may land at any time.
+
         Raises Overtaken when what it names was merged; commit.Refused when its precondition fails otherwise, which
         means for an owner that the epoch is over; Corruption when the tip is damaged.
         """
         async with self._turn:
             made = operation(self._tip.manifest)
-            in_thread = self._in_thread(run or self._environment.run)
-            try:
-                tip = await commit_until_certain(
-                    self._environment, self._manifests, made, warm=self._tip, run=in_thread
-                )
-            except commit.Refused as refused:
-                found = overtaken(refused, epoch=self.epoch)
-                if found is None or found.tip is None:
-                    raise
-                self.saw(found.tip)
-                raise found from refused
-            self.saw(tip)
-            return tip.manifest
+            committing = asyncio.ensure_future(self._commit(made, run))
+            self._under_way.add(committing)
+            committing.add_done_callback(self._over)
+            return await asyncio.shield(committing)
 
-    def _in_thread(self, run: backoff.Run) -> backoff.Run:
-        """`run`, with a note of what runs: who waits may be cancelled, a thread that commits cannot be."""
+    async def _commit(self, made: Operation, run: backoff.Run | None) -> TopicManifest:
+        try:
+            tip = await commit_until_certain(self._environment, self._manifests, made, warm=self._tip, run=run)
+        except commit.Refused as refused:
+            found = overtaken(refused, epoch=self.epoch)
+            if found is None or found.tip is None:
+                raise
+            self.saw(found.tip)
+            raise found from refused
+        self.saw(tip)
+        return tip.manifest
 
-        def noted(work: Callable[[], T], /) -> Awaitable[T]:
-            running = self._under_way = asyncio.ensure_future(run(work))
+    def _over(self, committing: asyncio.Task[TopicManifest]) -> None:
+        self._under_way.discard(committing)
+        if not committing.cancelled():
             # Nobody may be waiting any more when it fails.
-            running.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return asyncio.shield(running)
-
-        return noted
+            committing.exception()
 
     async def settled(self) -> None:
-        """Returns when no thread commits any more, also for callers that have gone."""
-        if self._under_way is not None and not self._under_way.done():
-            await asyncio.wait([self._under_way])
+        """Returns when every commit is certain, also those of callers that have gone."""
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+
+    def close(self) -> None:
+        """The shard is served here no longer: what is not certain is not tried again."""
+        for committing in self._under_way:
+            committing.cancel()
 
     async def read(self) -> TopicManifest:
         """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the

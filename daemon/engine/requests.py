@@ -24,7 +24,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.viewing import Viewing
-from daemon.errors import AlreadyExists, InvalidArgument, NotFound, TarryError
+from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.rows import U64
 
@@ -102,7 +102,8 @@ class Requests:
             # What is refused bears no topic.
             shard.pending.check(len(batch.entry_id))
         served = await shard.topic_to_write(topic)
-        return await served.add(batch, None, caller)
+        with served.failing(InvariantViolated):
+            return await served.add(batch, None, caller)
 
     async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> calls.CancelOutcome:
         """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
@@ -427,13 +428,14 @@ class Requests:
 
     @contextlib.asynccontextmanager
     async def _served(self, topic: str) -> AsyncIterator[tuple[ServedShard, ServedTopic]]:
-        """The topic of a call. Raises NotFound."""
+        """The topic of a call. Raises NotFound, and TopicFailed where the call breaks an invariant of it."""
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
             served = await shard.topic(topic)
             if served is None:
                 raise _no_topic(topic)
-            yield shard, served
+            with served.failing(InvariantViolated):
+                yield shard, served
 
     @contextlib.asynccontextmanager
     async def _truthful(self, shard: ServedShard) -> AsyncIterator[None]:

@@ -34,6 +34,7 @@ from daemon.engine.dead_letters import TopicDeadLetters
 from daemon.engine.dispatch import OpenStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
+from daemon.engine.failure_scope import TopicFailed
 from daemon.engine.group_commit import TopicStaging
 from daemon.engine.key_sharing import KeySharing
 from daemon.engine.leases import Leases
@@ -305,14 +306,18 @@ class ServedTopic:
         return self._lines.setdefault(state.subscription_id, WaitingLine())
 
     def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
+        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now.
+
+        Raises TopicFailed when something goes wrong: rows that were taken out of READY would be nowhere.
+        """
         if not state.available_rows or not self.may_hand_out(state):
             return KeyedRows.empty()
-        rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
-        if len(rows):
-            self.count_handed_out(state, rows)
-            self.redelivery.watch(state)
-        self.refill(state)
+        with self.failing():
+            rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
+            if len(rows):
+                self.count_handed_out(state, rows)
+                self.redelivery.watch(state)
+            self.refill(state)
         return rows
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
@@ -494,6 +499,15 @@ class ServedTopic:
             yield
         except Exception as error:  # noqa: BLE001 - it is told with the topic
             self.failed(error)
+
+    @contextlib.contextmanager
+    def failing(self, kind: type[Exception] = Exception) -> Iterator[None]:
+        """The same, of errors of one kind, where somebody asked: who is told."""
+        try:
+            yield
+        except kind as error:
+            self.failed(error)
+            raise TopicFailed(self.core.name) from error
 
     def abandon(self, error: Exception) -> None:
         """As `close`, of what cannot be relied on: of its streams none is asked to give anything back."""

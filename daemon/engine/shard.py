@@ -10,6 +10,7 @@ changes of a topic as a whole (`topic_changes`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -98,6 +99,7 @@ class ServedShard:
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
         # Of topics that failed, by id, what reads what they are loaded from again: no checkpoint is written meanwhile.
         self.reloading: dict[str, asyncio.Task[None]] = {}
+        self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.confirmation = EpochConfirmation(
             shard_log,
@@ -145,15 +147,20 @@ class ServedShard:
 
     def serve(self) -> None:
         """Starts writing slots, confirming the epoch, and loading the topics."""
-        for work in (self.commits.run(), self.confirmation.watch(), self._settle()):
+        for work in (self.commits.run(), self.confirmation.watch(), self._settle(), self._note_loaded()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
         self.loading.start()
 
-    def topics_loaded(self) -> None:
-        """Every topic is loaded or damaged."""
+    async def loaded(self) -> None:
+        """Returns when every topic has been loaded, or is refused; or the shard is served no longer."""
+        await self._loaded_once.wait()
+
+    async def _note_loaded(self) -> None:
+        await self.loading.ended.wait()
         self.checkpoints.topics_loaded()
+        self._loaded_once.set()
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -242,6 +249,9 @@ class ServedShard:
             life.close()
         for topic in self.topics.values():
             topic.close(error)
+        for commits in self.topic_commits.values():
+            commits.close()
+        self._loaded_once.set()
         for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
             task.cancel()
 
@@ -369,12 +379,19 @@ class ServedShard:
             self.lives[topic.core.name].look_for_merges()
 
     def cuts(self) -> list[checkpoint.TopicCut]:
-        """What a checkpoint of now holds: the topics that are not all in their manifests."""
-        return [
-            life.cut()
-            for name, life in self.lives.items()
-            if self.topics[name].last_changed_slot > self.topic_commits[name].manifest.applied
-        ]
+        """What a checkpoint of now holds: the topics that are not all in their manifests.
+
+        Raises TopicFailed when one of them cannot be told: it is let go.
+        """
+        cuts = []
+        for name, topic in list(self.topics.items()):
+            if topic.last_changed_slot > self.topic_commits[name].manifest.applied:
+                try:
+                    cuts.append(self.lives[name].cut())
+                except Exception as error:
+                    topic.failed(error)
+                    raise TopicFailed(name) from error
+        return cuts
 
     # ---- topics
 
@@ -448,7 +465,7 @@ class ServedShard:
         birth = self._births.get(name)
         if birth is None:
             birth = self._births[name] = asyncio.ensure_future(self._bear(name))
-            birth.add_done_callback(lambda _: self._births.pop(name, None))
+            birth.add_done_callback(functools.partial(self._birth_ended, name))
         try:
             return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
         except commit.Refused as refused:
@@ -460,12 +477,18 @@ class ServedShard:
                 raise Unavailable("the shard is served by this daemon no longer; try again") from None
             raise
 
+    def _birth_ended(self, name: str, birth: asyncio.Task[ServedTopic]) -> None:
+        del self._births[name]
+        if not birth.cancelled() and (error := birth.exception()) is not None:
+            # Whoever asked for it may have gone.
+            log.info("shard %d: topic %s could not be born: %r", self.number, name, error)
+
     def forget_topic(self, name: str) -> None:
         """The topic was deleted and closed."""
         topic = self.topics.pop(name)
         del self._by_id[topic.core.topic_id]
         self.loading.deleted(topic.core.topic_id)
-        del self.topic_commits[name]
+        self.topic_commits.pop(name).close()
         self.lives.pop(name).close()
 
     # ---- topics that fail
@@ -484,6 +507,7 @@ class ServedShard:
         self._environment.metrics.topic_failed()
         del self.topics[name], self._by_id[topic_id]
         life, commits = self.lives.pop(name), self.topic_commits.pop(name)
+        life.begin_close()
         self.loading.let_go(topic_id)
         self.reloading[topic_id] = asyncio.ensure_future(self._reload(topic_id, life, commits))
         self.reloading[topic_id].add_done_callback(self._task_done)
@@ -494,9 +518,12 @@ class ServedShard:
 
     async def _reload(self, topic_id: str, life: BucketLife, commits: TopicCommits) -> None:
         """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
-        await life.halt()
-        life.close()
-        await commits.settled()
+        try:
+            await life.halt()
+            await commits.settled()
+        finally:
+            life.close()
+            commits.close()
         tail, slot = await self._tail_of(topic_id)
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)

@@ -9,6 +9,7 @@ A change closes the topic's gate, so that every slot is either before it or afte
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -121,7 +122,8 @@ class SubscriptionChanges:
         with topic.withholding((deleted,)):
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
-                await self._shard.commits.stage_together((record,))
+                # Others of the slot wait for it too: it must not be cancelled with this.
+                await asyncio.shield(self._shard.commits.stage_together((record,)))
             await self._commit(
                 name,
                 lambda tip: SetSubscriptions(

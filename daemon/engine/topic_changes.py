@@ -61,7 +61,8 @@ class TopicChanges:
             departures = topic.core.trim(ranges, subscription_id)
             for departure in departures:
                 for records in departure.slots():
-                    await commits.stage_together(records)
+                    # Others of the slot wait for it too: it must not be cancelled with this.
+                    await asyncio.shield(commits.stage_together(records))
         return sum(departure.rows for departure in departures)
 
     async def seal(self, topic: ServedTopic) -> Sealed:

@@ -95,7 +95,7 @@ class TopicLoading:
         # Those that have failed again and again, when they were loaded or since; they are loaded later each time.
         self.failing: dict[str, Exception] = {}
         self.rows_replayed = 0
-        # Set when every topic is loaded or damaged.
+        # Set when every topic is loaded, damaged, or has failed.
         self.ended = asyncio.Event()
         self._shard = shard
         self._epoch = epoch
@@ -148,8 +148,8 @@ class TopicLoading:
 
     @property
     def left(self) -> int:
-        """Topics that are known and are neither loaded nor damaged."""
-        return sum(map(len, self._known)) - len(self.damaged)
+        """Topics that are known and are neither loaded nor refused, since they are damaged or have failed."""
+        return sum(map(len, self._known)) - len(self.damaged.keys() | self.failing.keys())
 
     def carried(self) -> tuple[TopicPart, ...]:
         """What a checkpoint of now says of the topics that are not loaded."""
