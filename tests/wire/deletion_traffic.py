@@ -33,7 +33,7 @@ PAUSE_S = 0.05
 LATE_S = 0.3
 # So many are many.
 IN_FLIGHT = 20
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0
 
 
 class Kind(enum.Enum):

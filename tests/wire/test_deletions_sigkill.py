@@ -88,8 +88,8 @@ def test_a_paused_owner_that_was_superseded_begins_no_deletion_when_it_goes_on(
         for job in deletion_traffic.jobs_of(waiting, rng, size=100):
             after.state(job)
         owner.resume()
-        # What it had durably begun it may make until it knows.
-        owner.wait_for_log("waiting for daemon successor")
+        # What it had durably begun of a shard it may make until it knows that this shard is lost.
+        owner.wait_for_log("the shards were lost")
         attempted = owner.metric("tarry_deletions_attempted_total")
         after.wait_until_over()
         assert deletion_traffic.breaches(after, archive, ledgers)[:5] == []
