@@ -40,7 +40,6 @@ class DeliveryHistory:
         self._breaches: list[str] = []
         self.stale = 0
         """Rows that came under an epoch below the highest one seen: callers drop them."""
-        self.last_received_at_ms = 0
         self.repeats = 0
         self.answered_rows = 0
         self.received_rows = 0
@@ -75,7 +74,6 @@ class DeliveryHistory:
             self._epochs[topic] = epoch
             for ledger, entry, due in messages:
                 self._receive((ledger, entry), stream, due, at_ms)
-            self.last_received_at_ms = at_ms
             self._changed.notify_all()
 
     def durable(self, topic: str, epoch: int, positions: Iterable[Position]) -> None:

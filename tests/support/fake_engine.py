@@ -385,8 +385,8 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             limits.check_name("subscription", subscription, self.settings.limits.subscription_bytes_max)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until calls and streams have made the condition true; fails after 10 s."""
-        async with asyncio.timeout(10):
+        """Waits until calls and streams have made the condition true; fails after minutes."""
+        async with asyncio.timeout(300):
             while not condition():
                 self._happened.clear()
                 await self._happened.wait()

@@ -29,7 +29,9 @@ CURSOR, SCHEMA = "dispatcher", "flights-value"
 DRIVER = "filesystem"
 CALLERS = 8
 PAUSE_S = 0.05
-# After its record is sent, the statement that a ledger is in use.
+# When it is said that ledgers are in use whose deletion is recorded meanwhile: before that is sent, in a moment, when
+# something of them is gone.
+BEFORE, IN_A_MOMENT, TOO_LATE = range(3)
 LATE_S = 0.3
 # So many are many.
 IN_FLIGHT = 20
@@ -191,13 +193,14 @@ class Owners:
     def begin(self, share: float = 1.0) -> None:
         """So much of the jobs, one after another for each caller."""
         for _ in range(min(len(self._jobs), math.ceil(share * self._all))):
-            waits = self._rng.uniform(0, PAUSE_S), self._rng.uniform(0, LATE_S)
-            self._running.append(self._callers.submit(self._run, self._jobs.pop(), *waits))
+            pause_s, late_s = self._rng.uniform(0, PAUSE_S), self._rng.uniform(0, LATE_S)
+            when = self._rng.choice((BEFORE, IN_A_MOMENT, TOO_LATE))
+            self._running.append(self._callers.submit(self._run, self._jobs.pop(), pause_s, when, late_s))
 
-    def wait_until_deleting(self) -> None:
-        """Deletions are in flight, and calls under way."""
+    def wait_until_deleting(self) -> bool:
+        """Deletions are in flight. Whether calls are under way, too."""
         self._wait_until("deletions are in flight", lambda: self._watching.deletion_stats().in_flight >= IN_FLIGHT)
-        assert not self._answered(), "every call was answered: the test shows nothing"
+        return not self._answered()
 
     def wait_until_answered(self) -> None:
         """Every call of the jobs that were begun."""
@@ -233,7 +236,7 @@ class Owners:
 
     # ---- what an owner does
 
-    def _run(self, job: Sequence[Ledger], pause_s: float, late_s: float) -> None:
+    def _run(self, job: Sequence[Ledger], pause_s: float, when: int, late_s: float) -> None:
         clock = threading.Event()
         clock.wait(pause_s)
         match job[0].kind:
@@ -250,14 +253,25 @@ class Owners:
                     uuid=[each.uuid for each in job],
                 )
             case Kind.RACED:
-                recording = self._racers.submit(self._record, job)
-                clock.wait(late_s)
-                self.state(job)
-                recording.result()
+                self._race(job, when, late_s)
             case Kind.LEFT:
                 pass
             case _:
                 self._record(job)
+
+    def _race(self, job: Sequence[Ledger], when: int, late_s: float) -> None:
+        if when is BEFORE:
+            stating = self._racers.submit(self.state, job)
+            self._record(job)
+            stating.result()
+            return
+        recording = self._racers.submit(self._record, job)
+        if when is IN_A_MOMENT:
+            threading.Event().wait(late_s)
+        else:
+            self._wait_until("a ledger is deleted", lambda: not all(map(self._archive.is_whole, job)))
+        self.state(job)
+        recording.result()
 
     def _record(self, job: Sequence[Ledger]) -> None:
         recorded = self._client.record_pending_deletes(TOPICS[job[0].topic], [each.delete for each in job])

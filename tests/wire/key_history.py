@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from tests.wire.traffic import now_ms
 
 Position = tuple[int, int]
+# Of a row whose time is not known before it is added.
+NOT_ADDED_MS = 1 << 62
 # (dispatcher, its consumer).
 Consumer = tuple[str, int]
 

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -25,15 +25,17 @@ import grpc.aio
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc, policy_pb2
 from tests.wire.key_history import Consumer, KeyHistory, Position, Row
 from tests.wire.nack_traffic import NOT_WRITTEN
-from tests.wire.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, now_ms
+from tests.wire.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
 
 TOPIC, SUBSCRIPTION = "topic", "consumers"
 PAUSE_S = 0.02
+# Of one try: who is asked may be paused, or dead.
 TIMEOUT_S = 10.0
 PERMITS = 100
 NACK_DELAY_MS = 300
 CHANGES_EVERY_S = 0.7
 PLANNED_AT_ONCE_MAX = 8
+GROWTH_MAX = 16
 Stream: TypeAlias = grpc.aio.StreamStreamCall[dispatch_pb2.SubscribeRequest, dispatch_pb2.SubscribeResponse]
 
 
@@ -42,13 +44,19 @@ async def create_subscription(address: str) -> None:
     request = dispatch_pb2.CreateSubscriptionRequest(topic=TOPIC, subscription=SUBSCRIPTION)
     request.policy.key_shared.nack_order = policy_pb2.NACK_ORDER_BLOCK_KEY
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        await dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=TIMEOUT_S)
+        await dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=PATIENCE_S)
 
 
 class Adder:
-    """Adds each batch at its time, again and again until it is answered. `under_way`: how many are not."""
+    """Adds batches one after the other, each again and again until it is answered. `under_way`: how many are not.
 
-    def __init__(self, addresses: Sequence[str], history: KeyHistory) -> None:
+    `delays_ms`: of each key, so that its rows are due in their order. Where answers come late they grow: however busy
+    the machine is, most rows are there in time.
+    """
+
+    def __init__(self, addresses: Sequence[str], history: KeyHistory, delays_ms: Mapping[int, int]) -> None:
+        self._delays_ms = delays_ms
+        self._growth = 1
         self.under_way = 0
         self.unanswered = 0
         self._addresses = addresses
@@ -64,6 +72,8 @@ class Adder:
             ]
             async with asyncio.TaskGroup() as adding:
                 for batch in batches:
+                    for row in batch:
+                        row.deliver_at_ms = now_ms() + self._growth * self._delays_ms[row.key_hash]
                     adding.create_task(self._add(stubs, batch))
                     await asyncio.sleep(pause_s)
 
@@ -78,6 +88,7 @@ class Adder:
             key_hash=[row.key_hash for row in batch],
         )
         self.under_way += 1
+        sent_ms = now_ms()
         for stub in itertools.cycle(stubs):
             try:
                 await stub.AddMessages(request, timeout=TIMEOUT_S)
@@ -88,6 +99,8 @@ class Adder:
                 await asyncio.sleep(PAUSE_S)
         self.under_way -= 1
         answered_ms = now_ms()
+        if answered_ms > sent_ms + self._growth * min(self._delays_ms.values()):
+            self._growth = min(2 * self._growth, GROWTH_MAX)
         for row in batch:
             row.in_time = answered_ms < row.deliver_at_ms and not row.came
 

@@ -22,15 +22,19 @@ import grpc.aio
 
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc, dispatch_pb2, dispatch_pb2_grpc
-from tests.wire.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, now_ms
+from tests.wire.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
 
 # Ledger, entry, batch index.
 Key = tuple[int, int, int]
 
 ROWS = 1_000
 CALLS_AT_ONCE = 4
+# Of one try: who is asked may be dead.
 TIMEOUT_S = 10.0
 PAUSE_S = 0.05
+# A delay that is so long grows with the time that has passed, by its part of this: however busy the machine is, most of
+# what was asked for waits when all of it was asked for.
+LONG_MS, GROWTH_MS = 5_000, 5_000
 # What gRPC says, as an internal error, to whoever writes to a stream that ends just then.
 NOT_WRITTEN = "SendMessageOperation"
 
@@ -72,6 +76,7 @@ class NackTraffic:
         self._tasks: set[asyncio.Task[None]] = set()
         self._done = asyncio.Event()
         self._left = len(expected)
+        self._began_ms = now_ms()
         self._streams = 0
 
     @property
@@ -117,7 +122,7 @@ class NackTraffic:
     async def _create(self) -> None:
         request = dispatch_pb2.CreateSubscriptionRequest(topic=self._topic, subscription="s")
         request.policy.nack_precision_bits = self._bits
-        await self._dispatch.CreateSubscription(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        await self._dispatch.CreateSubscription(request, timeout=PATIENCE_S, wait_for_ready=True)
 
     async def _add(self, keys: Sequence[Key]) -> None:
         stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(self._channel)
@@ -135,7 +140,7 @@ class NackTraffic:
         for key in keys:
             each = self.expected[key]
             each.is_asked = True
-            delays_ms.append(each.delays_ms[min(each.count, len(each.delays_ms) - 1)])
+            delays_ms.append(self._grown(each.delays_ms[min(each.count, len(each.delays_ms) - 1)]))
         request = dispatch_pb2.NegativeAcknowledgeRequest(topic=self._topic, subscription="s", delay_ms=delays_ms)
         self._name(request, keys)
         before = {key: self.expected[key].count for key in keys}
@@ -200,6 +205,10 @@ class NackTraffic:
                 finally:
                     self.under_way -= 1
         raise AssertionError
+
+    def _grown(self, delay_ms: int) -> int:
+        passed_ms = now_ms() - self._began_ms
+        return delay_ms * max(1, passed_ms // GROWTH_MS) if delay_ms >= LONG_MS else delay_ms
 
     def _rounded_up(self, time_ms: int) -> int:
         return -(-time_ms >> self._bits) << self._bits

@@ -75,7 +75,7 @@ async def through_a_kill(daemon: processes.DaemonProcess, rng: random.Random, ro
 
     assert [breach for client in clients for breach in client.breaches[:5]] == []
     assert slots < sum(last_slots), "no slot was deleted: the test shows nothing"
-    assert waiting >= positions // 2, "hardly anything waited: the test shows nothing"
+    assert waiting >= positions // 3, "hardly anything waited: the test shows nothing"
     assert came_back > 0, "no kill met a hand-out: the test shows nothing"
     for topic in TOPICS:
         left = traffic.stats(daemon.address, topic)

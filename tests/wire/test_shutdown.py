@@ -113,7 +113,7 @@ def test_an_end_that_the_store_holds_up_is_cut_short_with_status_3_and_says_what
 
 def _add_in_vain(address: str, due_ms: int) -> None:
     with pytest.raises(grpc.RpcError):
-        traffic.add(address, "topic", traffic.AddBatch(((2, 0),), (due_ms,)), timeout_s=90)
+        traffic.add(address, "topic", traffic.AddBatch(((2, 0),), (due_ms,)), timeout_s=traffic.PATIENCE_S)
 
 
 def test_a_signal_while_it_stands_by_ends_it_at_once(daemons: Daemons, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_rando
 
     _kill_round_after_round(daemon, rng)
     for sender in senders:
-        sender.finish(30)
+        sender.finish()
     for receiver in receivers:
         receiver.finish()
     history.wait_for(lambda: history.missing == 0, 600, "every answered row comes")

@@ -37,19 +37,19 @@ def test_it_passes_bytes_and_the_end_on_and_when_shut_closes_and_refuses_until_i
     echo_port: int,
 ) -> None:
     with TcpProxy(echo_port) as proxy:
-        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as ended:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=300) as ended:
             ended.sendall(b"one")
             ended.shutdown(socket.SHUT_WR)
             assert ended.recv(10) == b"one"
             assert ended.recv(10) == b""
-        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as cut:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=300) as cut:
             cut.sendall(b"two")
             assert cut.recv(10) == b"two"
             proxy.shut()
             assert cut.recv(10) == b""
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+            socket.create_connection(("127.0.0.1", proxy.port), timeout=300)
         proxy.open()
-        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as again:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=300) as again:
             again.sendall(b"three")
             assert again.recv(10) == b"three"

@@ -47,6 +47,8 @@ MAY_BE_TOLD = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+# The machine may be busy.
+PATIENCE_S = 600.0
 _PAUSE_S = 0.02
 _LEDGERS_OPEN = 3
 _ENTRIES_PER_LEDGER = 2_000
@@ -163,7 +165,7 @@ class Sender(Caller):
         """When each call began that was answered OK, monotonic."""
         self.refusals: list[grpc.StatusCode] = []
 
-    def finish(self, timeout_s: float) -> None:
+    def finish(self, timeout_s: float = PATIENCE_S) -> None:
         """Sends nothing new, only what is still to be sent again; returns when that is answered."""
         self._last_chance.set()
         self._thread.join(timeout_s)
@@ -229,7 +231,7 @@ class Receiver(Caller):
         self._permits = permits
         self._reopen = reopen
         self._request_ids = itertools.count(1)
-        self._sent: dict[int, list[Position]] = {}
+        self._sent: dict[int, list[tuple[int, int, int]]] = {}
         self._kept: list[tuple[int, int, int]] = []
         self._finishing = threading.Event()
         self._call: grpc.Call | None = None
@@ -238,7 +240,8 @@ class Receiver(Caller):
         self.endings: list[grpc.StatusCode] = []
         self.received: list[tuple[int, int]] = []
         """(when, due time) of everything received, ms."""
-        self.durable_at_ms: list[int] = []
+        self.durable_due_ms: list[int] = []
+        """Due times of everything whose acknowledgement was answered as durable."""
 
     def finish(self) -> None:
         """From now on everything is acknowledged at once, on a new stream."""
@@ -307,7 +310,7 @@ class Receiver(Caller):
         if not rows:
             return
         request_id = next(self._request_ids)
-        self._sent[request_id] = [(ledger, entry) for ledger, entry, _ in rows]
+        self._sent[request_id] = rows
         acknowledge = dispatch_pb2.Acknowledge(
             request_id=request_id,
             ledger_id=[row[0] for row in rows],
@@ -317,17 +320,17 @@ class Receiver(Caller):
         requests.put(dispatch_pb2.SubscribeRequest(acknowledge=acknowledge))
 
     def _settle(self, done: dispatch_pb2.Done) -> None:
-        positions = self._sent.pop(done.request_id, None)
-        if positions is None:
+        rows = self._sent.pop(done.request_id, None)
+        if rows is None:
             self.history.breach(f"a done came for request {done.request_id}, which nobody made on this stream")
         elif done.HasField("error"):
             if grpc_code(done.error.code) not in MAY_BE_TOLD:
                 self.history.breach(f"an acknowledgement was refused: {done.error.code} {done.error.message}")
         elif done.ignored:
-            self.history.breach(f"{done.ignored} of {len(positions)} acknowledged rows were not in the backlog")
+            self.history.breach(f"{done.ignored} of {len(rows)} acknowledged rows were not in the backlog")
         else:
-            self.durable_at_ms.append(now_ms())
-            self.history.durable(self.topic, done.epoch, positions)
+            self.durable_due_ms.extend(due_ms for _, _, due_ms in rows)
+            self.history.durable(self.topic, done.epoch, [(ledger, entry) for ledger, entry, _ in rows])
 
 
 def grpc_code(number: int) -> grpc.StatusCode:
@@ -339,10 +342,10 @@ def create_subscription(address: str, topic: str, subscription: str = "subscript
     """Waits for the daemon to be there."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         request = dispatch_pb2.CreateSubscriptionRequest(topic=topic, subscription=subscription)
-        dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=20, wait_for_ready=True)
+        dispatch_pb2_grpc.DispatchStub(channel).CreateSubscription(request, timeout=PATIENCE_S, wait_for_ready=True)
 
 
-def add(address: str, topic: str, batch: AddBatch, *, timeout_s: float = 20.0) -> None:
+def add(address: str, topic: str, batch: AddBatch, *, timeout_s: float = PATIENCE_S) -> None:
     """One add on a channel of its own. Raises `grpc.RpcError`."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = delayed_delivery_pb2_grpc.DelayedDeliveryStub(channel)
@@ -353,10 +356,10 @@ def stats(address: str, topic: str) -> inspect_pb2.GetTopicStatsResponse:
     """Counts of one topic."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         request = inspect_pb2.GetTopicStatsRequest(topic=topic)
-        return inspect_pb2_grpc.InspectStub(channel).GetTopicStats(request, timeout=20, wait_for_ready=True)
+        return inspect_pb2_grpc.InspectStub(channel).GetTopicStats(request, timeout=PATIENCE_S, wait_for_ready=True)
 
 
-def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = 600.0) -> None:
+def wait_until_nothing_is_left(address: str, topic: str, timeout_s: float = PATIENCE_S) -> None:
     """Waits until every row came due and is acknowledged, those of unknown fate too."""
     attempts = threading.Event()
     deadline_s = time.monotonic() + timeout_s

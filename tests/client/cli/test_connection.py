@@ -10,6 +10,7 @@ from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.client import fake_daemon
 from tests.client.cli.conftest import Run
 from tests.client.fake_daemon import FakeDaemon, answer, refuse
+from tests.support.patience import within_some_time
 
 ASKED = [
     (("delete", "t"), "DeleteTopic", "Delete topic t with its rows, subscriptions and policy?"),
@@ -97,11 +98,15 @@ def test_each_failure_is_one_line_that_says_what_to_do(
     daemon: FakeDaemon, run: Run, code: grpc.StatusCode, exit_code: int, says: str
 ) -> None:
     daemon.script("GetTopicStats", refuse(code, "topic is wrong"))
-    result = run("stats", "t", "--timeout", "0.2")
-    assert result.exit_code == exit_code
-    assert says in result.stderr
-    assert result.stderr.startswith("tarry: ")
-    assert result.stderr.count("\n") == 1
+
+    def story(seconds: float) -> None:
+        result = run("stats", "t", "--timeout", str(seconds))
+        assert result.exit_code == exit_code
+        assert says in result.stderr
+        assert result.stderr.startswith("tarry: ")
+        assert result.stderr.count("\n") == 1
+
+    within_some_time(story)
 
 
 @pytest.mark.parametrize(
@@ -111,23 +116,35 @@ def test_a_daemon_that_names_a_time_is_believed(
     daemon: FakeDaemon, run: Run, code: grpc.StatusCode, exit_code: int
 ) -> None:
     daemon.script("GetTopicStats", refuse(code, "topic t is being loaded", retry_after_ms="2500"))
-    result = run("stats", "t", "--timeout", "0.2")
-    assert result.exit_code == exit_code
-    assert "topic t is being loaded. Try again in 2.5 s" in result.stderr
-    assert "tarryd" not in result.stderr
+
+    def story(seconds: float) -> None:
+        result = run("stats", "t", "--timeout", str(seconds))
+        assert result.exit_code == exit_code
+        assert "topic t is being loaded. Try again in 2.5 s" in result.stderr
+        assert "tarryd" not in result.stderr
+
+    within_some_time(story)
 
 
 def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> None:
     daemon.stop()
-    result = run("topics", "--timeout", "0.2")
-    assert result.exit_code == output.EXIT_UNREACHABLE
-    assert f"the daemon at {daemon.address} is unavailable" in result.stderr
+
+    def story(seconds: float) -> None:
+        result = run("topics", "--timeout", str(seconds))
+        assert result.exit_code == output.EXIT_UNREACHABLE
+        assert f"the daemon at {daemon.address} is unavailable" in result.stderr
+
+    within_some_time(story)
 
 
 def test_something_that_never_answers_is_named(daemon: FakeDaemon, run: Run) -> None:
     release = fake_daemon.Gate()
     daemon.script("ListTopics", lambda request, context: release.wait())
-    result = run("topics", "--timeout", "0.1")
+
+    def story(seconds: float) -> None:
+        result = run("topics", "--timeout", str(seconds))
+        assert result.exit_code == output.EXIT_UNREACHABLE
+        assert "does not answer" in result.stderr
+
+    within_some_time(story)
     release.open()
-    assert result.exit_code == output.EXIT_UNREACHABLE
-    assert "does not answer" in result.stderr

@@ -12,6 +12,7 @@ from tarry.cli import commands, consumers, output
 from tarry.v1 import inspect_pb2, policy_pb2
 from tests.client.cli.conftest import Run
 from tests.client.fake_daemon import FakeDaemon, answer, refuse
+from tests.support.patience import within_some_time
 
 Position = inspect_pb2.Position
 POLICY = policy_pb2.KeySharedPolicy(
@@ -182,6 +183,10 @@ def test_a_subscription_that_is_not_there_is_said(daemon: FakeDaemon, run: Run) 
 
 def test_a_conflict_is_said_with_what_to_do(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("GetScheduledMessages", refuse(grpc.StatusCode.ABORTED, "s is open as KEY_SHARED"))
-    result = run("get", "t", "s", "--timeout", "0.3")
-    assert result.exit_code == output.EXIT_REFUSED
-    assert result.stderr == "tarry: s is open as KEY_SHARED. Nothing is done; try again when that is over.\n"
+
+    def story(seconds: float) -> None:
+        result = run("get", "t", "s", "--timeout", str(seconds))
+        assert result.exit_code == output.EXIT_REFUSED
+        assert result.stderr == "tarry: s is open as KEY_SHARED. Nothing is done; try again when that is over.\n"
+
+    within_some_time(story)

@@ -14,6 +14,7 @@ from tarry.cli import output, upkeep
 from tarry.v1 import admin_pb2, inspect_pb2
 from tests.client.cli.conftest import Run
 from tests.client.fake_daemon import WAIT_S, FakeDaemon, answer, refuse
+from tests.support.patience import within_some_time
 
 
 def test_a_seal_tells_the_bucket(daemon: FakeDaemon, run: Run) -> None:
@@ -63,9 +64,13 @@ def test_a_merge_ends_when_the_daemon_is_gone(daemon: FakeDaemon, run: Run, monk
     counts = answer(inspect_pb2.GetTopicStatsResponse(topic="t"))
     daemon.script("GetTopicStats", counts, refuse(grpc.StatusCode.UNAVAILABLE, "stopping"))
     daemon.script("MergeBuckets", refuse(grpc.StatusCode.UNAVAILABLE, "stopping"))
-    result = run("merge", "t", "--timeout", "0.1")
-    assert result.exit_code == output.EXIT_UNREACHABLE
-    assert "stopping" in result.stderr
+
+    def story(seconds: float) -> None:
+        result = run("merge", "t", "--timeout", str(seconds))
+        assert result.exit_code == output.EXIT_UNREACHABLE
+        assert "stopping" in result.stderr
+
+    within_some_time(story)
 
 
 def test_a_merge_of_no_topic_is_refused(daemon: FakeDaemon, run: Run) -> None:

@@ -15,6 +15,7 @@ from examples import processes
 from tarry.cli import commands
 from tests.client.conformance.keyed_batches import PATIENCE_S, batches
 from tests.client.conformance.threaded import in_thread
+from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -141,11 +142,15 @@ async def test_consumers_come_in_pages(client: tarry.aio.Client, topic: str) -> 
 async def test_what_excludes_key_order_is_refused_while_it_is_there(client: tarry.aio.Client, topic: str) -> None:
     await create(client, topic, AUTO_SPLIT)
     async with client.subscribe_key_shared(topic, "sub", consumers=[tarry.Consumer("a")]):
-        with pytest.raises(tarry.DeadlineExceeded) as leasing:
-            await client.get(topic, "sub", timeout_s=0.5)
-        assert isinstance(leasing.value.last, tarry.Aborted)
-        with pytest.raises(tarry.DeadlineExceeded, match="KEY_SHARED"):
-            await client.subscribe(topic, "sub", timeout_s=0.5)
+
+        async def story(seconds: float) -> None:
+            with pytest.raises(tarry.DeadlineExceeded) as leasing:
+                await client.get(topic, "sub", timeout_s=seconds)
+            assert isinstance(leasing.value.last, tarry.Aborted)
+            with pytest.raises(tarry.DeadlineExceeded, match="KEY_SHARED"):
+                await client.subscribe(topic, "sub", timeout_s=seconds)
+
+        await awaited_within_some_time(story)
     assert len(await client.get(topic, "sub")) == 0
 
 

@@ -74,12 +74,12 @@ async def test_due_rows_are_leased_acknowledged_and_given_back(client: tarry.aio
     assert len(await client.get(topic, "sub")) == 0
     due_ms = now_ms() + 300
     await client.add(topic, 7, range(10), deliver_at_ms=due_ms, key_hash=tarry.key_hash("key"))
-    leased = await client.get(topic, "sub", max_rows=6, wait_ms=20_000)
+    leased = await client.get(topic, "sub", max_rows=6, wait_ms=60_000)
     while len(leased) < 6:
-        more = await client.get(topic, "sub", max_rows=6, wait_ms=20_000)
+        more = await client.get(topic, "sub", max_rows=6, wait_ms=60_000)
         assert await client.extend_lease(topic, "sub", more, 0) == 0
         assert await client.extend_lease(topic, "sub", leased, 0) == 0
-        leased = await client.get(topic, "sub", max_rows=6, wait_ms=20_000)
+        leased = await client.get(topic, "sub", max_rows=6, wait_ms=60_000)
     assert leased.lease_ms == 600_000
     assert set(leased.deliver_at_ms.tolist()) == {due_ms}
     assert leased.key_hash is not None
@@ -100,8 +100,8 @@ async def test_due_rows_are_leased_acknowledged_and_given_back(client: tarry.aio
 async def test_a_lease_that_is_over_is_handed_out_again(client: tarry.aio.Client, topic: str) -> None:
     await client.create_subscription(topic, "sub")
     await client.add(topic, 7, 1, deliver_at_ms=now_ms())
-    first = await client.get(topic, "sub", lease_ms=50, wait_ms=20_000)
-    again = await client.get(topic, "sub", wait_ms=20_000)
+    first = await client.get(topic, "sub", lease_ms=50, wait_ms=60_000)
+    again = await client.get(topic, "sub", wait_ms=60_000)
     assert (first.entry_id.tolist(), again.entry_id.tolist()) == ([1], [1])
     assert await client.ack(topic, "sub", first) == 0
 
@@ -256,7 +256,7 @@ async def test_nothing_is_lost_when_the_daemon_is_killed_while_rows_go_in_and_ou
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
     """Two kills: 30 batches are answered, every row of them comes, what is acknowledged is gone for good."""
-    client = connect(mortal_daemon.address, timeout_s=60.0)
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
     batches, rows = 30, 100
     seen: set[int] = set()
     kills = 0
@@ -296,10 +296,10 @@ async def test_nothing_is_lost_when_the_daemon_is_killed_while_rows_go_in_and_ou
 async def test_calls_go_on_when_the_daemon_comes_back(
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
-    client = connect(mortal_daemon.address, timeout_s=60.0)
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
     await client.create_subscription(topic, "sub")
     await client.add(topic, 7, range(100), deliver_at_ms=now_ms())
-    leased = await client.get(topic, "sub", wait_ms=20_000)
+    leased = await client.get(topic, "sub", wait_ms=60_000)
     assert len(leased) > 0
     await in_thread(mortal_daemon.kill)
     adding = asyncio.ensure_future(client.add(topic, 8, range(5), delay_ms=FAR_MS))
@@ -318,7 +318,7 @@ async def test_calls_go_on_when_the_daemon_comes_back(
     assert ignored == 0
     seen = set(leased.entry_id.tolist())
     while len(seen) < 100:
-        batch = await client.get(topic, "sub", wait_ms=20_000)
+        batch = await client.get(topic, "sub", wait_ms=60_000)
         assert not seen & set(batch.entry_id.tolist()), "what was acknowledged does not come again"
         seen |= set(batch.entry_id.tolist())
         assert await client.ack(topic, "sub", batch) == 0
@@ -328,7 +328,7 @@ async def test_calls_go_on_when_the_daemon_comes_back(
 async def test_what_is_held_is_not_sent_again_by_the_next_daemon(
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
-    client = connect(mortal_daemon.address, timeout_s=60.0)
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
     async with client.subscribe(topic, "sub", create=True) as subscription:
         await client.add(topic, 7, range(50), deliver_at_ms=now_ms())
         held: list[tarry.Batch] = []
@@ -350,7 +350,7 @@ async def test_what_is_held_is_not_sent_again_by_the_next_daemon(
 async def test_a_daemon_that_is_stopped_in_order_is_found_again(
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
-    client = connect(mortal_daemon.address, timeout_s=60.0)
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
     async with client.subscribe(topic, "sub", create=True) as subscription:
         await client.add(topic, 7, range(10), deliver_at_ms=now_ms())
         first = await subscription.receive(PATIENCE_S)
@@ -378,8 +378,8 @@ async def test_when_the_owner_is_gone_the_daemon_that_takes_over_is_found(
     try:
         await in_thread(owner.start_serving)
         await in_thread(standby.start)
-        client = connect(f"ipv4:{owner.address},{standby.address}", timeout_s=60.0)
-        beside = connect(standby.address, timeout_s=60.0)
+        client = connect(f"ipv4:{owner.address},{standby.address}", timeout_s=PATIENCE_S)
+        beside = connect(standby.address, timeout_s=PATIENCE_S)
         async with client.subscribe(topic, "sub", create=True) as subscription, client.add_stream(topic) as stream:
             assert (await (await stream.add(7, range(10), delay_ms=0))).accepted == 10
             first = await subscription.receive(PATIENCE_S)

@@ -63,14 +63,16 @@ async def test_what_is_nacked_on_a_stream_comes_at_its_time_with_its_count(
             batch = await subscription.receive(PATIENCE_S)
             assert batch is not None
         nacked_ms = now_ms()
-        assert await subscription.nack(batch.take([0, 1]), delay_ms=[400, 200]) == tarry.Nacked(0, 0)
+        assert await subscription.nack(batch.take([0, 1]), delay_ms=[2 * FAR_MS, FAR_MS]) == tarry.Nacked(0, 0)
         assert await subscription.ack(batch.take([2, 3])) == 0
         backlog = await client.backlog_page(topic, "sub")
         assert backlog.state.tolist() == [tarry.BacklogState.NACKED] * 2
         assert backlog.redelivery_count.tolist() == [1, 1]
-        assert (backlog.redeliver_at_ms >= nacked_ms + 200).all()
+        assert (backlog.redeliver_at_ms >= [nacked_ms + 2 * FAR_MS, nacked_ms + FAR_MS]).all()
         (stats,) = (await client.stats(topic)).subscriptions
         assert (stats.backlog, stats.nacked, stats.next_redelivery_ms) == (2, 2, int(backlog.redeliver_at_ms.min()))
+        nacked_ms = now_ms()
+        assert await client.nack(topic, "sub", batch.take([0, 1]), delay_ms=[400, 200]) == tarry.Nacked(0, 0)
         assert sorted(await received(subscription, 2)) == [(0, 1, None), (1, 1, None)]
         assert now_ms() >= nacked_ms + 400
     await nothing_is_left(client, topic)
@@ -86,7 +88,7 @@ async def test_a_policy_says_when_and_how_often_until_it_is_a_dead_letter(client
     await client.add(topic, 7, 1, deliver_at_ms=now_ms(), key_hash=5)
     answers = []
     for count in range(3):
-        leased = await client.get(topic, "sub", wait_ms=20_000)
+        leased = await client.get(topic, "sub", wait_ms=60_000)
         assert leased.redelivery_count.tolist() == [count]
         answers.append(await client.nack(topic, "sub", leased))
     assert answers == [tarry.Nacked(0, 0), tarry.Nacked(0, 0), tarry.Nacked(0, 1)]
@@ -102,11 +104,11 @@ async def test_a_nack_that_is_sent_again_gives_the_delay_anew_and_counts_once(
 ) -> None:
     await client.create_subscription(topic, "sub", EXACT)
     await client.add(topic, 7, 1, deliver_at_ms=now_ms())
-    leased = await client.get(topic, "sub", wait_ms=20_000)
+    leased = await client.get(topic, "sub", wait_ms=60_000)
     await client.nack(topic, "sub", leased, delay_ms=FAR_MS)
     # As after a lost answer; and a shorter one wakes the daemon sooner.
     assert await client.nack(topic, "sub", leased, delay_ms=100) == tarry.Nacked(0, 0)
-    again = await client.get(topic, "sub", wait_ms=20_000)
+    again = await client.get(topic, "sub", wait_ms=60_000)
     assert again.redelivery_count.tolist() == [1]
     await client.nack(topic, "sub", again, delay_ms=FAR_MS)
     assert await client.ack(topic, "sub", again) == 0
@@ -118,7 +120,7 @@ async def test_messages_that_never_were_in_tarry_come_back_with_their_key(client
     await client.create_subscription(topic, "sub", EXACT)
     nacked_ms = now_ms()
     assert await client.nack(topic, "sub", (9, [4, 5], 0), delay_ms=100, key_hash=[6, 7]) == tarry.Nacked(0, 0)
-    leased = await client.get(topic, "sub", wait_ms=20_000)
+    leased = await client.get(topic, "sub", wait_ms=60_000)
     assert now_ms() >= nacked_ms + 100
     assert leased.key_hash is not None
     assert (leased.entry_id.tolist(), leased.deliver_at_ms.tolist()) == ([4, 5], [0, 0])
@@ -163,7 +165,7 @@ async def test_what_is_rejected_is_listed_filtered_replayed_and_purged(client: t
     which = tarry.DeadLetterFilter(ids=[2, 1, 99])
     assert await client.replay_dead_letters(topic, "sub", which, delay_ms=200) == tarry.Replayed(2, 0)
     assert await client.replay_dead_letters(topic, "sub", which) == tarry.Replayed(0, 0)
-    leased = await client.get(topic, "sub", wait_ms=20_000)
+    leased = await client.get(topic, "sub", wait_ms=60_000)
     assert now_ms() >= asked_ms + 200
     assert (leased.ledger_id.tolist(), leased.entry_id.tolist()) == ([7, 7], [0, 1])
     assert leased.redelivery_count.tolist() == [0, 0]
@@ -184,7 +186,7 @@ async def test_a_dead_letter_stays_while_its_position_has_a_row(client: tarry.ai
 async def test_what_stays_in_flight_too_long_is_nacked_unless_it_is_extended(
     client: tarry.aio.Client, topic: str
 ) -> None:
-    policy = tarry.SubscriptionPolicy(ack_timeout_ms=1_500, redelivery=tarry.ConstantDelay(10), nack_precision_bits=0)
+    policy = tarry.SubscriptionPolicy(ack_timeout_ms=4_000, redelivery=tarry.ConstantDelay(10), nack_precision_bits=0)
     await client.create_subscription(topic, "sub", policy)
     await client.add(topic, 7, [1, 2], deliver_at_ms=now_ms())
     async with client.subscribe(topic, "sub") as subscription:
@@ -202,9 +204,9 @@ async def test_what_stays_in_flight_too_long_is_nacked_unless_it_is_extended(
         again: tarry.Batch | None = None
         while again is None:
             assert await subscription.extend(extended) == 0
-            again = await subscription.receive(0.3)
+            again = await subscription.receive(0.5)
         assert (again.entry_id.tolist(), again.redelivery_count.tolist()) == ([entry], [1])
-        assert now_ms() >= came_ms + 1_400
+        assert now_ms() >= came_ms + 3_900
         await subscription.ack(again)
         await subscription.ack(extended)
     await nothing_is_left(client, topic)
@@ -275,7 +277,7 @@ async def test_bad_redelivery_requests_are_refused_by_name(client: tarry.aio.Cli
 async def test_after_a_kill_what_is_nacked_comes_at_its_time_with_its_count_and_nacks_land_once(
     mortal_daemon: processes.DaemonProcess, connect: Connect, topic: str
 ) -> None:
-    client = connect(mortal_daemon.address, timeout_s=60.0)
+    client = connect(mortal_daemon.address, timeout_s=PATIENCE_S)
     await client.create_subscription(topic, "sub", EXACT)
     await client.reject(topic, "sub", (3, 1, 0), "no such gate")
     async with client.subscribe(topic, "sub") as subscription:
@@ -285,16 +287,18 @@ async def test_after_a_kill_what_is_nacked_comes_at_its_time_with_its_count_and_
             batch = await subscription.receive(PATIENCE_S)
             assert batch is not None
             batches.append(batch)
-        nacked_ms = now_ms()
         for batch in batches:
-            await subscription.nack(batch, delay_ms=4_000)
+            await subscription.nack(batch, delay_ms=FAR_MS)
+        nacked_ms = now_ms()
         await in_thread(mortal_daemon.kill)
         # Nobody answers: it is sent when there is a stream again, and gives the delay anew.
         unanswered = [subscription.nack(batch, delay_ms=5_000) for batch in batches]
         await in_thread(mortal_daemon.start_serving)
         for answer in unanswered:
             assert await answer == tarry.Nacked(0, 0)
-        assert (await client.stats(topic)).subscriptions[0].nacked == 6
+        (stats,) = (await client.stats(topic)).subscriptions
+        # On a busy machine they may be on their way again.
+        assert stats.nacked == 6 or now_ms() >= nacked_ms + 5_000
         assert sorted(await received(subscription, 6)) == [(entry, 1, None) for entry in range(6)]
         assert now_ms() >= nacked_ms + 5_000
     page = await client.dead_letters_page(topic, "sub")

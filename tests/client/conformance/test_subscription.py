@@ -29,6 +29,7 @@ from tests.client.fake_daemon import (
     status,
     take,
 )
+from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -100,9 +101,14 @@ async def test_it_is_created_when_asked(daemon: FakeDaemon, client: tarry.aio.Cl
 
 async def test_opening_is_tried_until_the_deadline(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(METHOD, refuse(grpc.StatusCode.UNAVAILABLE, "standing by"))
-    with pytest.raises(tarry.DeadlineExceeded, match="standing by"):
-        await client.subscribe("topic", "sub", timeout_s=0.1)
-    assert daemon.count(METHOD) > 1
+
+    async def story(seconds: float) -> None:
+        before = daemon.count(METHOD)
+        with pytest.raises(tarry.DeadlineExceeded, match="standing by"):
+            await client.subscribe("topic", "sub", timeout_s=seconds)
+        assert daemon.count(METHOD) > before + 1
+
+    await awaited_within_some_time(story)
 
 
 async def test_permits_come_back_when_a_batch_is_acknowledged_or_released(

@@ -17,6 +17,7 @@ import tarry.aio
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, inspect_pb2
 from tests.client.conformance.conftest import Connect
 from tests.client.fake_daemon import FakeDaemon, accept, accept_all, answer, refuse
+from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -214,7 +215,16 @@ async def test_a_collection_that_is_too_slow_for_its_time_ends(daemon: FakeDaemo
             time.sleep(0.01)
 
     daemon.script("CollectGarbage", step)
-    collecting = aiter(client.collect_garbage(timeout_s=0.3))
-    assert (await anext(collecting)).shards_done == 1
-    with pytest.raises(tarry.DeadlineExceeded):
-        await anext(collecting)
+
+    async def story(seconds: float) -> None:
+        done: list[int] = []
+
+        async def collect() -> None:
+            async for step in client.collect_garbage(timeout_s=seconds):
+                done.append(step.shards_done)
+
+        with pytest.raises(tarry.DeadlineExceeded):
+            await collect()
+        assert done == [1]
+
+    await awaited_within_some_time(story)
