@@ -45,7 +45,7 @@ SETTINGS: dict[str, object] = {
     "collection.grace_s": 0,
 }
 
-COLLECTED_WITHIN_S = 60.0
+COLLECTED_WITHIN_S = 600.0
 
 
 @dataclasses.dataclass(frozen=True)

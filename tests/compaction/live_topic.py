@@ -41,6 +41,7 @@ _BUCKETS_PER_LEDGER = 4
 _SOON_SHARE, _FILLED_SOON_MS, _LIVE_SOON_MS = 0.3, 600_000, 6_000
 # Rows are withdrawn so long before they are due that most of the answers are not that they are due.
 _MARGIN_MS = 100
+PATIENCE_S = 600.0
 _PAUSE_S = 0.2
 _NACK_SHARE, _NACK_MS = 0.05, (200, 2_000)
 # Positions keep so long in the hands of the receiver before it answers.
@@ -118,7 +119,7 @@ class LiveTopic:
             self._threads.append(thread)
             thread.start()
 
-    def wait_for_turns(self, count: int, timeout_s: float = 30.0) -> None:
+    def wait_for_turns(self, count: int, timeout_s: float = PATIENCE_S) -> None:
         """Until the traffic went on for so many turns."""
         until, deadline_s = self.turns + count, time.monotonic() + timeout_s
         while self.turns < until:
@@ -126,7 +127,7 @@ class LiveTopic:
             assert time.monotonic() < deadline_s, f"{self.name}: the traffic has not made {count} turns"
             pause(0.02)
 
-    def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    def wait_until(self, reached: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not reached():
             self._raise_failure()
@@ -265,7 +266,7 @@ class LiveTopic:
                     kept.clear()
             for each in kept:
                 answers += self._answer(subscription, each)
-            subscription.flush(20.0)
+            subscription.flush(PATIENCE_S)
         assert sum(future.result() for future in answers) == 0, "answers were ignored"
 
     def _answer(self, subscription: tarry.Subscription, batch: tarry.Batch) -> Iterator[Future[int]]:

@@ -22,7 +22,7 @@ Row = tuple[int, int, int]
 Position = tuple[int, int]
 
 # So much later than its time a row may come at the end, when nothing else is asked of the daemon.
-PATIENCE_S = 30.0
+PATIENCE_S = 600.0
 _SHOWN_MAX = 10
 _LATELY = 300
 

@@ -15,11 +15,9 @@ from compaction.audit.findings import Kind
 from compaction.store_of import store_of
 from storage_backends.local_directory import LocalDirectory
 from tests.compaction.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root
-from tests.support.spark import patient
 
 
 @pytest.mark.long
-@patient
 def test_tasks_of_spark_find_what_is_found_in_this_process(spark: SparkSession, tmp_path: Path) -> None:
     written = sound_root()
     damaged = keys(written, BUCKETS)[-2]

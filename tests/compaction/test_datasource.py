@@ -26,9 +26,6 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
 from tests.compaction.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
-from tests.support.spark import patient
-
-pytestmark = patient
 
 PAGE = REPOSITORY / "docs" / "DATA_SOURCE.md"
 HIGH = (1 << 63) + 5

@@ -36,7 +36,6 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import NotFound
 from storage_backends.settings import Store
 from tests.support import real_engine
-from tests.support.spark import patient
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -381,7 +380,6 @@ async def test_a_topic_that_cannot_be_read_is_left_out_and_named(served: Engine,
     assert (unread.topic, unread.damaged) == (place.topic_id, True)
 
 
-@patient
 async def test_local_processes_and_spark_say_the_same(
     served: Engine, job: settings.Settings, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ from compaction.forecast import text as forecast_text
 from compaction.forecast.files import OutputFile, Unwritable
 from compaction.forecast.result import Forecast, TopicForecast, Unread
 from tests.compaction.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
-from tests.support.spark import patient
 
 
 def at(hour: int) -> datetime.datetime:
@@ -89,7 +88,6 @@ def test_the_example_for_pandas_works(
     assert "2025-11-21T23:20:34.567Z 3" in shown
 
 
-@patient
 def test_the_example_for_spark_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spark: SparkSession
 ) -> None:

@@ -18,8 +18,6 @@ from pyspark.sql import SparkSession
 from compaction import engine, spark_engine, spark_session
 from tests.support import spark as spark_support
 
-pytestmark = spark_support.patient
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -194,7 +192,7 @@ def test_the_loss_of_java_is_said_in_one_line_and_the_job_goes_on_to_its_end(tmp
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]

@@ -121,7 +121,7 @@ def test_executors_that_have_nothing_but_a_python_work_with_what_is_packed(tmp_p
     settings = spark_support.environment(tmp_path / "conf")
     environment = {"PATH": os.defpath, **settings, "SPARK_HOME": str(home), "JAVA_HOME": str(from_pypi)}
     run = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     assert "Java version 25" in run.stderr

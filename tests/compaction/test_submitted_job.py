@@ -19,7 +19,6 @@ from tests.support.merging_process import MergingProcess
 
 BUCKETS = 8
 DONE, ERROR, WRONG_OPTION, CONFLICTS = 0, 1, 2, 75
-patient = pytest.mark.timeout(400)
 
 
 @pytest.fixture
@@ -37,7 +36,6 @@ def submitted(jobs: Jobs, tmp_path: Path, *options: str, action: Action | None =
     return jobs.submit(*jobs.arguments(*options), spark_options=("--py-files", str(code)), action=action)
 
 
-@patient
 @pytest.mark.long
 def test_a_job_that_is_done_ends_in_0_and_its_summary_stands_alone_on_standard_output(
     jobs: Jobs, tmp_path: Path, topic: StoredTopic
@@ -51,7 +49,6 @@ def test_a_job_that_is_done_ends_in_0_and_its_summary_stands_alone_on_standard_o
     assert topic.waiting() == before
 
 
-@patient
 @pytest.mark.long
 def test_a_job_that_leaves_conflicts_ends_in_75(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     before = topic.waiting()
@@ -66,7 +63,6 @@ def test_a_job_that_leaves_conflicts_ends_in_75(jobs: Jobs, tmp_path: Path, topi
     assert topic.waiting() == before
 
 
-@patient
 @pytest.mark.long
 def test_a_damaged_bucket_ends_in_1_and_is_named(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     damaged = topic.tip().live[3].object.name
@@ -77,7 +73,6 @@ def test_a_damaged_bucket_ends_in_1_and_is_named(jobs: Jobs, tmp_path: Path, top
     assert damaged in job.log_text()
 
 
-@patient
 @pytest.mark.long
 def test_a_root_that_is_not_there_ends_in_1(jobs: Jobs, tmp_path: Path, root: Path) -> None:
     job = submitted(jobs, tmp_path)
@@ -86,14 +81,12 @@ def test_a_root_that_is_not_there_ends_in_1(jobs: Jobs, tmp_path: Path, root: Pa
     assert not root.exists(), "a job made a root"
 
 
-@patient
 def test_a_wrong_option_ends_in_2(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     job = submitted(jobs, tmp_path, "--max-sources", "1")
     assert job.wait() == WRONG_OPTION
     assert "--max-sources" in job.log_text()
 
 
-@patient
 @pytest.mark.long
 def test_a_job_that_is_terminated_leaves_no_process_and_harms_nothing(
     jobs: Jobs, tmp_path: Path, topic: StoredTopic

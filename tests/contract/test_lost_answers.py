@@ -41,12 +41,12 @@ def losing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Losing]:
         return
     moto: MotoServer = request.getfixturevalue("moto")
     proxy: LostAnswerProxy = request.getfixturevalue("proxy")
-    loss = Loss.SILENT if "silence" in request.param else Loss.CLOSED
+    loss, patience_s = (Loss.SILENT, 2) if "silence" in request.param else (Loss.CLOSED, 300)
     settings = moto.settings(
         "contract",
         endpoint_url=proxy.endpoint_url,
         prefix=f"lost/{loss.name}/{request.node.name[:20]}",
-        read_timeout_s=0.5,
+        read_timeout_s=patience_s,
     )
     with S3Store(settings) as store:
         yield Losing(

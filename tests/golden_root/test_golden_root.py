@@ -40,8 +40,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tarry.Client]:
     directory = tmp_path_factory.mktemp("served")
     settings = local_store(make.unpack(directory / "root"))
     with DaemonProcess(make.LAST_DAEMON, directory, settings) as daemon:
-        daemon.start_serving(timeout_s=240)
-        with tarry.Client(daemon.address, timeout_s=240) as client:
+        daemon.start_serving(timeout_s=600)
+        with tarry.Client(daemon.address, timeout_s=600) as client:
             make.wait_until(lambda: client.topics_page().topics_loading == 0, "all topics are loaded")
             yield client
 

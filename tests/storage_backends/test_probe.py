@@ -48,7 +48,7 @@ class ChecksThenActs(MemoryStore):
     def _meet(self) -> None:
         """Wait for a second one that found the key free, if there is one."""
         try:
-            self._looked.wait(timeout=0.5)
+            self._looked.wait(timeout=300)
         except threading.BrokenBarrierError:
             self._looked.reset()
 

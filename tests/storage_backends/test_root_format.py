@@ -42,7 +42,7 @@ def test_of_several_that_create_a_root_at_once_all_get_the_same() -> None:
 
     class Crowded(MemoryStore):
         def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
-            together.wait(10)
+            together.wait(300)
             super().put_if_absent(key, body, metadata=metadata)
 
     store = Crowded()

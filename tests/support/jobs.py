@@ -28,7 +28,7 @@ from tests.support import spark
 
 OBSERVER = REPOSITORY / "tests" / "compaction" / "observer"
 SPARK_SUBMIT_ENTRY = REPOSITORY / "deploy" / "spark" / "tarry_spark.py"
-PATIENCE_S = 180.0
+PATIENCE_S = 600.0
 _LOG_TAIL_CHARACTERS = 8_000
 _POLL_S = 0.01
 
@@ -172,7 +172,7 @@ class Job(ChildProcess):
                     found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def wait_until_nothing_is_left(self, timeout_s: float = 300.0) -> None:
+    def wait_until_nothing_is_left(self, timeout_s: float = PATIENCE_S) -> None:
         """Waits until each of its processes has ended. Raises `ProcessFailed`."""
         deadline_s = time.monotonic() + timeout_s
         while left := self.processes():

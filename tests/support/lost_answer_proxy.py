@@ -20,7 +20,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 _HOP_BY_HOP: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect"})
-_UPSTREAM_TIMEOUT_S: Final = 30.0
+_UPSTREAM_TIMEOUT_S: Final = 300.0
 _CONDITIONAL_PUT: Final = "conditional PUT"
 
 

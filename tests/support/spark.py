@@ -20,8 +20,6 @@ from compaction import java, spark_session
 
 #: Where this environment's Spark is installed.
 INSTALLED = Path(pyspark.__file__).resolve().parent
-#: For tests that may be the first of their process to start Java, while other tests use every core.
-patient = pytest.mark.timeout(240)
 
 # The first compiler alone and a collector without threads: half the time.
 _QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"

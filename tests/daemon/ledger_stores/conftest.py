@@ -105,7 +105,7 @@ def entry(
             prefix=f"tests/{next(_prefixes)}",
             endpoint_url=moto.endpoint_url,
             attempts=1,
-            read_timeout_s=30,
+            read_timeout_s=300,
         ),
     )
 

@@ -24,6 +24,7 @@ from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, T
 from tests.support.fault_store import Fault
 from tests.support.lost_answer_proxy import Loss, lost_answer_proxy
 from tests.support.moto_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, MotoServer
+from tests.support.patience import within_some_time
 
 CURSOR_METADATA = {**LEDGER_METADATA, "pulsar-cursor": "billing"}
 SCHEMA_METADATA = {"application": "pulsar", "component": "schema", "pulsar-schemaid": "t/n/orders"}
@@ -328,28 +329,35 @@ def test_a_deletion_whose_answer_is_lost_may_have_deleted_and_the_next_attempt_e
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_ACCESS_KEY)
     bucket = f"lost-{loss.name.lower()}-{lost}"
     writer = S3Store(moto.settings(bucket))
-    for key in BOTH:
-        writer.put(key, b"entries", metadata=LEDGER_METADATA)
     with lost_answer_proxy(moto.endpoint_url) as proxy:
-        s3 = S3(bucket=bucket, endpoint_url=proxy.endpoint_url, attempts=1, read_timeout_s=1)
-        stores = LedgerStores(
-            object_stores=[OffloadedLedgers(settings.DeletionObjectStore(name="cold", drivers=(DRIVER,), s3=s3))]
-        )
 
         def lose(step: str) -> None:
             if step == ("deletion.after_verify" if lost == 1 else "deletion.after_index_delete"):
                 proxy.drop_next_answer("DELETE", loss=loss)
 
-        with pytest.raises(DeletionFailed, match="object store cold") as failed:
-            stores.delete(TOPIC, record(bucket=bucket), allowed, lose)
-        assert failed.value.maybe_deleted
-        left = {found.key for found in writer.list("")}
-        assert left == ({NAME.data} if lost == 1 else set())
-        again = stores.delete(TOPIC, record(bucket=bucket), allowed).outcome
-        assert again is (DeletionOutcome.DELETED if lost == 1 else DeletionOutcome.ALREADY_GONE)
-        assert list(writer.list("")) == []
-        stores.close()
+        def story(seconds: float) -> None:
+            for key in BOTH:
+                writer.put(key, b"entries", metadata=LEDGER_METADATA)
+            impatient, patient = (_stores_on_s3(bucket, proxy.endpoint_url, read_s) for read_s in (seconds, 300))
+            with pytest.raises(DeletionFailed, match="object store cold") as failed:
+                impatient.delete(TOPIC, record(bucket=bucket), allowed, lose)
+            left = {found.key for found in writer.list("")}
+            assert left == ({NAME.data} if lost == 1 else set())
+            assert failed.value.maybe_deleted
+            again = patient.delete(TOPIC, record(bucket=bucket), allowed).outcome
+            assert again is (DeletionOutcome.DELETED if lost == 1 else DeletionOutcome.ALREADY_GONE)
+            assert list(writer.list("")) == []
+            impatient.close()
+            patient.close()
+
+        within_some_time(story)
     writer.close()
+
+
+def _stores_on_s3(bucket: str, endpoint_url: str, read_timeout_s: float) -> LedgerStores:
+    s3 = S3(bucket=bucket, endpoint_url=endpoint_url, attempts=1, read_timeout_s=read_timeout_s)
+    entry = settings.DeletionObjectStore(name="cold", drivers=(DRIVER,), s3=s3)
+    return LedgerStores(object_stores=[OffloadedLedgers(entry)])
 
 
 def test_an_end_does_not_wait_for_a_store_that_hangs_while_it_is_opened() -> None:
@@ -357,15 +365,15 @@ def test_an_end_does_not_wait_for_a_store_that_hangs_while_it_is_opened() -> Non
 
     def hang(_: settings.DeletionObjectStore) -> ObjectStore:
         opening.set()
-        released.wait(10)
+        released.wait(900)
         raise StoreUnavailable("disk", "it hangs")
 
     offloaded = OffloadedLedgers(settings.DeletionObjectStore(name="disk", drivers=(DRIVER,)), hang)
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         opened = threads.submit(offloaded.store)
-        assert opening.wait(10)
+        assert opening.wait(300)
         try:
-            threads.submit(offloaded.close).result(5)
+            threads.submit(offloaded.close).result(300)
         finally:
             released.set()
         with pytest.raises(StoreUnavailable):
