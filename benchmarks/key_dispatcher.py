@@ -147,6 +147,9 @@ class _Dispatcher:
         self._left: dict[int, int] = {}
         self._left_ns: list[int] = []
         self._next_request = 0
+        # Those that are not answered, and those of them that are to be sent again.
+        self._asked: dict[int, pb.SubscribeRequest] = {}
+        self._again: list[pb.SubscribeRequest] = []
         self._ignored = self._taken_back = self._other_rows = self._joins = 0
 
     async def run(self) -> None:
@@ -173,11 +176,13 @@ class _Dispatcher:
                 if reading.done():
                     reading.result()
                     raise ConnectionError("the stream ended")
-                requests = list(self._settle())
+                requests = [*self._again, *self._settle()]
+                self._again = []
                 if time.monotonic() >= changes_at_s:
                     requests += self._change()
                     changes_at_s = time.monotonic() + (LEAVING_S if self._leaving else self._part.changes_every_s)
                 for request in requests:
+                    self._asked[_id_of(request)] = request
                     await stream.write(request)
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -231,6 +236,11 @@ class _Dispatcher:
         return left_alone
 
     def _note_done(self, done: pb.Done) -> None:
+        request = self._asked.pop(done.request_id)
+        if done.error.code == grpc.StatusCode.UNAVAILABLE.value[0]:
+            # The disk is slow just now.
+            self._again.append(request)
+            return
         if done.HasField("error"):
             raise ConnectionError(f"request {done.request_id} was refused: {done.error}")
         now_ns = time.time_ns()
@@ -371,3 +381,9 @@ class _Dispatcher:
             other_rows=self._other_rows,
             joins=self._joins,
         )
+
+
+def _id_of(request: pb.SubscribeRequest) -> int:
+    """0 where nothing is answered."""
+    which = request.WhichOneof("request")
+    return int(getattr(getattr(request, which), "request_id", 0)) if which else 0

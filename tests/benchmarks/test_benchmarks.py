@@ -17,6 +17,7 @@ import pytest
 from benchmarks import redis_server
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
+from tests.support.processes import child, run_child
 
 WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
@@ -26,13 +27,7 @@ def measure(folder: Path, *arguments: str) -> dict[str, Any]:
     """The JSON of a quick run of one round that accounted for every row."""
     written = folder / "figures.json"
     options = ["--quick", "--rounds", "1", "--json", str(written), "--directory", str(folder)]
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *options, *arguments],
-        cwd=processes.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = run_child([sys.executable, "-m", "benchmarks", *options, *arguments], cwd=processes.REPOSITORY)
     assert run.returncode == 0, run.stdout + run.stderr
     document: dict[str, Any] = json.loads(written.read_text())
     return document
@@ -83,20 +78,14 @@ def test_the_batch_sizes_of_redis_are_tried(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_measurement_is_refused_by_name() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "speed"],
-        cwd=processes.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    run = run_child([sys.executable, "-m", "benchmarks", "speed"], cwd=processes.REPOSITORY)
     assert run.returncode == 2
     assert "speed: no such measurement" in run.stderr
 
 
 def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
-    with subprocess.Popen(command, cwd=processes.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+    with child(command, cwd=processes.REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
         ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
         pid = json.loads(ready.read_text())["pid"]
         run.terminate()
@@ -108,7 +97,7 @@ def test_a_run_that_is_told_to_end_leaves_no_server_behind(tmp_path: Path) -> No
 
 def test_a_run_that_is_killed_leaves_no_server_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "seal-pause", "--quick", "--directory", str(tmp_path)]
-    with subprocess.Popen(command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL) as run:
+    with child(command, cwd=processes.REPOSITORY, stdout=subprocess.DEVNULL) as run:
         ready = wait_for(lambda: next(tmp_path.rglob("tarryd.ready"), None))
         pid = json.loads(ready.read_text())["pid"]
         assert Path(f"/proc/{pid}").exists()

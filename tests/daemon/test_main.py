@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,13 +18,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from daemon import config
+from tests.support.processes import child
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
-def tarryd(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+def tarryd(*arguments: str, folder: Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TARRY_")}
-    return subprocess.Popen(
+    return child(
         [sys.executable, "-m", "daemon.main", *arguments],
         cwd=folder,
         env=environment | {"PYTHONPATH": str(REPOSITORY)},
@@ -34,9 +36,9 @@ def tarryd(*arguments: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def run(*arguments: str, folder: Path) -> tuple[int, str]:
-    process = tarryd(*arguments, folder=folder)
-    output, log = process.communicate(timeout=600)
-    return process.returncode, output + log
+    with tarryd(*arguments, folder=folder) as process:
+        output, log = process.communicate(timeout=600)
+        return process.returncode, output + log
 
 
 def ready(path: Path, process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -91,12 +93,11 @@ def test_version_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_says_where_and_ends_with_status_0_at_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     ready_file = tmp_path / "ready.json"
-    process = tarryd(
+    with tarryd(
         *("--ready-file", str(ready_file), "--set", "grpc.listen=127.0.0.1:0", "--set", "metrics.listen=127.0.0.1:0"),
         *("--set", "daemon.id=one", "--set", "log.format=json"),
         folder=tmp_path,
-    )
-    try:
+    ) as process:
         addresses = ready(ready_file, process)
         assert (addresses["pid"], addresses["daemon_id"]) == (process.pid, "one")
         with grpc.insecure_channel(addresses["grpc"]) as channel:
@@ -108,9 +109,6 @@ def test_it_serves_says_where_and_ends_with_status_0_at_a_signal(tmp_path: Path,
             next(each for each in watch if each.status == health_pb2.HealthCheckResponse.NOT_SERVING)
             watch.cancel()
         _, log = process.communicate(timeout=600)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == 0, log
     assert [json.loads(line)["level"] for line in log.splitlines() if '"error"' in line] == []
 

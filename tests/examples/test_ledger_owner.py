@@ -20,6 +20,7 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from examples import ledger_owner
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
+from tests.support.processes import child
 
 TOPIC = "persistent://t/n/orders"
 TIMEOUT_S = 300.0
@@ -187,12 +188,9 @@ def test_it_runs_as_a_program(tmp_path: Path, token: Path) -> None:
     use(tmp_path, [])
     command = [sys.executable, "-m", "examples.ledger_owner"]
     command += ["--directory", str(tmp_path), "--authorization-file", str(token)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            owner = owner_at(**json.loads(process.stdout.readline()), token=token)
-            assert owner.ask_in_use(TOPIC, ledger(1)) is InUseAnswer.NOT_IN_USE
-            assert delete(owner, ledger(1)).outcome is DeletionOutcome.DELETED
-        finally:
-            process.kill()
+    with child(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        owner = owner_at(**json.loads(process.stdout.readline()), token=token)
+        assert owner.ask_in_use(TOPIC, ledger(1)) is InUseAnswer.NOT_IN_USE
+        assert delete(owner, ledger(1)).outcome is DeletionOutcome.DELETED
     assert not folder.exists()

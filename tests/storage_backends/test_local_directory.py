@@ -23,6 +23,7 @@ from storage_backends.object_store import (
     StoreRefused,
     StoreUnavailable,
 )
+from tests.support.processes import child
 
 SLOT = "shards/00/journal/00000000000000012345"
 REPOSITORY = Path(__file__).parents[2]
@@ -433,7 +434,7 @@ store.put_if_absent("shards/00/journal/00000000000000000001", b"x" * 1000, metad
 
 def test_temporaries_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not(tmp_path: Path) -> None:
     living = LocalDirectory(tmp_path)
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-c", CRASHING_WRITER, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout is not None
@@ -488,7 +489,7 @@ def test_a_lock_is_free_as_soon_as_its_holder_is_killed(tmp_path: Path) -> None:
         "signal.pause()\n"
     )
     locks = LocalLocks(tmp_path)
-    with subprocess.Popen(
+    with child(
         [sys.executable, "-c", program, str(tmp_path)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     ) as holder:
         assert holder.stdout is not None

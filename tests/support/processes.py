@@ -1,17 +1,43 @@
-"""Daemons as processes for a test: they end with it, and their logs are shown when it fails.
+"""Processes for a test: they end with it, whatever becomes of it, and the logs of daemons are shown when it fails.
 
-Owns: the list of processes that a test started. Does not own: the processes themselves (`examples.processes`).
+Owns: the list of daemons that a test started, and the end of other children. Does not own: the daemons themselves
+(`examples.processes`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from examples.processes import DaemonProcess
+from examples.processes import DaemonProcess, guard
 
 _LOG_TAIL_CHARACTERS = 8_000
+
+
+@contextlib.contextmanager
+def child(command: Sequence[str], **named: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process with the arguments of `subprocess.Popen`. It is killed at the end of the block, and when this process
+    is gone.
+    """
+    with subprocess.Popen(command, **named) as process:
+        guard.watch(process.pid)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            guard.forget(process.pid)
+
+
+def run_child(command: Sequence[str], *, timeout_s: float = 600.0, **named: Any) -> subprocess.CompletedProcess[str]:
+    """Its status and what it printed. Raises `subprocess.TimeoutExpired`, when it is ended."""
+    with child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **named) as process:
+        output, log = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(command, process.returncode, output, log)
 
 
 class Daemons:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import child
+
 TARRY = Path(sys.executable).with_name("tarry")
 PATIENCE_S = 600.0
 
@@ -45,12 +47,9 @@ class Shell:
     @contextlib.contextmanager
     def lines(self, line: str) -> Iterator[Iterator[Any]]:
         """What it prints as it runs, one object of JSON a line; it is ended with the block."""
-        with subprocess.Popen([TARRY, *line.split(" ")], env=self._environment, stdout=subprocess.PIPE) as running:
+        with child([str(TARRY), *line.split(" ")], env=self._environment, stdout=subprocess.PIPE) as running:
             assert running.stdout is not None
-            try:
-                yield map(json.loads, running.stdout)
-            finally:
-                running.kill()
+            yield map(json.loads, running.stdout)
 
     def parsed(self, line: str, *, stdin: str | None = None) -> Any:
         """Its one line of JSON."""
