@@ -411,14 +411,14 @@ async def test_a_topic_that_fails_whenever_it_is_loaded_keeps_its_shard_from_not
     for number in range(10):
         await one.add(FAILING, number, range(1), HOUR_MS)
     one.kill()
-    restored = TopicLoading._restored
+    read = TopicLoading._read
 
-    def broken(loading: TopicLoading, topic_id: str) -> Any:
+    def broken(loading: TopicLoading, topic_id: str, tip: Any, *, may_wait: bool) -> Any:
         if topic_id == names.topic_id(FAILING):
             raise KeyError("what is not there")
-        return restored(loading, topic_id)
+        return read(loading, topic_id, tip, may_wait=may_wait)
 
-    monkeypatch.setattr(TopicLoading, "_restored", broken)
+    monkeypatch.setattr(TopicLoading, "_read", broken)
     two = await machines.served_by("one", *SEVERAL, "journal.checkpoint_slots=12")
     await two.until(lambda: two.engine.loaded, timeout_s=60)
     assert await checkpointed_after(machines, two, 3)
