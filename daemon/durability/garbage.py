@@ -20,9 +20,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Final, Generic, TypeVar
 
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import NOTHING_DONE, Limits, Summary
 from daemon.core.object_count import NOTHING, ObjectCount
-from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import NOTHING_DONE, Limits, Summary
 from storage_backends import collection, commit, listing, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest

@@ -12,6 +12,9 @@ import dataclasses
 from storage_backends import commit
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Tombstone
 
+# The store may take so long to note that a shard is given up; nobody's data depends on it.
+GIVE_UP_S = 10.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -136,3 +139,25 @@ def _existing(tip: ShardManifest | None) -> ShardManifest:
     if tip is None:
         raise ValueError("the operation was applied to a shard that nobody ever owned")
     return tip
+
+
+def give_up(
+    shard_log: commit.ManifestLog[ShardManifest],
+    epoch: int,
+    *,
+    writer: str,
+    created_ms: int,
+    warm: commit.Tip[ShardManifest] | None = None,
+) -> None:
+    """The shard belongs to nobody: the next owner need not wait for this one.
+
+    Raises commit.Refused when it belongs to another already, CommitOutcomeUnknown and the store's errors.
+    """
+    commit.commit(
+        shard_log,
+        Release(epoch=epoch),
+        writer=writer,
+        created_ms=created_ms,
+        warm=warm,
+        deadline_s=GIVE_UP_S,
+    )

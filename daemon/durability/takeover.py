@@ -16,7 +16,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 
-from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.durability import (
     backoff,
     checkpoint_store,
@@ -26,10 +25,10 @@ from daemon.durability import (
     shard_manifest,
     slot_put,
 )
+from daemon.durability.shard_claim import ShardClaim
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit, object_store
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal
 from storage_backends.formats.manifest import ShardManifest
 
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 
 # How long the claim and the fence may be tried before the store counts as unreachable.
 DEADLINE_S = 30.0
-# The store may take so long to note that a shard is given up; nobody's data depends on it.
-GIVE_UP_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,32 +57,6 @@ class Claimant:
     new_id: Callable[[], str]
     checkpoint_damaged: Callable[[str], None]
     gone_owners: frozenset[str] = frozenset()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShardClaim:
-    """A shard that was taken over.
-
-    `tip`: the shard manifest, read again after the fence; that read was sent at `confirmed_at_s`, monotonic seconds.
-    `fence_slot`: this claim's own fence; the next slot to write is the one behind it. `checkpoint`, `replay_from`: the
-    state to begin with and the slot above which `slots` continue it, up to the fence and without it; fences of earlier
-    claims are among them. `deletions`: what checkpoint and slots say of deletions of ledgers.
-    """
-
-    shard: int
-    epoch: int
-    tip: commit.Tip[ShardManifest]
-    confirmed_at_s: float
-    fence_slot: int
-    checkpoint: checkpoint_format.Checkpoint | None
-    replay_from: int
-    slots: tuple[journal_tail.Slot, ...]
-    deletions: LedgerDeletions
-
-    @property
-    def settled(self) -> bool:
-        """Whether no former owner hands out anything any more."""
-        return self.tip.manifest.settled_epoch == self.epoch
 
 
 def take_over(
@@ -115,28 +86,6 @@ def check_readable(
         raise Corruption(f"shard manifest {error}") from error
     if tip is not None:
         _Takeover(store, shard_log, tip, claimant).check_readable()
-
-
-def give_up(
-    shard_log: commit.ManifestLog[ShardManifest],
-    epoch: int,
-    *,
-    writer: str,
-    created_ms: int,
-    warm: commit.Tip[ShardManifest] | None = None,
-) -> None:
-    """The shard belongs to nobody: the next owner need not wait for this one.
-
-    Raises commit.Refused when it belongs to another already, CommitOutcomeUnknown and the store's errors.
-    """
-    commit.commit(
-        shard_log,
-        shard_manifest.Release(epoch=epoch),
-        writer=writer,
-        created_ms=created_ms,
-        warm=warm,
-        deadline_s=GIVE_UP_S,
-    )
 
 
 def _finish(takeover: _Takeover) -> ShardClaim:
@@ -230,7 +179,7 @@ class _Takeover:
         """What keeps it from being given up is logged: the reason to give it up is the caller's."""
         claimant = self._claimant
         try:
-            give_up(
+            shard_manifest.give_up(
                 self._shard_log,
                 self._epoch,
                 writer=claimant.daemon_id,

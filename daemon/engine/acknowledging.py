@@ -21,7 +21,7 @@ from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.environment import Environment
-from daemon.engine.group_commit import STALL_ANSWER_S
+from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import Unavailable
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from daemon.core import garbage_rules
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
@@ -23,7 +24,6 @@ from daemon.core.quotas import Caller
 from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
-from daemon.durability import garbage_rules
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.rows import U32, U64, Rows
 

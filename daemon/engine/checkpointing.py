@@ -28,7 +28,7 @@ from daemon.durability import (
 )
 from daemon.durability.journal import WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
-from daemon.durability.takeover import ShardClaim
+from daemon.durability.shard_claim import ShardClaim
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
 from storage_backends import commit

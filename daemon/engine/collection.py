@@ -13,9 +13,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING
 
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import NOTHING
-from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import Summary
+from daemon.durability import garbage
 from daemon.engine.calls import GarbageProgress
 from daemon.engine.collection_pass import FAILURES, Halted, Pass, Wish
 from daemon.engine.environment import Environment

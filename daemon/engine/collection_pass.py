@@ -1,7 +1,7 @@
 """One pass of garbage collection over one shard.
 
 Owns: the order of its steps, which topics need one, the guard against deleting suspiciously much, and the count.
-Does not own: what may be deleted (`daemon.durability.garbage_rules`) and in which order (`garbage`), the journal
+Does not own: what may be deleted (`daemon.core.garbage_rules`) and in which order (`garbage`), the journal
 (`checkpointing`), and when there is a pass (`collection`).
 
 Without a listing a pass looks at the journal and at what served topics know of their tombstones: it asks the store
@@ -18,9 +18,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import NOTHING_DONE, Summary
 from daemon.core.object_count import NOTHING, ObjectCount
-from daemon.durability import garbage, garbage_rules
-from daemon.durability.garbage_rules import NOTHING_DONE, Summary
+from daemon.durability import garbage
 from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import TarryError

@@ -19,7 +19,7 @@ from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.durability import backoff, heartbeat
 from daemon.durability.candidacy import Wait
-from daemon.durability.takeover import ShardClaim
+from daemon.durability.shard_claim import ShardClaim
 from daemon.engine.calls import Health, TopicLocation
 from daemon.engine.clock_watch import ClockWatch
 from daemon.engine.collection import Collection

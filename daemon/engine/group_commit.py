@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter
 from daemon.engine.environment import Environment
+from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from storage_backends.formats import deletions
 from storage_backends.formats.journal import DeletionRecord, Record, SlotBuilder, size_max
@@ -22,9 +23,8 @@ from storage_backends.formats.journal import DeletionRecord, Record, SlotBuilder
 # What may wait for its slot before requests are refused; four full slots by default.
 STAGED_SLOTS_MAX = 4
 BACK_PRESSURE_RETRY_MS = 100
-# So long may a slot be uncertain before new requests are refused, and before those that wait are told so.
+# So long may a slot be uncertain before new requests are refused.
 STALL_REFUSE_S = 2.0
-STALL_ANSWER_S = 10.0
 # Without a confirmation of the epoch for so long nothing is answered before there is one (R8).
 ANSWER_UNCONFIRMED_S = 30.0
 # Records that nobody awaits go with the next slot, or after this time.
@@ -147,7 +147,7 @@ class GroupCommit:
             await asyncio.shield(slot.certain)
 
     async def settled(self) -> None:
-        """The same, however long that takes."""
+        """Returns when everything that is staged now is durable and applied, however long that takes."""
         self._staged.set()
         slot = self._slots[-1] if self._slots else self._writing
         if slot is not None:
@@ -215,55 +215,6 @@ class GroupCommit:
                     future.set_exception(error)
         self._slots.clear()
         self._writing = None
-
-
-class TopicStaging:
-    """The decisions of one topic on their way into its shard's slots, until the topic ends.
-
-    What still runs for a topic that was let go must decide nothing: it has seen what counts no longer.
-    """
-
-    def __init__(self, commits: GroupCommit) -> None:
-        self._commits = commits
-        self._ended: Exception | None = None
-
-    def end(self, error: Exception) -> None:
-        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
-        if self._ended is None:
-            self._ended = error
-
-    @property
-    def ended(self) -> bool:
-        return self._ended is not None
-
-    def _check(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-
-    def check_accepting(self) -> None:
-        """As of `GroupCommit`."""
-        self._check()
-        self._commits.check_accepting()
-
-    def stage(self, *records: Record, awaited: bool = True) -> asyncio.Future[int]:
-        """As of `GroupCommit`."""
-        self._check()
-        return self._commits.stage(*records, awaited=awaited)
-
-    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
-        """As of `GroupCommit`."""
-        self._check()
-        return self._commits.stage_together(records)
-
-    async def confirmed(self) -> None:
-        """As of `GroupCommit`."""
-        self._check()
-        await self._commits.confirmed()
-
-    async def settled(self) -> None:
-        """As of `GroupCommit`."""
-        self._check()
-        await self._commits.settled()
 
 
 def _future() -> asyncio.Future[int]:

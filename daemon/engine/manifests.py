@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.durability import backoff, takeover
+from daemon.durability import backoff
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import commit, shard_manifests, topic_manifest
@@ -53,28 +53,6 @@ def topic_log(environment: Environment, shard: int, topic_id: str) -> commit.Man
         jitter=environment.jitter,
         new_id=environment.new_id,
         observer=environment.commit_observer,
-    )
-
-
-async def give_up(
-    environment: Environment,
-    manifests: commit.ManifestLog[ShardManifest],
-    epoch: int,
-    *,
-    warm: commit.Tip[ShardManifest] | None = None,
-) -> None:
-    """The next owner need not wait for this one.
-
-    Raises commit.Refused when the shard belongs to another already, CommitOutcomeUnknown and the store's errors.
-    """
-    await environment.pools.journal.run(
-        lambda: takeover.give_up(
-            manifests,
-            epoch,
-            writer=environment.config.daemon_id,
-            created_ms=environment.clock.now_ms(),
-            warm=warm,
-        )
     )
 
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from daemon.durability import heartbeat, standby, takeover
 from daemon.durability.candidacy import Wait
-from daemon.engine import manifests
+from daemon.durability.shard_claim import ShardClaim
+from daemon.engine import giving_up, manifests
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit
@@ -35,7 +36,7 @@ LOOK_S = 1.0
 class Claimed:
     """All shards of the root. `damaged`: why those that are not among the claims cannot be served."""
 
-    claims: tuple[takeover.ShardClaim, ...]
+    claims: tuple[ShardClaim, ...]
     damaged: Mapping[int, Corruption]
 
 
@@ -106,11 +107,9 @@ class Candidate:
             # Two candidates that are refused together must not come back together.
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
-    async def _claim_all(
-        self, gone_owners: frozenset[str]
-    ) -> tuple[tuple[takeover.ShardClaim, ...], dict[int, Corruption]]:
+    async def _claim_all(self, gone_owners: frozenset[str]) -> tuple[tuple[ShardClaim, ...], dict[int, Corruption]]:
         """Of several candidates the one that gets the first shard that can be read goes on with the others."""
-        claims: list[takeover.ShardClaim] = []
+        claims: list[ShardClaim] = []
         damaged: dict[int, Corruption] = {}
         shards = list(range(len(self.shard_logs)))
         while shards and not claims:
@@ -142,7 +141,7 @@ class Candidate:
 
     async def _give_up(self, shard: int, epoch: int) -> None:
         try:
-            await manifests.give_up(self._environment, self.shard_logs[shard], epoch)
+            await giving_up.give_up(self._environment, self.shard_logs[shard], epoch)
         except commit.Refused:
             log.info("shard %d belongs to another daemon", shard)
         except (StoreError, commit.CommitOutcomeUnknown) as error:
@@ -152,14 +151,14 @@ class Candidate:
         """Whether each of these shards may be claimed by itself, by a daemon that owns others."""
         return await self._standby.claimable(shards)
 
-    async def claim(self, shard: int, gone_owners: frozenset[str]) -> takeover.ShardClaim:
+    async def claim(self, shard: int, gone_owners: frozenset[str]) -> ShardClaim:
         """Claims a shard that was lost or damaged, if it can be read now; else raises Corruption, and claims nothing.
 
         Raises NotOwner and Refused when another daemon came first, CommitOutcomeUnknown, and the store's errors.
         """
         return await self._claim(shard, gone_owners)
 
-    async def _claim(self, shard: int, gone_owners: frozenset[str]) -> takeover.ShardClaim:
+    async def _claim(self, shard: int, gone_owners: frozenset[str]) -> ShardClaim:
         environment = self._environment
         claimant = takeover.Claimant(
             daemon_id=environment.config.daemon_id,
@@ -175,7 +174,7 @@ class Candidate:
             gone_owners=gone_owners,
         )
 
-        def claim() -> takeover.ShardClaim:
+        def claim() -> ShardClaim:
             if shard in self._damaged:
                 takeover.check_readable(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)
             return takeover.take_over(environment.store, self.shard_logs[shard], shard=shard, claimant=claimant)

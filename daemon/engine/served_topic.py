@@ -35,7 +35,6 @@ from daemon.engine.dispatch import OpenStream
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
-from daemon.engine.group_commit import TopicStaging
 from daemon.engine.key_sharing import KeySharing
 from daemon.engine.leases import Leases
 from daemon.engine.opening import Opening
@@ -44,6 +43,7 @@ from daemon.engine.redelivering import TopicRedelivery
 from daemon.engine.segment_loading import SegmentLoader
 from daemon.engine.topic_gate import TopicGate
 from daemon.engine.topic_quotas import TopicQuotas
+from daemon.engine.topic_staging import TopicStaging
 from daemon.engine.waiting_line import WaitingLine
 from daemon.engine.withdrawing import Withdrawing
 from daemon.errors import NotFound, QuotaExceeded

@@ -20,21 +20,22 @@ from daemon.core.topic import Topic
 from daemon.durability import backoff, checkpoint, epoch_confirmation, recovery, shard_manifest
 from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import JournalWriter, WrittenSlot
-from daemon.durability.takeover import ShardClaim
-from daemon.engine import manifests
+from daemon.durability.shard_claim import ShardClaim
+from daemon.engine import giving_up, manifests
 from daemon.engine.adoption import Adoption
 from daemon.engine.bucket_life import BucketLife
 from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
-from daemon.engine.group_commit import STALL_ANSWER_S, GroupCommit, TopicStaging
+from daemon.engine.group_commit import GroupCommit
 from daemon.engine.ledger_deleting import ShardDeletions
 from daemon.engine.manifests import TopicCommits, commit_until_certain
 from daemon.engine.served_topic import ServedTopic
 from daemon.engine.subscription_changes import SubscriptionChanges
 from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
+from daemon.engine.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
@@ -213,7 +214,7 @@ class ServedShard:
             topic.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
-        await manifests.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
+        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
         await self.checkpoints.truncate_last()
 
     async def _keep(self) -> None:

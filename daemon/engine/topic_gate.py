@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from daemon.engine.group_commit import STALL_ANSWER_S, TopicStaging
+from daemon.engine.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.errors import OutcomeUnknown, TarryError, Unavailable
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from daemon.core import limits
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.engine.environment import Environment
-from daemon.engine.group_commit import STALL_ANSWER_S
+from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import Unavailable
 from storage_backends.formats.journal import Record
 from storage_backends.formats.rows import U64, Rows

@@ -16,6 +16,7 @@ from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing, shard_manifest, takeover
+from daemon.durability.shard_claim import ShardClaim
 from daemon.engine.bucket_life import BucketLife
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint as checkpoint_format
@@ -105,7 +106,7 @@ def the_last_slot_before_the_fence_is_not_replayed(patch: pytest.MonkeyPatch) ->
     """I4: a new owner does not know what was answered OK."""
     finish = takeover._Takeover.finish
 
-    def finished(self: takeover._Takeover) -> takeover.ShardClaim:
+    def finished(self: takeover._Takeover) -> ShardClaim:
         claim = finish(self)
         return dataclasses.replace(claim, slots=claim.slots[:-1])
 

@@ -8,10 +8,11 @@ import threading
 
 import pytest
 
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import ObjectCount
-from daemon.durability import garbage, garbage_rules
+from daemon.durability import garbage
 from daemon.durability.garbage import Collector
-from daemon.durability.garbage_rules import Summary
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicPolicy

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import NOTHING, ObjectCount
-from daemon.durability.garbage_rules import Summary
 from storage_backends import commit
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import TopicPolicy

@@ -22,6 +22,7 @@ from daemon.durability import (
 )
 from daemon.durability.journal import JournalWriter
 from daemon.durability.journal_truncation import JournalTruncation
+from daemon.durability.shard_claim import ShardClaim
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit, crash_points, memory, object_store, shard_manifests
 from storage_backends.formats import checkpoint as checkpoint_format
@@ -71,7 +72,7 @@ def claimant_of(
     )
 
 
-def take_over(store: object_store.ObjectStore, name: str) -> takeover.ShardClaim:
+def take_over(store: object_store.ObjectStore, name: str) -> ShardClaim:
     return takeover.take_over(store, shard_log_of(store, name), shard=SHARD, claimant=claimant_of(name))
 
 
@@ -81,7 +82,7 @@ def entries_of(records: tuple[journal.Record, ...]) -> set[int]:
     }
 
 
-def entries_known_by(claim: takeover.ShardClaim) -> set[int]:
+def entries_known_by(claim: ShardClaim) -> set[int]:
     """What the checkpoint and the slots of a claim give together."""
     known = entries_of(tuple(record.decoded() for slot in claim.slots for record in slot.records))
     for part in claim.checkpoint.topics if claim.checkpoint else ():
@@ -97,7 +98,7 @@ def rows_of(entries: set[int]) -> Rows:
 class Owner:
     """What a shard's owner does after its takeover, one step at a time. `known`: every entry it answers for."""
 
-    def __init__(self, store: object_store.ObjectStore, claim: takeover.ShardClaim, name: str) -> None:
+    def __init__(self, store: object_store.ObjectStore, claim: ShardClaim, name: str) -> None:
         self.store = store
         self.claim = claim
         self.name = name
@@ -122,7 +123,7 @@ class Owner:
         )
         self.truncation = self.truncation_after(claim)
 
-    def truncation_after(self, claim: takeover.ShardClaim) -> JournalTruncation:
+    def truncation_after(self, claim: ShardClaim) -> JournalTruncation:
         return JournalTruncation(
             self.store,
             shard=SHARD,
@@ -343,7 +344,7 @@ class OvertakenInItsClaim(memory.MemoryStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self.overtaken_by: takeover.ShardClaim | None = None
+        self.overtaken_by: ShardClaim | None = None
         self.armed = False
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
@@ -431,7 +432,7 @@ class World:
         except NotOwner:
             pass
 
-    async def _own(self, claim: takeover.ShardClaim, name: str) -> None:
+    async def _own(self, claim: ShardClaim, name: str) -> None:
         owner = Owner(self.store, claim, name)
         self.owners.append(owner)
         try:
@@ -546,7 +547,7 @@ def test_an_explored_takeover_that_probes_before_its_claim_is_found_out(monkeypa
 
 
 def test_an_explored_truncation_that_deletes_fences_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def deleting_its_own_fence(self: Owner, claim: takeover.ShardClaim) -> JournalTruncation:
+    def deleting_its_own_fence(self: Owner, claim: ShardClaim) -> JournalTruncation:
         return DeletesFences(
             self.store,
             shard=SHARD,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from daemon.core.garbage_rules import Limits, Summary
 from daemon.durability import garbage
-from daemon.durability.garbage_rules import Limits, Summary
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import Limits, Summary
 from daemon.core.object_count import ObjectCount
-from daemon.durability import garbage_rules
-from daemon.durability.garbage_rules import Limits, Summary
 from storage_backends import listing
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone
