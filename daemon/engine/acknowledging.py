@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Collection
 
 from daemon.core import limits
 from daemon.core.claims import HeldPositions
@@ -21,18 +20,15 @@ from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.environment import Environment
+from daemon.engine.topic_port import TopicPort
 from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import Unavailable
-
-if TYPE_CHECKING:
-    from daemon.engine.dispatch import OpenStream
-    from daemon.engine.served_topic import ServedTopic
 
 
 class Acknowledging:
     """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
 
@@ -59,21 +55,13 @@ class Acknowledging:
         self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - ignored, ignored=ignored)
         return ignored
 
-    async def extend(self, state: SubscriptionState, claims: HeldPositions, stream: OpenStream) -> int:
-        """The ack time-out of what a stream holds begins anew; how many of the positions it does not hold."""
+    async def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> int:
+        """The ack time-out of what `holders` have begins anew; how many of the positions they do not have."""
         self.check(claims)
         await self.decidable(state, claims)
         elapsed_ms = self._environment.elapsed_ms()
-        ignored = self._topic.core.redelivery.extend(state, claims, stream.holders, elapsed_ms=elapsed_ms)
+        ignored = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
         # Under another owner the positions are due again.
-        await self._topic.shard.commits.confirmed()
-        return ignored
-
-    async def extend_lease(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
-        """Moves the end of leases; how many of the positions were not leased with that time."""
-        self.check(claims)
-        await self.decidable(state, claims)
-        ignored = self._topic.leases.extend(state, claims, lease_ms=lease_ms)
         await self._topic.shard.commits.confirmed()
         return ignored
 

@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,12 +26,11 @@ from daemon.core.dead_letters import DeadLetterFilter, DeadLetterRows
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.calls import DeadLetterPage, Replayed
 from daemon.engine.environment import Environment
+from daemon.engine.topic_port import TopicPort
+from daemon.engine.topic_quotas import TopicQuotas
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
 from storage_backends.formats.journal import Record
 from storage_backends.formats.rows import Rows
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,13 @@ ANSWER_S = 60.0
 LOOK_S = 30.0
 # What has begun, and finds no room for more, looks again after so long.
 ROOM_S = 0.2
+
+
+class TopicOfDeadLetters(TopicPort, Protocol):
+    """What dead letters ask of their topic beside."""
+
+    @property
+    def quotas(self) -> TopicQuotas: ...
 
 
 def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
@@ -78,7 +84,7 @@ class _Left:
 class TopicDeadLetters:
     """The dead letters of one topic. Called on the loop."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfDeadLetters, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._turn = asyncio.Lock()

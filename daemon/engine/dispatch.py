@@ -11,25 +11,53 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from daemon.core.claims import HeldPositions
+from daemon.core.positions import KeyedRows
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription import SubscriptionState
+from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.calls import HandedOut, Nack, NackOutcome
+from daemon.engine.redelivering import TopicRedelivery
+from daemon.engine.topic_port import TopicPort
+from daemon.engine.waiting_line import WaitingLine
 from daemon.errors import Unavailable
 from storage_backends.formats.rows import U32, U64
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 # The largest hand-out at once.
 MESSAGES_ROWS_MAX = 10_000
 # A grant beyond this is cut: nobody holds more.
 PERMITS_MAX = (1 << 32) - 1
+
+
+class TopicOfStreams(TopicPort, Protocol):
+    """What a stream asks of its topic beside."""
+
+    @property
+    def acknowledging(self) -> Acknowledging: ...
+
+    @property
+    def redelivery(self) -> TopicRedelivery: ...
+
+    def line(self, state: SubscriptionState) -> WaitingLine:
+        """Those who wait for rows of a subscription."""
+        ...
+
+    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
+        ...
+
+    def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
+        """Rows that were handed out, as their dispatcher sees them."""
+        ...
+
+    def close_stream(self, stream: OpenStream) -> None:
+        """What the stream holds is READY again; it listens no more."""
+        ...
 
 
 class StreamClosed(Unavailable):
@@ -46,7 +74,7 @@ class OpenStream:
     Close it always; what it holds is READY again then.
     """
 
-    def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
         self.epoch = epoch
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
@@ -92,7 +120,7 @@ class OpenStream:
     async def extend(self, claims: HeldPositions) -> int:
         """The ack time-out of positions begins anew; how many of them are not IN_FLIGHT at this stream."""
         self._check_open()
-        return await self._topic.acknowledging.extend(self.state, claims, self)
+        return await self._topic.acknowledging.extend(self.state, claims, self.holders)
 
     def _check_open(self) -> None:
         if self._ended is not None:
@@ -119,7 +147,7 @@ class OpenStream:
 class DispatchStream(OpenStream):
     """A SHARED stream. See `OpenStream`."""
 
-    def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
         super().__init__(topic, state, dispatcher, epoch=epoch)
         self.permits = 0
         # As many as may be taken at once: before there are more the others have a turn.

@@ -10,29 +10,56 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Collection, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.engine.calls import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
-from daemon.engine.dispatch import OpenStream
+from daemon.engine.dispatch import OpenStream, TopicOfStreams
 from daemon.engine.outbox import Outbox, Plan
 from daemon.errors import InvalidArgument, Unavailable
 from storage_backends.formats.rows import U32, U64, Rows
 
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
-
 Outgoing: TypeAlias = HandedOut | Planned | TakenBack
+
+
+class Sharing(Protocol):
+    """The sharing of keys, as a stream sees it: `daemon.engine.key_sharing.KeySharing`."""
+
+    def join(self, stream: KeySharedStream, consumers: Sequence[Consumer]) -> None: ...
+
+    def leave(self, stream: KeySharedStream, number: int) -> None: ...
+
+    def grant(self, stream: KeySharedStream, number: int, permits: int) -> None: ...
+
+    def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None: ...
+
+    def check_plan(self, positions: Rows) -> None: ...
+
+    def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]: ...
+
+    def mark(self, stream: KeySharedStream) -> asyncio.Future[None]: ...
+
+    def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None: ...
+
+
+class TopicOfKeySharedStreams(TopicOfStreams, Protocol):
+    """What a KEY_SHARED stream asks of its topic beside."""
+
+    @property
+    def key_sharing(self) -> Sharing: ...
 
 
 class KeySharedStream(OpenStream):
     """See `OpenStream`. What its consumers hold is READY again when it is closed."""
 
-    def __init__(self, topic: ServedTopic, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+    def __init__(
+        self, topic: TopicOfKeySharedStreams, state: SubscriptionState, dispatcher: int, *, epoch: int
+    ) -> None:
         super().__init__(topic, state, dispatcher, epoch=epoch)
+        self._sharing = topic.key_sharing
         self.outbox = Outbox()
         # Of each consumer its dispatcher number, and back.
         self._numbers: dict[int, int] = {}
@@ -70,7 +97,7 @@ class KeySharedStream(OpenStream):
     def add_consumer(self, consumer: Consumer) -> None:
         """A consumer joins. Raises InvalidArgument, QuotaExceeded."""
         self._check_open()
-        self._topic.key_sharing.join(self, [consumer])
+        self._sharing.join(self, [consumer])
 
     def remove_consumer(self, consumer_id: int) -> Awaitable[None]:
         """A consumer leaves: what it holds is READY. To be awaited: nothing goes out to it any more. Raises
@@ -82,14 +109,14 @@ class KeySharedStream(OpenStream):
             raise InvalidArgument(f"consumer_id is {consumer_id}; no consumer of the stream has it")
         del self._consumer_ids[number]
         self._columns = None
-        self._topic.key_sharing.leave(self, number)
+        self._sharing.leave(self, number)
         return self.flushed()
 
     def grant(self, permits: int, consumer_id: int) -> None:
         """That many more rows may be sent to a consumer; nothing when it is not there any more."""
         number = self._numbers.get(consumer_id)
         if number is not None and self._ended is None:
-            self._topic.key_sharing.grant(self, number, permits)
+            self._sharing.grant(self, number, permits)
 
     # ---- messages that are not delayed
 
@@ -100,13 +127,12 @@ class KeySharedStream(OpenStream):
         """
         self._check_open()
         positions = Rows(np.zeros(len(entry_id), np.uint64), ledger_id, entry_id, key_hash)
-        sharing = self._topic.key_sharing
-        sharing.check_plan(positions)
+        self._sharing.check_plan(positions)
         async with self._in_order:
             # A former owner may still hand out by key.
             await self._topic.shard.alone()
             await self._passed()
-            sent = sharing.plan(self, request_id, positions)
+            sent = self._sharing.plan(self, request_id, positions)
         await sent
 
     async def mark_delete(self, ledger_id: int, entry_id: int) -> None:
@@ -114,7 +140,7 @@ class KeySharedStream(OpenStream):
         self._check_open()
         async with self._in_order:
             await self._passed()
-            self._topic.key_sharing.mark_delete(self, ledger_id, entry_id)
+            self._sharing.mark_delete(self, ledger_id, entry_id)
 
     async def _passed(self) -> None:
         await self._topic.gate.passed()
@@ -141,7 +167,7 @@ class KeySharedStream(OpenStream):
         was_full = self.outbox.is_full
         item = self.outbox.take()
         if was_full and not self.outbox.is_full:
-            self._topic.key_sharing.set_full(self, is_full=False)
+            self._sharing.set_full(self, is_full=False)
         if isinstance(item, Plan):
             return Planned(self.epoch, item.request_id, self._consumer_ids_of(item.numbers))
         rows, numbers = item.columns()
@@ -180,14 +206,14 @@ class KeySharedStream(OpenStream):
     async def flushed(self) -> None:
         """Returns when what is on its way out now is out."""
         if self._ended is None:
-            passed = self._topic.key_sharing.mark(self)
+            passed = self._sharing.mark(self)
             self.notify()
             await passed
 
     def sends_no_more(self) -> None:
         """Nobody takes out what goes out: who waits for the answer to a plan is told."""
         if self._ended is None:
-            self._topic.key_sharing.set_full(self, is_full=True)
+            self._sharing.set_full(self, is_full=True)
         self.outbox.end(Unavailable("the caller has sent its last request: nothing is sent any more"))
 
     def end(self, error: Exception) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -27,18 +27,51 @@ from daemon.core.subscription import SubscriptionState
 from daemon.engine.calls import Consumer
 from daemon.engine.dispatch import MESSAGES_ROWS_MAX, OpenStream
 from daemon.engine.environment import Environment
-from daemon.engine.key_shared_stream import KeySharedStream
+from daemon.engine.key_shared_stream import KeySharedStream, TopicOfKeySharedStreams
 from daemon.errors import Conflict, InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
 from storage_backends.formats.rows import Rows
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 NAME_MAX_BYTES = 255
 ADDRESS_MAX_BYTES = 255
 # A plan is made in one go, so that nothing stands between its positions.
 PLAN_ROWS_MAX = MESSAGES_ROWS_MAX
 CONSUMERS_RETRY_MS = 5_000
+
+
+class Leasing(Protocol):
+    """The leases of the topic, as the sharing of keys sees them."""
+
+    def are_under_way(self, state: SubscriptionState) -> bool:
+        """Whether positions of the subscription are leased, or somebody waits to lease some."""
+        ...
+
+    def stop_listening(self, state: SubscriptionState) -> None:
+        """READY is not kept for pullers any longer."""
+        ...
+
+
+class TopicOfSharing(TopicOfKeySharedStreams, Protocol):
+    """What the sharing of keys asks of its topic beside."""
+
+    @property
+    def leases(self) -> Leasing: ...
+
+    @property
+    def streams(self) -> Mapping[int, Mapping[int, OpenStream]]: ...
+
+    def next_dispatcher(self, state: SubscriptionState) -> int:
+        """A number for a consumer of a subscription, that no other consumer, stream or lease of it has."""
+        ...
+
+    def may_hand_out(self, state: SubscriptionState) -> bool:
+        """Whether anything may be handed out to the subscription now."""
+        ...
+
+    def refill(self, state: SubscriptionState) -> None:
+        """There may be room in READY."""
+        ...
+
+    def count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None: ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -57,7 +90,7 @@ class _Shared:
 class KeySharing:
     """See the module."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfSharing, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._consumers_max = environment.config.limits.consumers_per_subscription_max

@@ -12,17 +12,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import heapq
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from daemon.core.claims import HeldPositions
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
+from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.environment import Environment
+from daemon.engine.topic_port import TopicPort
 from daemon.engine.topic_settings import LEASE_MAX_MS
+from daemon.engine.waiting_line import WaitingLine
 from daemon.errors import InvalidArgument, QuotaExceeded
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 GET_ROWS_MAX = 10_000
 WAIT_MAX_MS = 60_000
@@ -36,6 +37,48 @@ LISTEN_S = 30.0
 SWEEP_S = 10.0
 # The two clocks may disagree by a rounding.
 TIMER_LEAST_S = 0.001
+
+
+class OpenAs(Protocol):
+    """Knows in which way a subscription is open."""
+
+    def check_type(self, state: SubscriptionState, *, key_shared: bool) -> None:
+        """Raises Conflict when the subscription is open in another way."""
+        ...
+
+
+class TopicOfLeases(TopicPort, Protocol):
+    """What leases ask of their topic beside."""
+
+    @property
+    def acknowledging(self) -> Acknowledging: ...
+
+    @property
+    def key_sharing(self) -> OpenAs: ...
+
+    def next_dispatcher(self, state: SubscriptionState) -> int:
+        """A number for a lease of a subscription, that no other lease, stream or consumer of it has."""
+        ...
+
+    def listen(self, state: SubscriptionState, dispatcher: int) -> None:
+        """READY is kept for a dispatcher that holds nothing itself."""
+        ...
+
+    def line(self, state: SubscriptionState) -> WaitingLine:
+        """Those who wait for rows of a subscription."""
+        ...
+
+    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
+        ...
+
+    async def settle_ready(self, state: SubscriptionState) -> None:
+        """Returns when the subscription has READY rows, or nothing that is due now is left to be READY."""
+        ...
+
+    def contained(self) -> AbstractContextManager[None]:
+        """What goes wrong inside is the topic's failure."""
+        ...
 
 
 class _Puller:
@@ -72,7 +115,7 @@ class _Pulled:
 class Leases:
     """The leases of one topic."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfLeases, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._leases_max = environment.config.limits.leases_per_subscription_max
@@ -122,7 +165,16 @@ class Leases:
         except TimeoutError:
             return
 
-    def extend(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
+    async def extend(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
+        """Moves the end of leases; how many of the positions were not leased with that time."""
+        acknowledging = self._topic.acknowledging
+        acknowledging.check(claims)
+        await acknowledging.decidable(state, claims)
+        ignored = self._moved(state, claims, lease_ms=lease_ms)
+        await self._topic.shard.commits.confirmed()
+        return ignored
+
+    def _moved(self, state: SubscriptionState, claims: HeldPositions, *, lease_ms: int) -> int:
         """Leased positions are leased for `lease_ms` from now on, 0 makes them READY; how many were not leased."""
         pulled = self._pulled.get(state.subscription_id)
         if pulled is None or not pulled.ends_s:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -26,21 +26,33 @@ from daemon.engine.calls import Consumer, HeldByConsumers
 from daemon.engine.dispatch import DispatchStream, OpenStream
 from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream
+from daemon.engine.key_sharing import KeySharing, TopicOfSharing
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.rows import Rows
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 STREAMS_RETRY_MS = 5_000
 # The row that a claim is for, where it is for none.
 NO_ROW = -1
 
 
+class TopicOfOpening(TopicOfSharing, Protocol):
+    """What opening a stream asks of its topic beside."""
+
+    @property
+    def key_sharing(self) -> KeySharing: ...
+
+    @property
+    def streams(self) -> dict[int, dict[int, OpenStream]]: ...
+
+    def subscription(self, name: str) -> SubscriptionState:
+        """Raises NotFound."""
+        ...
+
+
 class Opening:
     """See the module."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfOpening, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._streams_max = environment.config.limits.streams_per_subscription_max

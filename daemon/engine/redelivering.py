@@ -12,20 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from daemon.core import limits, redelivery_policy
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription import SubscriptionState
+from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.calls import Nack, NackOutcome
 from daemon.engine.environment import Environment
+from daemon.engine.topic_port import TopicPort
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError
 from storage_backends.formats.journal import DeadLetterReason, DeadLetterRecord, NackRecord, Record
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.rows import U32, U64
-
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +35,32 @@ LOOK_LEAST_S = 0.05
 LOOK_MOST_S = 1.0
 
 
+class TopicOfNacks(TopicPort, Protocol):
+    """What negative acknowledgements ask of their topic beside."""
+
+    @property
+    def acknowledging(self) -> Acknowledging: ...
+
+    @property
+    def key_sharing(self) -> TakingBack: ...
+
+    def is_there(self, state: SubscriptionState) -> bool:
+        """Whether the subscription was not deleted."""
+        ...
+
+
+class TakingBack(Protocol):
+    """Who holds what is behind a NACKED row by its key."""
+
+    def take_back(self, state: SubscriptionState) -> None:
+        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
+        ...
+
+
 class TopicRedelivery:
     """See the module."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
         self._default = RedeliveryPolicy(

@@ -208,7 +208,7 @@ class Requests:
         leases.check_lease(lease_ms)
         async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
-            return await served.acknowledging.extend_lease(state, claims, lease_ms=lease_ms)
+            return await served.leases.extend(state, claims, lease_ms=lease_ms)
 
     # ---- subscriptions
 

@@ -14,24 +14,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from daemon.core import limits
+from daemon.core.subscription import SubscriptionState
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.engine.environment import Environment
+from daemon.engine.topic_port import TopicPort
+from daemon.engine.topic_quotas import TopicQuotas
 from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import Unavailable
 from storage_backends.formats.journal import Record
 from storage_backends.formats.rows import U64, Rows
 
-if TYPE_CHECKING:
-    from daemon.engine.served_topic import ServedTopic
+
+class TopicOfWithdrawals(TopicPort, Protocol):
+    """What cancellations and reschedules ask of their topic beside."""
+
+    @property
+    def quotas(self) -> TopicQuotas: ...
+
+    def subscription(self, name: str) -> SubscriptionState:
+        """Raises NotFound."""
+        ...
 
 
 class Withdrawing:
     """The cancellations and reschedules of one topic."""
 
-    def __init__(self, topic: ServedTopic, environment: Environment) -> None:
+    def __init__(self, topic: TopicOfWithdrawals, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
 
