@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, Protocol
 
+from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.core.object_count import ObjectCount
 from daemon.durability import (
     checkpoint,
@@ -26,19 +28,18 @@ from daemon.durability import (
     recovery,
     shard_manifest,
 )
+from daemon.durability.epoch_confirmation import EpochConfirmation
 from daemon.durability.journal import WrittenSlot
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.shard_claim import ShardClaim
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
+from daemon.engine.topic_staging import Commits
 from storage_backends import commit
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import manifest
 from storage_backends.formats.journal import SlotKind
 from storage_backends.object_store import StoreError
-
-if TYPE_CHECKING:
-    from daemon.engine.shard import ServedShard
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,59 @@ IDLE_S = 60.0
 LAST_TRUNCATION_S = 3.0
 
 
+class ShardOfCheckpoints(Protocol):
+    """What checkpoints ask of their shard."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def applied_slot(self) -> int: ...
+
+    @property
+    def commits(self) -> Commits: ...
+
+    @property
+    def confirmation(self) -> EpochConfirmation: ...
+
+    @property
+    def reloading(self) -> Collection[str]:
+        """Ids of topics that failed, and are not read again yet: no checkpoint can hold them."""
+        ...
+
+    def state(self) -> ShardState:
+        """The shard as of `applied_slot`. Raises TopicFailed when a topic cannot be told: it is let go."""
+        ...
+
+    def let_go(self, topic: str, error: BaseException) -> None:
+        """A topic cannot be relied on any more."""
+        ...
+
+    def lose(self, error: BaseException) -> None:
+        """The shard cannot be served any more."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class ShardState:
+    """What a checkpoint holds of a shard. `cuts`: topics that are not all in their manifests; `carried`: those that are
+    not loaded; `deletions`: None when there is nothing to say.
+    """
+
+    cuts: Sequence[checkpoint.TopicCut]
+    carried: Sequence[checkpoint_format.TopicPart]
+    deletions: DeletionCut | None
+
+
 class Checkpointing:
     """The checkpoints of a shard that was taken over by `claim`. Used on one event loop."""
 
     def __init__(
         self,
-        shard: ServedShard,
+        shard: ShardOfCheckpoints,
         claim: ShardClaim,
         shard_log: commit.ManifestLog[manifest.ShardManifest],
         environment: Environment,
@@ -292,19 +340,17 @@ class Checkpointing:
             raise TopicFailed(topic_id)
         size_bytes, slots = self._bytes_since, self._slots_since
         slot = shard.applied_slot
-        cuts = shard.cuts()
-        carried = shard.loading.carried()
-        deletions = shard.deletions.cut()
+        state = shard.state()
         tip = self.newest
 
         def write() -> commit.Tip[manifest.ShardManifest]:
-            parts = (*map(_part_of, cuts), *carried)
+            parts = (*map(_part_of, state.cuts), *state.carried)
             body = checkpoint_format.Checkpoint(
                 shard=shard.number,
                 epoch=shard.epoch,
                 slot=slot,
                 topics=parts,
-                deletions=None if deletions is None else deletions.state(),
+                deletions=None if state.deletions is None else state.deletions.state(),
             )
             written = checkpoint_store.write_checkpoint(
                 environment.store, body, base=tip.number, unique=environment.new_id()
@@ -326,9 +372,7 @@ class Checkpointing:
         try:
             committed = await environment.run(write)
         except TopicFailed as failed:
-            topic = shard.topics.get(failed.topic)
-            if topic is not None:
-                topic.failed(failed.__cause__ or failed)
+            shard.let_go(failed.topic, failed.__cause__ or failed)
             raise
         # It may be committed, and have a successor's claim behind it.
         epoch_confirmation.check_owner(committed, epoch=shard.epoch)

@@ -162,14 +162,14 @@ class Pass:
         self._add(Summary(waiting=self._kept(tip.manifest)))
 
     async def _look_at_topics(self) -> AsyncIterator[None]:
-        served = {topic.core.topic_id: name for name, topic in self._shard.topics.items()}
+        served = {topic.topic_id: name for name, topic in self._shard.topics.items()}
         listed = {} if self._listing is None else self._listing.topics
         topic_ids = list(dict.fromkeys((*served, *listed, *self._unserved)))
         self.topics = len(topic_ids)
         for start in range(0, len(topic_ids), TOPICS_AT_ONCE):
             known = {
-                topic_id: commits.manifest
-                if (commits := self._shard.topic_commits.get(served.get(topic_id, ""))) is not None
+                topic_id: topic.commits.manifest
+                if (topic := self._shard.topics.get(served.get(topic_id, ""))) is not None
                 else None
                 for topic_id in topic_ids[start : start + TOPICS_AT_ONCE]
             }
@@ -183,7 +183,8 @@ class Pass:
                 self.topics_done += 1
 
     async def _look_at_topic(self, topic_id: str, name: str, listed: Listed | None) -> None:
-        commits = self._shard.topic_commits.get(name)
+        topic = self._shard.topics.get(name)
+        commits = None if topic is None else topic.commits
         tip = await self._collect_topic(topic_id, listed, None if commits is None else commits.tip)
         if commits is None:
             self._remember(topic_id, tip)

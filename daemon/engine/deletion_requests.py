@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from daemon.core import limits
 from daemon.core.deletions import checking
@@ -37,7 +37,7 @@ from daemon.engine.deletion_calls import (
     SweepWish,
 )
 from daemon.engine.environment import Environment
-from daemon.engine.requests import Shards
+from daemon.engine.ledger_deleting import DeletingShard
 from daemon.engine.sweeping import Sweeping
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.crash_points import crash_point
@@ -52,9 +52,6 @@ from storage_backends.formats.deletions import (
     RecordDeletes,
     RetryDeletes,
 )
-
-if TYPE_CHECKING:
-    from daemon.engine.shard import ServedShard
 
 PAGE_DELETIONS_DEFAULT = 100
 PAGE_DELETIONS_MAX = 1_000
@@ -71,12 +68,29 @@ NOTHING_RECORDED = Recorded((), ())
 DISABLED = "two_phase_deletion_enabled is false for the topic"
 
 
+class DeletingShards(Protocol):
+    """What the calls see of the engine."""
+
+    @property
+    def shards(self) -> Mapping[int, DeletingShard]:
+        """The shards that are owned and served."""
+        ...
+
+    def shard_of(self, topic: str) -> DeletingShard:
+        """The shard of a topic. Raises what a caller is told while the shard is not served here."""
+        ...
+
+    def check_serving(self) -> None:
+        """Raises what a caller is told while nothing is served here."""
+        ...
+
+
 class DeletionRequests:
-    """The calls of one engine. Those on a topic raise NotOwner, Unavailable and Corruption as `Shards.shard_of`, and
+    """The calls of one engine. Those on a topic raise NotOwner, Unavailable and Corruption, and
     OutcomeUnknown when it may or may not be durable.
     """
 
-    def __init__(self, engine: Shards, environment: Environment, *, shards_total: Callable[[], int]) -> None:
+    def __init__(self, engine: DeletingShards, environment: Environment, *, shards_total: Callable[[], int]) -> None:
         self._engine = engine
         self._environment = environment
         self._settings = environment.config.deletion
@@ -115,13 +129,13 @@ class DeletionRequests:
         return await self._record(self._engine.shard_of(topic), topic, tuple(deletes), by_sweeper=True)
 
     async def _record(
-        self, shard: ServedShard, topic: str, deletes: tuple[PendingDelete, ...], *, by_sweeper: bool = False
+        self, shard: DeletingShard, topic: str, deletes: tuple[PendingDelete, ...], *, by_sweeper: bool = False
     ) -> Recorded | None:
         """None: the topic's policy has it off."""
-        served = await shard.topic(topic)
+        settings = await shard.settings_of(topic)
         enabled = self._settings.two_phase_deletion_enabled
-        if served is not None:
-            enabled = bool(served.settings.effective.two_phase_deletion_enabled)
+        if settings is not None:
+            enabled = bool(settings.effective.two_phase_deletion_enabled)
         if not enabled:
             await shard.commits.confirmed()
             return None
@@ -200,7 +214,7 @@ class DeletionRequests:
                 await asyncio.sleep(0)
         return DeletionPage(tuple(found), None, as_of_ms)
 
-    def _shards_of(self, wanted: DeletionFilter) -> list[ServedShard]:
+    def _shards_of(self, wanted: DeletionFilter) -> list[DeletingShard]:
         """Where that may be which is asked for, by number. Raises what a caller is told while nothing is served."""
         if wanted.topic:
             self._check_topic(wanted.topic)
@@ -252,12 +266,12 @@ class DeletionRequests:
                 purged += decided.purged
         return purged
 
-    def _shards_to_change(self, wanted: DeletionFilter, all: bool) -> list[ServedShard]:
+    def _shards_to_change(self, wanted: DeletionFilter, all: bool) -> list[DeletingShard]:
         if wanted == DeletionFilter() and not all:
             raise InvalidArgument("filter is empty, and all is false; give one of them")
         return self._shards_of(wanted)
 
-    async def _dead(self, shard: ServedShard, wanted: DeletionFilter) -> AsyncIterator[tuple[int, ...]]:
+    async def _dead(self, shard: DeletingShard, wanted: DeletionFilter) -> AsyncIterator[tuple[int, ...]]:
         """Ids of dead letters of the shard, in portions. It is known to be ours still when there is none."""
         here, found = _in_shard(wanted, shard.number), False
         after_id: int | None = 0

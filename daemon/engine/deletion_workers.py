@@ -20,17 +20,13 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from daemon.engine.environment import Environment
-from daemon.engine.ledger_deleting import Attempt, ShardDeletions
+from daemon.engine.ledger_deleting import Attempt, DeletingShard, ShardDeletions
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
-
-if TYPE_CHECKING:
-    from daemon.engine.shard import ServedShard
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class DeletionWorkers:
     def __init__(
         self,
         environment: Environment,
-        shards: Callable[[], Mapping[int, ServedShard]],
+        shards: Callable[[], Mapping[int, DeletingShard]],
         *,
         failed: Callable[[asyncio.Task[None]], None],
     ) -> None:

@@ -12,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from daemon.core.deletions.ledger_deletions import InUseChanged
+from daemon.core.deletions.ledger_deletions import InUseChanged, LedgerDeletions
 from daemon.engine.environment import Environment
 from storage_backends.formats.deletions import ChangeInUse, InUseChange, InUseLedgers
-
-if TYPE_CHECKING:
-    from daemon.engine.ledger_deleting import ShardDeletions
 
 # As many cost the loop as much as a delete that is recorded.
 LEDGERS_A_DELETE = 20
@@ -29,10 +26,23 @@ HELD_FEW = 100
 FORGOTTEN_A_DECISION = 256
 
 
-class InUseChanging:
-    """Used on one event loop."""
+class Deciding(Protocol):
+    """The deletions of the shard, as changes of what is in use see them."""
 
-    def __init__(self, deletions: ShardDeletions, environment: Environment) -> None:
+    @property
+    def state(self) -> LedgerDeletions: ...
+
+    async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
+        """What a decision came to, in a slot that is applied in a moment. Raises what the request is answered with when
+        nothing can be staged.
+        """
+        ...
+
+
+class InUseChanging:
+    """The requests that change what is in use in one shard. Used on one event loop."""
+
+    def __init__(self, deletions: Deciding, environment: Environment) -> None:
         self._deletions = deletions
         self._environment = environment
         # Of requests that are under way.
@@ -90,10 +100,8 @@ class InUseChanging:
         ledgers_a_delete = LEDGERS_A_DELETE if rows == LEDGERS_A_DECISION else 1
         for first in range(0, max(1, len(record.ledgers)), rows):
             portion = rows_of(record.ledgers, slice(first, first + rows))
-            decided = await self._deletions.decided_in_room(
-                dataclasses.replace(record, ledgers=portion),
-                InUseChanged,
-                cost=math.ceil(len(portion) / ledgers_a_delete),
+            decided = await self._deletions.change_in_room(
+                dataclasses.replace(record, ledgers=portion), cost=math.ceil(len(portion) / ledgers_a_delete)
             )
             changed, revived = changed + decided.changed, revived + decided.revived
             being_deleted += tuple(first + place for place in decided.being_deleted)

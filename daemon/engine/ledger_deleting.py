@@ -14,7 +14,7 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from daemon.config import Config
 from daemon.core.deletions import retrying
@@ -22,6 +22,7 @@ from daemon.core.deletions.ledger_deletions import (
     Answered,
     Begun,
     DeletionCut,
+    InUseChanged,
     LedgerDeletions,
     Purged,
     Recorded,
@@ -30,12 +31,14 @@ from daemon.core.deletions.ledger_deletions import (
 )
 from daemon.engine.environment import Environment
 from daemon.engine.in_use_changing import InUseChanging
+from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.crash_points import crash_point
 from storage_backends.formats.deletions import (
     AnswerDeletes,
     BeginDeletes,
+    ChangeInUse,
     Deletion,
     DeletionAnswer,
     DeletionOutcome,
@@ -44,9 +47,6 @@ from storage_backends.formats.deletions import (
     RecordDeletes,
     RetryDeletes,
 )
-
-if TYPE_CHECKING:
-    from daemon.engine.shard import ServedShard
 
 R = TypeVar("R", bound=Result)
 
@@ -100,12 +100,65 @@ class Attempt:
             raise DeletionFailed("the daemon does not know whether the shard is its own still", maybe_deleted=False)
 
 
+class DeletionCommits(Protocol):
+    """The slots of a shard, as its deletions see them."""
+
+    def check_accepting(self) -> None:
+        """Raises what a request is answered with when nothing can be staged now."""
+        ...
+
+    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
+        """The future ends with the number of the decision's slot, once that is durable and applied. `patient`: however
+        long that takes. Never cancel it.
+        """
+        ...
+
+    async def confirmed(self) -> None:
+        """Returns when what a request may have seen is durable and the epoch was confirmed after this call."""
+        ...
+
+
+class ShardOfDeletions(Protocol):
+    """What the deletions of a shard ask of it."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def commits(self) -> DeletionCommits: ...
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no successor acts yet. May be asked in any thread."""
+        ...
+
+    @property
+    def alone_in_s(self) -> float:
+        """When no former owner acts any more; 0.0 when that is so."""
+        ...
+
+    def lose(self, error: BaseException) -> None:
+        """The shard cannot be served any more."""
+        ...
+
+
+class DeletingShard(ShardOfDeletions, Protocol):
+    """A shard that is served, for those who make deletions and ask for them."""
+
+    @property
+    def deletions(self) -> ShardDeletions: ...
+
+    async def settings_of(self, topic: str) -> TopicSettings | None:
+        """What is in force for a topic; None when there is none."""
+        ...
+
+
 class ShardDeletions:
     """Used on one event loop, but for `may_delete`. `changed`: something may be due, or may begin now."""
 
     def __init__(
         self,
-        shard: ServedShard,
+        shard: ShardOfDeletions,
         state: LedgerDeletions,
         environment: Environment,
         *,
@@ -195,6 +248,10 @@ class ShardDeletions:
             await asyncio.wait([self._room], timeout=ROOM_S)
             self._shard.commits.check_accepting()
         return await self._decided(record, kind, cost=cost)
+
+    async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
+        """As any decision of a request, of one that changes what is in use."""
+        return await self.decided_in_room(record, InUseChanged, cost=cost)
 
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
         """What the record came to, once it is durable and applied."""

@@ -220,7 +220,7 @@ class Requests:
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
             self._check_policy(policy, await shard.topic(topic))
-            return await shard.subscriptions.create(topic, subscription, policy)
+            return await shard.changes.create_subscription(topic, subscription, policy)
 
     async def update_subscription(
         self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
@@ -229,13 +229,13 @@ class Requests:
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
             self._check_policy(policy, served)
-            return await shard.subscriptions.update(served, subscription, policy)
+            return await shard.changes.update_subscription(served, subscription, policy)
 
     async def delete_subscription(self, topic: str, subscription: str) -> int:
         """Deletes a subscription and waives its claims; how many dead letters left with it."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
-            return await shard.subscriptions.delete(served, subscription)
+            return await shard.changes.delete_subscription(served, subscription)
 
     # ---- dead letters
 
@@ -337,7 +337,7 @@ class Requests:
         found: dict[str, ServedTopic] = {}
         for shard in list(self._engine.shards.values()):
             beyond = (name for name in shard.topics if name > after)
-            found |= {name: shard.topics[name] for name in heapq.nsmallest(size + 1, beyond)}
+            found |= {name: shard.topics[name].served for name in heapq.nsmallest(size + 1, beyond)}
             await asyncio.sleep(0)
         page, next_after = inspection.page_after(found, str, size, after)
         return calls.TopicPage(
@@ -351,8 +351,8 @@ class Requests:
     async def topic_stats(self, topic: str) -> calls.TopicStats:
         """Counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
-        applied_slot = shard.topic_commits[topic].manifest.applied
-        merges = int(shard.lives[topic].merging.under_way)
+        applied_slot = shard.topics[topic].commits.manifest.applied
+        merges = int(shard.topics[topic].life.merging.under_way)
         now_ms = self._environment.clock.now_ms()
         return inspection.stats(served, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
 
@@ -408,7 +408,7 @@ class Requests:
 
     async def _topic_numbers(self) -> list[TopicNumbers]:
         now_ms = self._environment.clock.now_ms()
-        topics = [topic for shard in self._engine.shards.values() for topic in shard.topics.values()]
+        topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
         numbers = []
         for count, topic in enumerate(topics, 1):
             numbers.append(inspection.numbers(topic, now_ms))

@@ -24,17 +24,18 @@ from daemon.durability.shard_claim import ShardClaim
 from daemon.engine import giving_up, manifests
 from daemon.engine.adoption import Adoption
 from daemon.engine.bucket_life import BucketLife
-from daemon.engine.checkpointing import Checkpointing
+from daemon.engine.checkpointing import Checkpointing, ShardState
 from daemon.engine.due_loop import DueLoop
 from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.ledger_deleting import ShardDeletions
 from daemon.engine.manifests import TopicCommits, commit_until_certain
+from daemon.engine.owned_topic import OwnedTopic
 from daemon.engine.served_topic import ServedTopic
-from daemon.engine.subscription_changes import SubscriptionChanges
 from daemon.engine.topic_changes import TopicChanges
 from daemon.engine.topic_loading import LoadedTopic, TopicLoading
+from daemon.engine.topic_settings import TopicSettings
 from daemon.engine.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
@@ -76,9 +77,7 @@ class ServedShard:
     ) -> None:
         self.number = claim.shard
         self.epoch = claim.epoch
-        self.topics: dict[str, ServedTopic] = {}
-        self.lives: dict[str, BucketLife] = {}
-        self.topic_commits: dict[str, TopicCommits] = {}
+        self.topics: dict[str, OwnedTopic] = {}
         self.applied_slot = claim.fence_slot
         self._fence_slot = claim.fence_slot
         self._shard_log = shard_log
@@ -94,7 +93,7 @@ class ServedShard:
         if claim.settled:
             self._alone.set_result(None)
         self._lost = lost
-        self._by_id: dict[str, ServedTopic] = {}
+        self._by_id: dict[str, OwnedTopic] = {}
         self._releasing = False
         self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
@@ -123,7 +122,6 @@ class ServedShard:
             is_served=self._by_id.__contains__,
             lost=self.lose,
         )
-        self.subscriptions = SubscriptionChanges(self, environment)
         self.changes = TopicChanges(self, environment)
         self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
         self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
@@ -201,8 +199,8 @@ class ServedShard:
         self._releasing = True
         self.loading.close()
         self.deletions.begin_drain()
-        for life in self.lives.values():
-            life.merging.close()
+        for topic in self.topics.values():
+            topic.life.merging.close()
 
     async def release(self) -> None:
         """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, the state
@@ -211,7 +209,7 @@ class ServedShard:
         self.begin_drain()
         await self.commits.flush()
         for topic in self.topics.values():
-            topic.end_streams(Unavailable("the daemon is stopping; try again"))
+            topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
         await self.deletions.attempts_ended()
         await self._keep()
         await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
@@ -223,7 +221,7 @@ class ServedShard:
         """
         await self.commits.flush()
         # What is under way ends; of seals that wait for their turn none begins.
-        await asyncio.gather(*(life.halt() for life in self.lives.values()))
+        await asyncio.gather(*(topic.life.halt() for topic in self.topics.values()))
         await self.checkpoints.settled()
         while self.reloading:
             await asyncio.wait(self.reloading.values())
@@ -246,12 +244,8 @@ class ServedShard:
         self.confirmation.close()
         self.checkpoints.close()
         self.deletions.close()
-        for life in self.lives.values():
-            life.close()
         for topic in self.topics.values():
             topic.close(error)
-        for commits in self.topic_commits.values():
-            commits.close()
         self._loaded_once.set()
         for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
             task.cancel()
@@ -269,16 +263,16 @@ class ServedShard:
 
     def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
         """What was read of a topic's bucket is damaged. Who reads may be late: the topic may have been deleted."""
-        if (life := self.lives.get(topic)) is not None:
-            life.quarantine(bucket, damage)
+        if (owned := self.topics.get(topic)) is not None:
+            owned.life.quarantine(bucket, damage)
 
     async def bucket_is_live(self, topic: str, bucket: str) -> bool:
         """See `BucketLife.is_live`; False when nothing is served any more: the shard was lost, or the topic deleted."""
-        life = self.lives.get(topic)
-        if life is None:
+        owned = self.topics.get(topic)
+        if owned is None:
             return False
         try:
-            return await life.is_live(bucket)
+            return await owned.life.is_live(bucket)
         except commit.Refused as refused:
             await self.superseded(refused)
             return False
@@ -331,26 +325,25 @@ class ServedShard:
         records = [record for record in records if record.topic_id in self._by_id]
         for record in records:
             if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
-                with adding.contained():
-                    life = self.lives[adding.core.name]
-                    life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
-        touched: dict[str, ServedTopic] = {}
+                with adding.served.contained():
+                    adding.life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+        touched: dict[str, OwnedTopic] = {}
         for record in records:
             topic = self._by_id.get(record.topic_id)
             if topic is None:
                 # It has failed by a record before: it is loaded again from this slot too.
                 continue
-            with topic.contained():
-                topic.core.apply(record, slot, elapsed_ms=elapsed_ms)
-                topic.last_changed_slot = slot
+            with topic.served.contained():
+                topic.served.core.apply(record, slot, elapsed_ms=elapsed_ms)
+                topic.served.last_changed_slot = slot
                 touched[record.topic_id] = topic
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
         for topic_id, topic in touched.items():
             if self._by_id.get(topic_id) is topic:
-                with topic.contained():
-                    self.lives[topic.core.name].after_slot(slot)
-                    topic.rows_added()
+                with topic.served.contained():
+                    topic.life.after_slot(slot)
+                    topic.served.rows_added()
         self.checkpoints.consider()
 
     def look_after(self) -> Iterator[None]:
@@ -364,9 +357,9 @@ class ServedShard:
             for name, topic in topics[first : first + TOPICS_A_STEP]:
                 if self._releasing or self.topics.get(name) is not topic:
                     continue
-                with topic.contained():
-                    self.lives[name].look_after(self.applied_slot)
-                    topic.look_after()
+                with topic.served.contained():
+                    topic.life.look_after(self.applied_slot)
+                    topic.served.look_after()
             yield
 
     def may_load(self, topic_id: str) -> bool:
@@ -377,20 +370,20 @@ class ServedShard:
         """Another process may have merged buckets of the topic, if it is served."""
         topic = self._by_id.get(topic_id)
         if topic is not None:
-            self.lives[topic.core.name].look_for_merges()
+            topic.life.look_for_merges()
 
-    def cuts(self) -> list[checkpoint.TopicCut]:
-        """What a checkpoint of now holds: the topics that are not all in their manifests.
+    def state(self) -> ShardState:
+        """What a checkpoint of now holds. Raises TopicFailed when a topic cannot be told: it is let go."""
+        return ShardState(self._cuts(), self.loading.carried(), self.deletions.cut())
 
-        Raises TopicFailed when one of them cannot be told: it is let go.
-        """
+    def _cuts(self) -> list[checkpoint.TopicCut]:
         cuts = []
         for name, topic in list(self.topics.items()):
-            if topic.last_changed_slot > self.topic_commits[name].manifest.applied:
+            if not topic.is_in_manifest:
                 try:
-                    cuts.append(self.lives[name].cut())
+                    cuts.append(topic.cut())
                 except Exception as error:
-                    topic.failed(error)
+                    topic.served.failed(error)
                     raise TopicFailed(name) from error
         return cuts
 
@@ -430,8 +423,7 @@ class ServedShard:
             delay_levels=tip.manifest.delay_levels,
         )
         commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
-        self.topic_commits[topic.name] = commits
-        self.lives[topic.name] = BucketLife(
+        life = BucketLife(
             topic,
             commits,
             self._environment,
@@ -441,8 +433,7 @@ class ServedShard:
             failed=served.failed,
             changed=served.changed,
         )
-        self._by_id[topic.topic_id] = served
-        self.topics[topic.name] = served
+        self.topics[topic.name] = self._by_id[topic.topic_id] = OwnedTopic(served, life, commits)
         return served
 
     async def topic(self, name: str) -> ServedTopic | None:
@@ -455,7 +446,12 @@ class ServedShard:
             await self.loading.settled(topic_id, name)
             if name not in self.topics and not self.loading.knows(topic_id):
                 return None
-        return topic
+        return topic.served
+
+    async def settings_of(self, topic: str) -> TopicSettings | None:
+        """What is in force for a topic; None when there is none. Raises as `topic`."""
+        served = await self.topic(topic)
+        return None if served is None else served.settings
 
     async def topic_to_write(self, name: str) -> ServedTopic:
         """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
@@ -484,13 +480,12 @@ class ServedShard:
             # Whoever asked for it may have gone.
             log.info("shard %d: topic %s could not be born: %r", self.number, name, error)
 
-    def forget_topic(self, name: str) -> None:
-        """The topic was deleted and closed."""
+    def forget_topic(self, name: str, error: Exception) -> None:
+        """The topic was deleted; whoever waits for it gets the error."""
         topic = self.topics.pop(name)
-        del self._by_id[topic.core.topic_id]
-        self.loading.deleted(topic.core.topic_id)
-        self.topic_commits.pop(name).close()
-        self.lives.pop(name).close()
+        del self._by_id[topic.topic_id]
+        self.loading.deleted(topic.topic_id)
+        topic.close(error)
 
     # ---- topics that fail
 
@@ -499,7 +494,8 @@ class ServedShard:
         again. When the topic's epoch is over, the shard is another's.
         """
         name, topic_id = topic.core.name, topic.core.topic_id
-        if self.topics.get(name) is not topic:
+        owned = self.topics.get(name)
+        if owned is None or owned.served is not topic:
             return
         if isinstance(error, commit.Refused | NotOwner):
             self.lose(error)
@@ -507,24 +503,29 @@ class ServedShard:
         log.error("shard %d: topic %s has failed and is loaded again: %r", self.number, name, error, exc_info=error)
         self._environment.metrics.topic_failed()
         del self.topics[name], self._by_id[topic_id]
-        life, commits = self.lives.pop(name), self.topic_commits.pop(name)
-        life.begin_close()
+        owned.life.begin_close()
         self.loading.let_go(topic_id)
-        self.reloading[topic_id] = asyncio.ensure_future(self._reload(topic_id, life, commits))
+        self.reloading[topic_id] = asyncio.ensure_future(self._reload(owned))
         self.reloading[topic_id].add_done_callback(self._task_done)
         try:
             topic.abandon(TopicFailed(name))
         except Exception:
             log.exception("topic %s: what failed does not end in order either", name)
 
-    async def _reload(self, topic_id: str, life: BucketLife, commits: TopicCommits) -> None:
+    def let_go(self, topic: str, error: BaseException) -> None:
+        """A topic cannot be relied on any more."""
+        if (owned := self.topics.get(topic)) is not None:
+            owned.served.failed(error)
+
+    async def _reload(self, topic: OwnedTopic) -> None:
         """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
+        topic_id = topic.topic_id
         try:
-            await life.halt()
-            await commits.settled()
+            await topic.life.halt()
+            await topic.commits.settled()
         finally:
-            life.close()
-            commits.close()
+            topic.life.close()
+            topic.commits.close()
         tail, slot = await self._tail_of(topic_id)
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)
@@ -549,12 +550,12 @@ class ServedShard:
             await self.loading.found(topic_id)
             if name not in self.topics:
                 raise
-            return self.topics[name]
+            return self.topics[name].served
         # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
         await self.commits.confirmed()
         if name in self.topics:
             # It was found by its first manifest before the commit of that had returned.
-            return self.topics[name]
+            return self.topics[name].served
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
 
 

@@ -42,6 +42,7 @@ from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, Orp
 from daemon.engine import ledger_deleting
 from daemon.engine.deletion_calls import SweepProgress, SweepWish
 from daemon.engine.environment import Environment
+from daemon.engine.ledger_deleting import DeletingShard
 from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from storage_backends import object_store
@@ -50,7 +51,6 @@ from storage_backends.formats.deletions import OffloadContext, PendingDelete
 
 if TYPE_CHECKING:
     from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
-    from daemon.engine.shard import ServedShard
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Sweeping:
     def __init__(
         self,
         environment: Environment,
-        shards: Callable[[], Mapping[int, ServedShard]],
+        shards: Callable[[], Mapping[int, DeletingShard]],
         shards_total: Callable[[], int],
         record: Record,
     ) -> None:
@@ -167,7 +167,7 @@ class _Sweep:
         wish: SweepWish,
         place: OffloadContext,
         environment: Environment,
-        shards: Mapping[int, ServedShard],
+        shards: Mapping[int, DeletingShard],
         record: Record,
         check: Callable[[], None],
         asked: set[object],

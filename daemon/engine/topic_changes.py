@@ -1,42 +1,84 @@
-"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy or delay levels, deleted.
+"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy or delay levels, deleted; and to
+its subscriptions, which come, change and go.
 
 Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
-Does not own: what leaves (`daemon.core.topic`), the manifest's operations (`storage_backends.topic_manifest`) and the
-limits of a policy (`topic_settings`).
+Does not own: what leaves and who is owed what (`daemon.core.topic`), the manifest's operations
+(`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
+
+A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.trimming import LedgerRanges
 from daemon.engine import topic_settings
-from daemon.engine.calls import Merged, Sealed, TopicDeleted
+from daemon.engine.calls import Merged, Sealed, SubscriptionCreated, TopicDeleted
 from daemon.engine.environment import Environment
 from daemon.engine.manifests import Operation
+from daemon.engine.owned_topic import OwnedTopic
 from daemon.engine.served_topic import ServedTopic
-from daemon.errors import NotFound, OutcomeUnknown, Unavailable
+from daemon.engine.topic_staging import Commits
+from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from storage_backends import commit
-from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
-from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy
-
-if TYPE_CHECKING:
-    from daemon.engine.shard import ServedShard
+from storage_backends.formats.manifest import (
+    Subscription,
+    SubscriptionPolicy,
+    TopicDelayLevels,
+    TopicManifest,
+    TopicPolicy,
+)
+from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
 
 log = logging.getLogger(__name__)
 
 # A seal may wait for those before it, and each writes an object.
 SEAL_ANSWER_S = 60.0
+SUBSCRIPTIONS_RETRY_MS = 60_000
+
+
+class ShardOfChanges(Protocol):
+    """What changes of topics ask of their shard."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def applied_slot(self) -> int: ...
+
+    @property
+    def commits(self) -> Commits: ...
+
+    @property
+    def topics(self) -> Mapping[str, OwnedTopic]: ...
+
+    async def topic_to_write(self, name: str) -> ServedTopic:
+        """The topic, which is born if there is none."""
+        ...
+
+    async def alone(self) -> None:
+        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        ...
+
+    async def superseded(self, refused: commit.Refused) -> NotOwner:
+        """A commit was refused: the shard is lost. What to answer the caller."""
+        ...
+
+    def forget_topic(self, name: str, error: Exception) -> None:
+        """The topic was deleted; whoever waits for it gets the error."""
+        ...
 
 
 class TopicChanges:
     """The changes of one shard's topics."""
 
-    def __init__(self, shard: ServedShard, environment: Environment) -> None:
+    def __init__(self, shard: ShardOfChanges, environment: Environment) -> None:
         self._shard = shard
         self._environment = environment
 
@@ -69,7 +111,7 @@ class TopicChanges:
         """Seals the mutable bucket; returns when that is committed."""
         await topic.gate.passed()
         topic.check_room()
-        sealing = self._shard.lives[topic.core.name].seal(self._shard.applied_slot)
+        sealing = self._shard.topics[topic.core.name].life.seal(self._shard.applied_slot)
         if sealing is None:
             await self._shard.commits.confirmed()
             return Sealed(rows=0, bucket="")
@@ -83,7 +125,7 @@ class TopicChanges:
     async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
         """Merges until no index has more than `buckets_max` buckets, 0: than the policy says, or none may be merged."""
         await topic.gate.passed()
-        merging = self._shard.lives[topic.core.name].merging
+        merging = self._shard.topics[topic.core.name].life.merging
         merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
         if not merged.merges:
             await self._shard.commits.confirmed()
@@ -100,7 +142,7 @@ class TopicChanges:
         topic.quotas.set_limits(topic.settings.quota_limits)
         await topic.quotas.counted()
         topic.changed()
-        self._shard.lives[topic.core.name].after_slot(self._shard.applied_slot)
+        self._shard.topics[topic.core.name].life.after_slot(self._shard.applied_slot)
 
     async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
         """Replaces the delay levels, None: by the daemon's; what is in force when this returns. Rows keep their times.
@@ -123,7 +165,7 @@ class TopicChanges:
 
     async def _delete(self, topic: ServedTopic) -> TopicDeleted:
         core, shard = topic.core, self._shard
-        life = shard.lives[core.name]
+        life = shard.topics[core.name].life
         with topic.withholding(core.subscriptions):
             # No seal may follow. What is decided without a request from here on names an incarnation that is no more.
             await life.halt()
@@ -151,13 +193,124 @@ class TopicChanges:
         name = topic.core.name
         again = Unavailable(f"topic {name} was deleted; try again")
         topic.end_streams(NotFound(f"topic {name} was deleted"))
-        topic.close(again)
-        self._shard.forget_topic(name)
+        self._shard.forget_topic(name, again)
         for bucket in topic.core.indexes.sealed:
             topic.core.indexes.cache.discard_bucket(bucket)
 
+    # ---- subscriptions
+
+    async def create_subscription(
+        self, name: str, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionCreated:
+        """Creates the subscription, and the topic if it is new; repeated it answers with what is there.
+
+        Raises AlreadyExists when it is there with another policy.
+        """
+        topic = await self._shard.topic_to_write(name)
+        created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy))
+        if not created.created:
+            await self._shard.commits.confirmed()
+        return created
+
+    async def _create_subscription(
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionCreated:
+        name = topic.core.name
+        state = topic.core.subscription(subscription)
+        if state is not None:
+            if state.stored.policy != policy:
+                raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
+            return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
+        count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
+        if count >= count_max:
+            raise QuotaExceeded(
+                f"topic {name} has {count} subscriptions, the limit is {count_max}",
+                retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
+            )
+        stored = Subscription(
+            subscription_id=self._shard.topics[name].commits.manifest.last_subscription_id + 1,
+            name=subscription,
+            since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
+            created_slot=self._shard.applied_slot,
+            policy=policy,
+        )
+        topic.core.begin_subscription(stored)
+        await self._commit(
+            name,
+            lambda tip: SetSubscriptions(
+                subscriptions=(*tip.subscriptions, stored),
+                last_subscription_id=stored.subscription_id,
+                epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+            ),
+        )
+        topic.core.add_subscription()
+        return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
+
+    async def update_subscription(
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionPolicy:
+        """Replaces the policy; it counts when this returns. Raises NotFound."""
+        await topic.gate.change(lambda: self._update_subscription(topic, subscription, policy), closed=False)
+        return policy
+
+    async def _update_subscription(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> None:
+        state = topic.subscription(subscription)
+        stored = dataclasses.replace(state.stored, policy=policy)
+        await self._commit(
+            topic.core.name,
+            lambda tip: SetSubscriptions(
+                subscriptions=tuple(
+                    stored if each.subscription_id == stored.subscription_id else each for each in tip.subscriptions
+                ),
+                last_subscription_id=tip.last_subscription_id,
+                epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+            ),
+        )
+        state.stored = stored
+        topic.redelivery.watch(state)
+        topic.notify(state)
+
+    async def delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
+        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it.
+
+        Raises NotFound.
+        """
+        dead_letters = await topic.gate.change(lambda: self._delete_subscription(topic, subscription))
+        # A former owner may hand out to it.
+        await self._shard.alone()
+        return dead_letters
+
+    async def _delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
+        name = topic.core.name
+        state = topic.subscription(subscription)
+        deleted = state.subscription_id
+        with topic.withholding((deleted,)):
+            await topic.settle_due()
+            for record in topic.core.gone_with_subscription(deleted):
+                # Others of the slot wait for it too: it must not be cancelled with this.
+                await asyncio.shield(self._shard.commits.stage_together((record,)))
+            await self._commit(
+                name,
+                lambda tip: SetSubscriptions(
+                    subscriptions=tuple(each for each in tip.subscriptions if each.subscription_id != deleted),
+                    last_subscription_id=tip.last_subscription_id,
+                    epoch=self._shard.epoch,
+                    delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+                ),
+            )
+            topic.core.remove_subscription(deleted)
+            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
+            topic.end_streams(gone, subscription_id=deleted)
+        self._shard.topics[name].life.after_slot(self._shard.applied_slot)
+        dead_letters = len(state.dead_letters)
+        if dead_letters:
+            log.warning("topic %s: %d dead letters left with subscription %r", name, dead_letters, subscription)
+        return dead_letters
+
     async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
         try:
-            await self._shard.topic_commits[name].commit(operation)
+            await self._shard.topics[name].commits.commit(operation)
         except commit.Refused as refused:
             raise await self._shard.superseded(refused) from refused

@@ -53,7 +53,9 @@ async def compare(daemon: Daemon, oracle: Oracle, history: History) -> None:
 
 
 async def _compare(daemon: Daemon, truth: TopicTruth, oracle: Oracle, history: History) -> None:
-    served = next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
+    served = next(
+        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
+    )
     if served is None and not truth.rows and not truth.subscriptions:
         # A birth that nobody was told of: whoever asks for it next finds it.
         return
@@ -92,7 +94,9 @@ async def _compare_views(daemon: Daemon, truth: TopicTruth, oracle: Oracle, hist
     What counts as due is what was passed, a moment later than it is due. Whoever looks does not stop the timer: what is
     passed meanwhile may be shown as either.
     """
-    served = next((shard.topics[truth.name] for shard in daemon.shards.values() if truth.name in shard.topics), None)
+    served = next(
+        (shard.topics[truth.name].served for shard in daemon.shards.values() if truth.name in shard.topics), None
+    )
     if served is None:
         return
     requests = daemon.engine.requests

@@ -235,7 +235,7 @@ class Daemon(Process):
         return self.engine._shards
 
     def topic(self, name: str) -> ServedTopic:
-        return next(shard.topics[name] for shard in self.shards.values() if name in shard.topics)
+        return next(shard.topics[name].served for shard in self.shards.values() if name in shard.topics)
 
     def add(
         self,

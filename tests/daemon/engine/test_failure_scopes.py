@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,6 +15,7 @@ from daemon.durability import heartbeat, shard_manifest
 from daemon.engine import due_loop, manifests
 from daemon.engine.checkpointing import Checkpointing
 from daemon.engine.failure_scope import Failures, ShardLost, TopicFailed
+from daemon.engine.shard import ServedShard
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from storage_backends import commit
 from storage_backends.formats import framing, names
@@ -431,11 +432,12 @@ async def test_a_checkpoint_that_leaves_out_a_topic_that_is_being_loaded_again_i
     write = Checkpointing._write
 
     async def write_without_looking(checkpoints: Checkpointing) -> None:
-        reloading, checkpoints._shard.reloading = checkpoints._shard.reloading, {}
+        shard = cast(ServedShard, checkpoints._shard)
+        reloading, shard.reloading = shard.reloading, {}
         try:
             await write(checkpoints)
         finally:
-            checkpoints._shard.reloading = reloading
+            shard.reloading = reloading
 
     async def try_without_looking(checkpoints: Checkpointing) -> None:
         # Neither waits for the other.

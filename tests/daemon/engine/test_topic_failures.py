@@ -82,7 +82,7 @@ async def test_a_deletion_that_is_under_way_when_its_topic_fails_does_not_bring_
     held = one.pause("put_if_absent", MANIFESTS)
     deleting = delete_topic(one, FAILING)
     await held.reached()
-    life = one.shards[SHARD].lives[FAILING]
+    life = one.shards[SHARD].topics[FAILING].life
     fail(one)
     with pytest.raises(TopicFailed):
         await deleting
