@@ -1,4 +1,5 @@
-"""Counts over the buckets of all indexes of a topic, kept where they change: adds and wakes ask for them often.
+"""Counts over the buckets of all indexes of a topic, kept where they change: adds and wakes ask for them often, and of
+many subscriptions each may have an index of its own.
 
 Owns: the counts. Does not own: the buckets (`bucket`, `mutable_bucket`), which of them an index has (`index`), and what
 follows from a count (`indexes`).
@@ -10,6 +11,7 @@ their index. What is the first or the highest of several is looked for again onl
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.runs import earliest
@@ -18,14 +20,16 @@ from daemon.core.sealed_bucket import SealedBucket
 
 class BucketCounts:
     """Of one topic. `added_rows`: of the buckets that take new rows, as `MutableBucket.added_rows`. `sealing`: how many
-    seals of the index that has the most are not committed. `empty`: the sealed buckets every row of which is gone, by
-    name.
+    seals of the index that has the most are not committed. `empty`: the sealed buckets every row of which is gone,
+    `readable`: those whose objects can be read, by name. `in_memory`: those in memory that have or had rows.
     """
 
     def __init__(self) -> None:
         self.added_rows = 0
         self.sealing = 0
         self.empty: dict[str, SealedBucket] = {}
+        self.readable: dict[str, SealedBucket] = {}
+        self.in_memory: dict[int, MutableBucket] = {}
         # Those that take new rows and have any, by their indexes.
         self._filling: dict[int, MutableBucket] = {}
         self._extremes: tuple[int, int | None] | None = (0, None)
@@ -59,7 +63,7 @@ class BucketCounts:
     def rows_came(self, bucket: MutableBucket, rows: int) -> None:
         """The bucket has taken so many rows in."""
         self.added_rows += rows
-        self._filling[bucket.index_id] = bucket
+        self.in_memory[id(bucket)] = self._filling[bucket.index_id] = bucket
         if self._extremes is not None:
             highest, first_ms = self._extremes
             self._extremes = max(highest, bucket.highest_ledger_id), earliest(first_ms, bucket.first_row_at_ms)
@@ -76,8 +80,9 @@ class BucketCounts:
         self._filling_left(bucket)
         self._count_sealing(sealing - 1, sealing)
 
-    def seal_ended(self, *, sealing: int) -> None:
-        """A seal of an index is committed; how many it has now."""
+    def seal_ended(self, bucket: MutableBucket, *, sealing: int) -> None:
+        """The seal of a bucket is committed; how many its index has now."""
+        self.in_memory.pop(id(bucket), None)
         self._count_sealing(sealing + 1, sealing)
 
     def _count_sealing(self, before: int, now: int) -> None:
@@ -92,13 +97,19 @@ class BucketCounts:
     def sealed_came(self, bucket: SealedBucket) -> None:
         """It is in its index."""
         self._index_of[bucket.name] = bucket.index_id
+        self.readable[bucket.name] = bucket
         if not bucket.present_rows:
             self.emptied(bucket)
 
     def sealed_left(self, name: str) -> None:
         """It is in its index no more."""
         del self._index_of[name]
+        self.readable.pop(name, None)
         self.empty.pop(name, None)
+
+    def left_out(self, name: str) -> None:
+        """Its object is damaged, or missing."""
+        self.readable.pop(name, None)
 
     def emptied(self, bucket: SealedBucket) -> None:
         """The last of its rows is gone."""
@@ -111,9 +122,11 @@ class BucketCounts:
 
     # ---- indexes
 
-    def index_left(self, filling: MutableBucket, *, sealing: int, sealed: list[str]) -> None:
-        """An index is no more: its bucket that takes new rows, how many seals it has, and its sealed buckets."""
+    def index_left(self, filling: MutableBucket, *, sealing: Sequence[MutableBucket], sealed: Sequence[str]) -> None:
+        """An index is no more: its bucket that takes new rows, those that are being sealed, and its sealed ones."""
         self._filling_left(filling)
-        self._count_sealing(sealing, 0)
+        self._count_sealing(len(sealing), 0)
+        for bucket in (filling, *sealing):
+            self.in_memory.pop(id(bucket), None)
         for name in sealed:
             self.sealed_left(name)

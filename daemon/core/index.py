@@ -140,6 +140,7 @@ class Index:
     def leave_out(self, name: str) -> None:
         """The bucket's object is damaged: its rows stay where they are, the other buckets go on."""
         self._left_out.add(name)
+        self._counts.left_out(name)
 
     # ---- membership
 
@@ -283,7 +284,7 @@ class Index:
         Segments that come due before `near_ms` need not be read: their rows are here.
         """
         self.sealing.remove(memory)
-        self._counts.seal_ended(sealing=len(self.sealing))
+        self._counts.seal_ended(memory, sealing=len(self.sealing))
         if sealed is not None:
             sealed.passed, sealed.passed_rows = memory.passed, memory.passed_rows
             sealed.acknowledged = memory.acknowledged
@@ -323,7 +324,7 @@ class Index:
 
     def close(self) -> None:
         """The index is no more: nothing of it counts or is in memory."""
-        self._counts.index_left(self.mutable, sealing=len(self.sealing), sealed=list(self.sealed))
+        self._counts.index_left(self.mutable, sealing=self.sealing, sealed=list(self.sealed))
         for name in self.sealed:
             self.cache.discard_bucket(name)
 

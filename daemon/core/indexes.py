@@ -13,7 +13,7 @@ The keys of two indexes never collide: sets of keys may hold positions of all of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 from pyroaring import BitMap64
@@ -128,13 +128,18 @@ class Indexes(Mapping[int, Index]):
         return {name: bucket for index in self._by_id.values() for name, bucket in index.quarantined.items()}
 
     @property
-    def readable(self) -> list[SealedBucket]:
+    def readable(self) -> Collection[SealedBucket]:
         """The sealed buckets whose objects can be read."""
-        return [bucket for index in self._by_id.values() for bucket in index.readable]
+        return self._counts.readable.values()
 
     @property
     def memory_buckets(self) -> list[MutableBucket]:
         return [bucket for index in self._by_id.values() for bucket in index.memory_buckets]
+
+    @property
+    def filled(self) -> Collection[MutableBucket]:
+        """The buckets in memory that have or had rows."""
+        return self._counts.in_memory.values()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -195,7 +200,7 @@ class Indexes(Mapping[int, Index]):
 
     def next_due_of_memory_buckets_ms(self) -> int | None:
         """The same, of rows that are in no sealed bucket: what an add can bring forward."""
-        return earliest(*[bucket.next_due_ms() for bucket in self.memory_buckets if bucket.waiting_rows])
+        return earliest(*[bucket.next_due_ms() for bucket in self.filled if bucket.waiting_rows])
 
     def next_due_in_memory_ms(self) -> int | None:
         """The same, of rows that can be passed without loading anything."""
@@ -263,7 +268,7 @@ class Indexes(Mapping[int, Index]):
         """The runs to take from, and of each its source."""
         sources: list[_Source] = []
         runs: list[SortedRun] = []
-        for memory in self.memory_buckets:
+        for memory in self.filled:
             for run in memory.runs_at(now_ms):
                 sources.append((memory, False, run))
                 runs.append(run)

@@ -113,21 +113,15 @@ class Asking:
             if not errors.is_retryable(error):
                 raise error
             last = error
-            may_have_landed = may_have_landed or _may_have_landed(error)
-            self.owners.learn(topic, error)
             delay_s = self.policy.delay_s(error, attempt)
             if isinstance(error, errors.Unavailable) and error.former_owner_ms is not None:
-                # The daemon has answered: the caller's time is for what comes after.
+                # It is the owner's answer, and it has done nothing: the caller's time is for what comes after.
                 self.deadline.extend(delay_s)
                 yield Wait(delay_s, error.message)
                 continue
+            may_have_landed = may_have_landed or isinstance(error, (errors.Unavailable, errors.OutcomeUnknown))
+            self.owners.learn(topic, error)
             if delay_s >= self.deadline.remaining_s():
                 break
             yield Wait(delay_s)
         raise self.deadline.exceeded(last, attempts=attempt)
-
-
-def _may_have_landed(error: errors.TarryError) -> bool:
-    if isinstance(error, errors.Unavailable):
-        return error.former_owner_ms is None
-    return isinstance(error, errors.OutcomeUnknown)

@@ -68,6 +68,9 @@ class RowInvariants(RuleBasedStateMachine):
         for index in indexes.values():
             assert all(indexes.holding(name) is index for name in index.sealed)
         assert len(counts._index_of) == len(indexes.sealed)
+        readable = {bucket.name for index in indexes.values() for bucket in index.readable}
+        assert {bucket.name for bucket in indexes.readable} == readable
+        assert {*indexes.filled} == {bucket for bucket in indexes.memory_buckets if bucket.added_rows}
 
     def buckets_are_consistent(self) -> None:
         indexes = self.topic.core.indexes

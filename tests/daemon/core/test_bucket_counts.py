@@ -31,6 +31,7 @@ def check(indexes: Indexes) -> None:
     assert counts.first_row_at_ms == min(began_ms, default=None)
     assert indexes.has_mutable_rows == bool(began_ms)
     assert indexes.sealing == max(len(index.sealing) for index in indexes.values())
+    assert {*indexes.filled} == {bucket for bucket in indexes.memory_buckets if bucket.added_rows}
 
 
 def seals_and_a_deletion() -> None:
