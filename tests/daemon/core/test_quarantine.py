@@ -44,6 +44,20 @@ def test_the_rows_of_a_damaged_bucket_leave_and_are_reported_and_the_others_are_
     assert handed(topic, opened(topic, 1)) == []
 
 
+def test_a_bucket_that_is_found_damaged_holds_up_nobody_before_its_manifest_says_so() -> None:
+    topic, name = sealed()
+    indexes = topic.core.indexes
+    assert [bucket.name for bucket in indexes.readable] == [name]
+    indexes.cache.discard_bucket(name)
+    topic.core.index.leave_out(name)
+    assert not indexes.readable
+    assert indexes.wanted_segments(NOW_MS + 100) == []
+    assert not indexes.has_unread(1, NOW_MS + 100)
+    assert indexes.pending_rows == 4, "its rows stay where they are"
+    topic.quarantine(name)
+    assert not indexes.readable
+
+
 def test_adding_the_range_again_heals_it_without_doubling() -> None:
     topic, name = sealed(2)
     one = opened(topic, 1)
