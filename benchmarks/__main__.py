@@ -39,6 +39,7 @@ from benchmarks import (
     selectors,
     service,
     stored,
+    topics,
     workbench,
 )
 from examples import processes
@@ -59,6 +60,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         stored,
         restart,
         service,
+        topics,
         seal_pause,
         see,
         fifo,

@@ -1,0 +1,128 @@
+"""Many small topics: made, added to and counted, many at once.
+
+Owns: their names, their rows, which are due long after everybody is gone, and how many calls are under way at a time.
+Does not own: the daemon, and single adds at a steady rate (`single_adds`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import tarry.aio
+from benchmarks import load
+from storage_backends import local_directory, shard_manifests
+from storage_backends.formats import names
+
+SUBSCRIPTION = "dispatcher"
+DUE_IN_MS = 30 * load.DAY_MS
+# Calls under way.
+AT_ONCE = 64
+# A call is tried for so long: while it waits for the store, or its topic is being loaded.
+PATIENCE_S = 600.0
+
+
+def named(prefix: str, count: int) -> list[str]:
+    return [f"{prefix}-{number}" for number in range(count)]
+
+
+def make(address: str, topics: Sequence[str], *, rows: int) -> None:
+    """Topics with one subscription and so many rows each."""
+
+    async def make_one(client: tarry.aio.Client, topic: str) -> None:
+        await client.create_subscription(topic, SUBSCRIPTION)
+        await _add(client, topic, ledger_id=0, rows=rows)
+
+    _each(address, topics, make_one)
+
+
+def add(address: str, topics: Sequence[str], *, ledger_id: int, rows: int) -> None:
+    """So many rows more for each."""
+    _each(address, topics, functools.partial(_add, ledger_id=ledger_id, rows=rows))
+
+
+def seal(address: str, topics: Sequence[str]) -> None:
+    """Returns when each is sealed."""
+
+    async def seal_one(client: tarry.aio.Client, topic: str) -> None:
+        await client.seal(topic)
+
+    _each(address, topics, seal_one)
+
+
+def pending(address: str, topics: Sequence[str]) -> dict[str, int]:
+    """Rows that wait, by topic."""
+    rows: dict[str, int] = {}
+
+    async def count(client: tarry.aio.Client, topic: str) -> None:
+        rows[topic] = (await client.stats(topic)).pending
+
+    _each(address, topics, count)
+    return rows
+
+
+async def _add(client: tarry.aio.Client, topic: str, *, ledger_id: int, rows: int) -> None:
+    await client.add(topic, ledger_id, list(range(rows)), deliver_at_ms=load.now_ms() + DUE_IN_MS)
+
+
+def _each(address: str, topics: Sequence[str], call: Callable[[tarry.aio.Client, str], Awaitable[None]]) -> None:
+    asyncio.run(_call_each(address, topics, call))
+
+
+async def _call_each(
+    address: str, topics: Sequence[str], call: Callable[[tarry.aio.Client, str], Awaitable[None]]
+) -> None:
+    left = iter(topics)
+    async with tarry.aio.Client(address, timeout_s=PATIENCE_S) as client, asyncio.TaskGroup() as callers:
+
+        async def call_one_by_one() -> None:
+            for topic in left:
+                await call(client, topic)
+
+        for _ in range(AT_ONCE):
+            callers.create_task(call_one_by_one())
+
+
+# ---- what is stored of them
+
+
+def sealed_at_ms(root: Path, topics: Sequence[str], *, from_ms: int) -> dict[str, int]:
+    """When the newest bucket of a topic was written; of topics that have one which was written since."""
+    with contextlib.closing(local_directory.LocalDirectory(root)) as store:
+        shards = len(_shards(root))
+        found = {}
+        for topic in topics:
+            prefix = names.buckets_prefix(names.shard_of(topic, shards), names.topic_id(topic))
+            written_ms = [each.modified_ms for each in store.list(prefix) if each.modified_ms >= from_ms]
+            if written_ms:
+                found[topic] = max(written_ms)
+        return found
+
+
+def owned_shards(root: Path) -> list[int]:
+    """Those whose newest manifest names an owner: the others were given up."""
+    with contextlib.closing(local_directory.LocalDirectory(root)) as store:
+        return [shard for shard in _shards(root) if _owner(store, shard)]
+
+
+def _shards(root: Path) -> list[int]:
+    return sorted(int(folder.name) for folder in (root / "shards").iterdir())
+
+
+def _owner(store: local_directory.LocalDirectory, shard: int) -> str:
+    log = shard_manifests.shard_log(
+        store,
+        shard,
+        monotonic=time.monotonic,
+        sleep=time.sleep,
+        jitter=random.random,
+        new_id=lambda: uuid.uuid4().hex,
+    )
+    tip = log.read_tip()
+    return "" if tip is None else tip.manifest.owner
