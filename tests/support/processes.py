@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.processes import DaemonProcess, guard
+from examples.processes import TARRYD, DaemonProcess, guard
 
 _LOG_TAIL_CHARACTERS = 8_000
 
@@ -48,10 +48,20 @@ class Daemons:
         self._made: list[DaemonProcess] = []
 
     def make(
-        self, name: str, settings: Mapping[str, object], *, daemon_id: str | None = None, configuration: str = ""
+        self,
+        name: str,
+        settings: Mapping[str, object],
+        *,
+        daemon_id: str | None = None,
+        configuration: str = "",
+        program: Sequence[str] = TARRYD,
     ) -> DaemonProcess:
-        """A daemon that is not started yet. `name` names its log, and is its id unless `daemon_id` says otherwise."""
-        daemon = DaemonProcess(name, self._directory, settings, daemon_id=daemon_id, configuration=configuration)
+        """A daemon that is not started yet. `name` names its log, and is its id unless `daemon_id` says otherwise.
+        `program`: what takes the place of `tarryd`.
+        """
+        daemon = DaemonProcess(
+            name, self._directory, settings, daemon_id=daemon_id, configuration=configuration, program=program
+        )
         self._made.append(daemon)
         return daemon
 
