@@ -53,8 +53,12 @@ def _write(path: Path, ended_s: float, last_success_s: float | None, exit_status
 
     gauge(LAST_RUN, "When the last compaction ended, Unix time.", ended_s)
     if last_success_s is not None:
-        gauge(LAST_SUCCESS, "When the last compaction ended that had exit status 0, Unix time.", last_success_s)
-    gauge("tarry_compaction_exit_status", "Of the last compaction: 0 done, 75 conflicts, 1 error.", exit_status)
+        gauge(LAST_SUCCESS, "When the last compaction with exit status 0 ended, Unix time.", last_success_s)
+    gauge(
+        "tarry_compaction_exit_status",
+        "Exit status of the last compaction: 0 done, 75 conflicts are left, 1 error.",
+        exit_status,
+    )
     if summary is not None:
         _add(registry, summary)
     prometheus_client.write_to_textfile(str(path), registry)
@@ -71,7 +75,7 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
         ),
         (
             "tarry_compaction_runs",
-            "Runs of the last compaction by what became of them.",
+            "Merges of the last compaction, by outcome.",
             "outcome",
             {
                 "committed": runs.committed,
@@ -90,13 +94,13 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
         ),
         (
             "tarry_compaction_bytes",
-            "Bytes of the merges that the last compaction committed.",
+            "Bytes of the merges that the last compaction committed: read and written.",
             "what",
             {"read": summary.bytes_read, "written": summary.bytes_written},
         ),
         (
             "tarry_compaction_phase_seconds",
-            "What took how long in the last compaction; of the workers, summed over them.",
+            "Time of the last compaction by phase; worker_ phases are summed over the workers.",
             "phase",
             {name: getattr(seconds, name) for name in seconds.__struct_fields__ if name != "total"},
         ),
@@ -108,7 +112,7 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
     for name, help_text, value in (
         ("tarry_compaction_duration_seconds", "How long the last compaction took.", seconds.total),
         ("tarry_compaction_topics", "Topics that the last compaction looked at.", summary.topics),
-        ("tarry_compaction_topics_unreadable", "Topics that it could not read.", _unreadable(summary)),
+        ("tarry_compaction_topics_unreadable", "Topics that the last compaction could not read.", _unreadable(summary)),
     ):
         prometheus_client.Gauge(name, help_text, registry=registry).set(value)
 

@@ -35,18 +35,27 @@ class DeletionMetrics:
         def gauge(name: str, meaning: str, *labels: str) -> prometheus_client.Gauge:
             return prometheus_client.Gauge(name, meaning, labels, registry=registry)
 
-        self._recorded = counter("tarry_deletions_recorded", "Deletions that were recorded.", "ledger_type")
-        self._attempted = counter("tarry_deletions_attempted", "Attempts that were made.")
-        self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted something.", "ledger_type")
-        self._failed = counter("tarry_deletions_failed", "Attempts that failed.", "ledger_type")
-        self._ended = counter("tarry_deletions_ended", "Deletions that are over, by outcome.", "outcome")
-        self._given_up = counter("tarry_deletions_given_up", "Deletions that became dead letters.")
-        self._in_flight = gauge("tarry_deletions_in_flight", "Deletions that are not over.", "component")
-        self._dead = gauge("tarry_deletions_dead", "Deletions that are dead letters.")
-        self._held = gauge("tarry_deletions_held", "Deletions that come back when their ledgers are in use no longer.")
-        self._oldest = gauge("tarry_deletions_oldest_seconds", "Age of the oldest deletion that is not over.")
-        self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that are in use, as their owners say.")
-        self._orphans = gauge("tarry_sweep_orphans", "Orphaned ledgers that the last sweep of a store found.", "store")
+        self._recorded = counter("tarry_deletions_recorded", "Deletions of ledgers that were recorded.", "ledger_type")
+        self._attempted = counter("tarry_deletions_attempted", "Attempts to delete a ledger.")
+        self._deleted = counter("tarry_deletions_deleted", "Attempts that deleted a ledger.", "ledger_type")
+        self._failed = counter("tarry_deletions_failed", "Attempts to delete a ledger that failed.", "ledger_type")
+        self._ended = counter("tarry_deletions_ended", "Deletions of ledgers that are over, by outcome.", "outcome")
+        self._given_up = counter(
+            "tarry_deletions_given_up", "Deletions of ledgers that failed too often: dead letters."
+        )
+        self._in_flight = gauge("tarry_deletions_in_flight", "Deletions of ledgers that are not over.", "component")
+        self._dead = gauge("tarry_deletions_dead", "Deletions of ledgers that are dead letters now.")
+        self._held = gauge(
+            "tarry_deletions_held", "Deletions that ended because their ledger is in use, and come back when it is not."
+        )
+        self._oldest = gauge(
+            "tarry_deletions_oldest_seconds",
+            "Age of the oldest deletion of a ledger that is not over; 0 when there is none.",
+        )
+        self._in_use = gauge("tarry_deletion_ledgers_in_use", "Ledgers that their owners state to be in use.")
+        self._orphans = gauge(
+            "tarry_sweep_orphans", "Ledgers in an object store that nobody knows, as its last sweep found.", "store"
+        )
         for series in (self._recorded, self._deleted, self._failed):
             for ledger_type in LedgerType:
                 series.labels(_label(ledger_type))

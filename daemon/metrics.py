@@ -49,113 +49,240 @@ class Metrics:
     def _declare_lateness(self) -> None:
         self._lateness = ArrayHistogram(
             "tarry_lateness_seconds",
-            "Handed out minus due, repeats included, of rows that were not negatively acknowledged.",
+            "Hand-out time minus due time, repeats included, of rows that were not negatively acknowledged.",
             LATENESS_BOUNDS_S,
         )
         self.registry.register(self._lateness)
         self._redelivery_lateness = ArrayHistogram(
-            "tarry_redelivery_lateness_seconds", "READY again minus redelivery time.", LATENESS_BOUNDS_S
+            "tarry_redelivery_lateness_seconds",
+            "Time at which a negatively acknowledged row is READY again, minus its redelivery time.",
+            LATENESS_BOUNDS_S,
         )
         self.registry.register(self._redelivery_lateness)
         self._level_lateness = ArrayHistogram(
-            "tarry_level_lateness_seconds", "Handed out first minus due.", LATENESS_BOUNDS_S, "topic", "level"
+            "tarry_level_lateness_seconds",
+            "Time of the first hand-out since the topic was loaded, minus due time, of rows added by a delay level.",
+            LATENESS_BOUNDS_S,
+            "topic",
+            "level",
         )
         self.registry.register(self._level_lateness)
 
     def _declare_rows(self) -> None:
         counter = self._counter
-        self._add_rows = _Children(counter("tarry_add_rows", "Rows of adds by result.", "topic", "result"))
-        self._late = counter("tarry_add_late_on_arrival_rows", "Rows that were due already when they came.", "topic")
+        self._add_rows = _Children(
+            counter("tarry_add_rows", "Rows of adds, by result: accepted, duplicate or returned.", "topic", "result")
+        )
+        self._late = counter(
+            "tarry_add_late_on_arrival_rows", "Added rows that were due already when they came.", "topic"
+        )
         self._acknowledged = _Children(
-            counter("tarry_acknowledge_rows", "Acknowledged rows by result.", "topic", "result")
+            counter(
+                "tarry_acknowledge_rows",
+                "Rows of acknowledgements, by result: acknowledged or ignored.",
+                "topic",
+                "result",
+            )
         )
         self._nacked = _Children(
-            counter("tarry_nack_rows", "Rows of negative acknowledgements by result.", "topic", "result")
+            counter(
+                "tarry_nack_rows",
+                "Rows of negative acknowledgements, by result: nacked, dead_lettered or ignored.",
+                "topic",
+                "result",
+            )
         )
-        self._ack_timed_out = counter("tarry_ack_timeout_rows", "Rows that were IN_FLIGHT for too long.", "topic")
-        self._in_due_order = _Children(counter("tarry_add_in_due_order_rows", "Rows that needed no sort.", "topic"))
-        self._sorted = _Children(counter("tarry_add_sorted_rows", "Rows that did.", "topic"))
-        self._handed_out = _Children(counter("tarry_handed_out_rows", "Rows handed out, repeats included.", "topic"))
+        self._ack_timed_out = counter(
+            "tarry_ack_timeout_rows", "Rows IN_FLIGHT for longer than the ack time-out of their subscription.", "topic"
+        )
+        self._in_due_order = _Children(
+            counter(
+                "tarry_add_in_due_order_rows",
+                "Added rows that came in due order: the index did not sort them.",
+                "topic",
+            )
+        )
+        self._sorted = _Children(
+            counter(
+                "tarry_add_sorted_rows", "Added rows that did not come in due order: the index sorts them.", "topic"
+            )
+        )
+        self._handed_out = _Children(
+            counter("tarry_handed_out_rows", "Rows handed out to dispatchers, repeats included.", "topic")
+        )
 
-        self._trimmed = counter("tarry_trim_rows", "Rows that were trimmed or cleared.", "topic", "scope")
-        self._cancelled = counter("tarry_cancel_rows", "Positions of cancellations by result.", "topic", "result")
-        self._rescheduled = counter("tarry_reschedule_rows", "Positions of reschedules by result.", "topic", "result")
+        self._trimmed = counter(
+            "tarry_trim_rows",
+            "Rows trimmed or cleared, by scope: of the topic, or of one subscription.",
+            "topic",
+            "scope",
+        )
+        self._cancelled = counter(
+            "tarry_cancel_rows",
+            "Positions of cancellations, by result: cancelled, not_found, already_due or in_flight.",
+            "topic",
+            "result",
+        )
+        self._rescheduled = counter(
+            "tarry_reschedule_rows",
+            "Positions of reschedules, by result: rescheduled, not_found, already_due or in_flight.",
+            "topic",
+            "result",
+        )
         self._dead_lettered = counter(
-            "tarry_dead_lettered_rows", "Positions that became dead letters, by reason.", "topic", "reason"
+            "tarry_dead_lettered_rows",
+            "Positions that became dead letters, by reason: too_often or rejected.",
+            "topic",
+            "reason",
         )
         self._dead_letters_replayed = counter(
-            "tarry_dead_letter_replayed_rows", "Dead letters that were put back to be delivered again.", "topic"
+            "tarry_dead_letter_replayed_rows", "Dead letters that were replayed: they are delivered again.", "topic"
         )
         self._dead_letters_purged = counter(
-            "tarry_dead_letter_purged_rows", "Dead letters that were forgotten on request.", "topic"
+            "tarry_dead_letter_purged_rows", "Dead letters that were purged: they are forgotten.", "topic"
         )
         self._planned = _Children(
-            counter("tarry_key_shared_planned_rows", "Planned positions by outcome.", "topic", "outcome")
+            counter(
+                "tarry_key_shared_planned_rows",
+                "Positions that dispatchers planned, by outcome: sent or held.",
+                "topic",
+                "outcome",
+            )
         )
         self._key_blocked = _Children(
-            counter("tarry_key_shared_blocked_rows", "Rows kept back for their key, repeats included.", "topic")
+            counter(
+                "tarry_key_shared_blocked_rows",
+                "Times that a row was kept back because its hash was draining.",
+                "topic",
+            )
         )
         self._taken_back = _Children(
-            counter("tarry_key_shared_taken_back_rows", "Rows taken back behind a nacked one of their key.", "topic")
+            counter(
+                "tarry_key_shared_taken_back_rows",
+                "Rows taken back from their consumer because an earlier row of their hash was negatively acknowledged.",
+                "topic",
+            )
         )
-        self._leases_over = counter("tarry_lease_over_rows", "Rows READY again since their lease was over.", "topic")
+        self._leases_over = counter(
+            "tarry_lease_over_rows",
+            "Rows READY again because their lease ended before they were acknowledged.",
+            "topic",
+        )
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
 
-        self._refused = counter("tarry_quota_refused_requests", "Requests that a quota refused.", "topic", "quota")
+        self._refused = counter(
+            "tarry_quota_refused_requests", "Requests that a quota refused: pending, due or client.", "topic", "quota"
+        )
 
     def _declare_storage(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._slot_bytes = histogram("tarry_journal_slot_bytes", "Size of journal slots.", SLOT_BOUNDS_BYTES)
-        self._slot_seconds = histogram("tarry_journal_slot_seconds", "Time until a slot is durable.", SLOT_BOUNDS_S)
-        self._commits = counter("tarry_commits", "Manifest commits.", "operation", "outcome")
-        self._conflicts = counter("tarry_commit_conflicts", "Commits tried again on a newer tip.", "operation")
-        self._store_errors = counter("tarry_store_errors", "Failed requests to the store.", "operation", "kind")
-
-        name = "tarry_delayed_message_index_bucket_op"
-        self._bucket_count = counter(f"{name}_count", "Operations on bucket snapshots.", "state", "type")
-        self._bucket_seconds = histogram(
-            f"{name}_latency_seconds", "Time of operations on bucket snapshots.", BUCKET_OPERATION_BOUNDS_S, "type"
+        self._slot_seconds = histogram(
+            "tarry_journal_slot_seconds",
+            "Time from the first try to write a journal slot until it is durable.",
+            SLOT_BOUNDS_S,
+        )
+        self._commits = counter(
+            "tarry_commits", "Manifest commits, by outcome: committed, refused or unknown.", "operation", "outcome"
+        )
+        self._conflicts = counter(
+            "tarry_commit_conflicts", "Manifest commits that were tried again on a newer manifest.", "operation"
+        )
+        self._store_errors = counter(
+            "tarry_store_errors", "Requests to the object store that failed, by kind of failure.", "operation", "kind"
         )
 
-        self._merges = counter("tarry_merges", "Merges of buckets by how they ended.", "outcome")
-        self._merge_buckets = counter("tarry_merge_buckets", "Buckets that a merge has taken the place of.")
-        self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
-        self._merge_bytes = counter("tarry_merge_bytes", "What merges have read and written.", "direction")
+        name = "tarry_delayed_message_index_bucket_op"
+        self._bucket_count = counter(
+            f"{name}_count",
+            "Operations on bucket snapshots, by type (create, load, merge) and state (succeed, failed).",
+            "state",
+            "type",
+        )
+        self._bucket_seconds = histogram(
+            f"{name}_latency_seconds",
+            "Duration of operations on bucket snapshots, by type: create, load or merge.",
+            BUCKET_OPERATION_BOUNDS_S,
+            "type",
+        )
 
-        self._collected_objects = counter("tarry_collected_objects", "Objects that were deleted, by kind.", "kind")
-        self._collected_bytes = counter("tarry_collected_bytes", "Their bytes.", "kind")
-        self._collection_failures = counter("tarry_collection_failures", "Deletions of objects that failed.")
-        self._given_up = counter("tarry_collection_given_up_objects", "Objects that could not be deleted.")
-        self._orphans_refused = gauge("tarry_orphans_refused_bytes", "Orphans kept by the guard, in bytes.", "shard")
-        self._tombstones = gauge("tarry_tombstones", "Objects that left a manifest and are still kept.")
-        self._tombstone_bytes = gauge("tarry_tombstone_bytes", "Their bytes.")
-        self._collection_age = gauge("tarry_collection_age_seconds", "Time since every shard had a pass that worked.")
+        self._merges = counter(
+            "tarry_merges", "Merges of buckets, by outcome: merged, refused, damaged, failed or given_up.", "outcome"
+        )
+        self._merge_buckets = counter("tarry_merge_buckets", "Buckets whose place a merged bucket has taken.")
+        self._merge_rows = counter("tarry_merge_rows", "Rows that merges have copied.")
+        self._merge_bytes = counter(
+            "tarry_merge_bytes", "Bytes that merges have transferred, by direction: read or written.", "direction"
+        )
+
+        self._collected_objects = counter(
+            "tarry_collected_objects",
+            "Objects that collection has deleted, by kind: tombstone, orphan, manifest, journal_slot or dead_object.",
+            "kind",
+        )
+        self._collected_bytes = counter(
+            "tarry_collected_bytes", "Bytes of the objects that collection has deleted, by kind.", "kind"
+        )
+        self._collection_failures = counter(
+            "tarry_collection_failures", "Objects that collection failed to delete, each try counted."
+        )
+        self._given_up = counter("tarry_collection_given_up_objects", "Objects that collection has given up deleting.")
+        self._orphans_refused = gauge(
+            "tarry_orphans_refused_bytes",
+            "Bytes of orphans that the last listing of a shard kept because they are suspiciously many.",
+            "shard",
+        )
+        self._tombstones = gauge(
+            "tarry_tombstones", "Objects that left a manifest and are kept until their grace is over."
+        )
+        self._tombstone_bytes = gauge(
+            "tarry_tombstone_bytes", "Bytes of objects that left a manifest and are kept until their grace is over."
+        )
+        self._collection_age = gauge(
+            "tarry_collection_age_seconds",
+            "Time since the last collection pass that worked, of the shard that has waited longest.",
+        )
 
     def _declare_running(self) -> None:
         counter, histogram, gauge = self._counter, self._histogram, self._gauge
         self._epoch = gauge("tarry_epoch", "Epoch under which a shard is owned; 0 when it is not.", "shard")
         self._serving = gauge("tarry_serving", "1 while the daemon serves, 0 while it waits for something.")
         self._loop_pause = histogram(
-            "tarry_event_loop_pause_seconds", "How late the heartbeat of the event loop is.", LOOP_PAUSE_BOUNDS_S
+            "tarry_event_loop_pause_seconds",
+            "How late the event loop's heartbeat of every 10 ms came: for so long nothing was received or handed out.",
+            LOOP_PAUSE_BOUNDS_S,
         )
-        self._clock_steps = counter("tarry_clock_step", "Times that the wall clock was set.", "direction")
-        self._store_clock_skew = gauge("tarry_store_clock_skew_seconds", "The store's clock minus this machine's.")
+        self._clock_steps = counter(
+            "tarry_clock_step", "Times that the wall clock was set, by direction: forward or back.", "direction"
+        )
+        self._store_clock_skew = gauge(
+            "tarry_store_clock_skew_seconds", "Clock of the object store minus clock of this machine; 0 when unknown."
+        )
         self._recovery_seconds = histogram(
-            "tarry_recovery_seconds", "Time from serving to the last topic loaded.", RECOVERY_BOUNDS_S
+            "tarry_recovery_seconds",
+            "Time from the beginning of serving until every topic is loaded or found damaged.",
+            RECOVERY_BOUNDS_S,
         )
-        self._rows_replayed = counter("tarry_recovery_rows_replayed", "Rows of journal records that were replayed.")
+        self._rows_replayed = counter(
+            "tarry_recovery_rows_replayed", "Rows of journal records that were replayed when topics were loaded."
+        )
 
-        self._topics = gauge("tarry_topics", "Topics by state: loaded, loading, damaged.", "state")
+        self._topics = gauge("tarry_topics", "Topics by state: loaded, loading or damaged.", "state")
         self._shards_damaged = gauge("tarry_shards_damaged", "Shards that cannot be served because of damage.")
         self._merged_away = counter(
-            "tarry_merged_away_reads", "Reads of buckets that were merged and deleted: what took their place was read."
+            "tarry_merged_away_reads",
+            "Reads of buckets that another process had merged and whose objects were deleted since.",
         )
-        self._damage = counter("tarry_damage_found", "Damage that was found; the log names it.", "kind")
+        self._damage = counter(
+            "tarry_damage_found", "Damage found, by kind: shard, checkpoint, topic or bucket; the log names it.", "kind"
+        )
         self._topics_failed = counter(
             "tarry_topics_failed", "Topics that failed unexpectedly and are loaded again; the log names them."
         )
         self._shards_lost = counter(
-            "tarry_shards_lost", "Shards that were lost, by cause: superseded, damaged, failed.", "cause"
+            "tarry_shards_lost",
+            "Shards lost while the daemon served, by cause: superseded, damaged or failed.",
+            "cause",
         )
 
     def collect_topics_from(self, snapshot: Callable[[], Sequence[TopicNumbers]]) -> None:

@@ -103,20 +103,38 @@ class TopicGauges(Collector):
 _TOPIC_GAUGES = {
     "buckets": ("tarry_delayed_message_index_bucket_total", "Buckets: the sealed ones and the mutable one."),
     "loaded_rows": ("tarry_delayed_message_index_loaded", "Rows of the index that are in memory."),
-    "bucket_bytes": ("tarry_delayed_message_index_bucket_snapshot_size_bytes", "Bytes of the sealed buckets' objects."),
+    "bucket_bytes": (
+        "tarry_delayed_message_index_bucket_snapshot_size_bytes",
+        "Bytes of the objects of sealed buckets.",
+    ),
     "pending": ("tarry_pending_rows", "Rows that are not due yet."),
-    "mutable_rows": ("tarry_mutable_rows", "Of these, rows that are in no sealed bucket yet."),
-    "backlog": ("tarry_backlog_rows", "Rows due and not acknowledged, summed over subscriptions."),
-    "in_flight": ("tarry_in_flight_rows", "Of these, rows at a dispatcher."),
-    "leased": ("tarry_leased_rows", "Of these, rows that are leased."),
-    "nacked": ("tarry_nacked_rows", "Of the backlog, rows that wait for their redelivery."),
+    "mutable_rows": ("tarry_mutable_rows", "Rows that are not due yet and in no sealed bucket yet."),
+    "backlog": ("tarry_backlog_rows", "Rows that are due and not acknowledged, summed over subscriptions."),
+    "in_flight": ("tarry_in_flight_rows", "Rows at a dispatcher: handed out and not acknowledged."),
+    "leased": ("tarry_leased_rows", "Rows that are leased: handed out without a stream."),
+    "nacked": ("tarry_nacked_rows", "Rows that were negatively acknowledged and wait for redelivery."),
     "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
-    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows lost with damaged buckets and not added again."),
-    "key_shared_consumers": ("tarry_key_shared_consumers", "Consumers of KEY_SHARED streams."),
-    "key_shared_waiting": ("tarry_key_shared_waiting_rows", "Rows due or planned that wait for their key or permits."),
-    "draining_hashes": ("tarry_key_shared_draining_hashes", "Hashes at another consumer than the one that has them."),
-    "nack_blocked_hashes": ("tarry_key_shared_nack_blocked_hashes", "Hashes that wait for a nacked row."),
-    "oldest_due_age_s": ("tarry_oldest_due_seconds", "Age of the oldest row that is due and not handed out."),
+    "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows that were lost with damaged buckets and not added again."),
+    "key_shared_consumers": (
+        "tarry_key_shared_consumers",
+        "Consumers of KEY_SHARED streams, summed over subscriptions.",
+    ),
+    "key_shared_waiting": (
+        "tarry_key_shared_waiting_rows",
+        "Rows, due or planned, that wait in memory for their hash or for permits of their consumer.",
+    ),
+    "draining_hashes": (
+        "tarry_key_shared_draining_hashes",
+        "Hashes whose slot has moved while their former consumer still holds rows.",
+    ),
+    "nack_blocked_hashes": (
+        "tarry_key_shared_nack_blocked_hashes",
+        "Hashes that wait for a row that was negatively acknowledged.",
+    ),
+    "oldest_due_age_s": (
+        "tarry_oldest_due_seconds",
+        "Age of the oldest row that is due, not handed out, and not waiting for redelivery; 0 when there is none.",
+    ),
 }
 
 
@@ -128,6 +146,6 @@ def _topic_families() -> dict[str, metrics_core.GaugeMetricFamily]:
         field: metrics_core.GaugeMetricFamily(name, meaning, labels=["topic"])
         for field, (name, meaning) in _TOPIC_GAUGES.items()
     }
-    meaning = "Pending rows that were added by a delay level."
+    meaning = "Rows that are not due yet and were added by a delay level."
     families[_LEVELS] = metrics_core.GaugeMetricFamily("tarry_level_pending_rows", meaning, labels=["topic", "level"])
     return families

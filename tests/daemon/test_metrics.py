@@ -245,3 +245,21 @@ def test_the_document_lists_every_series_with_its_type_and_labels() -> None:
         suffix = "_total" if family.type == "counter" else ""
         exported[f"{family.name}{suffix}"] = (family.type, labels)
     assert listed == exported
+
+
+# What leans on the series before: a HELP text is shown beside its own name alone.
+LEANING = re.compile(r"(their|these|those|they|it|of (that|these|those|the)|the (same|others?)|as)\b", re.IGNORECASE)
+
+
+def test_every_meaning_stands_alone() -> None:
+    meanings = {family.name: family.documentation for family in used().registry.collect()}
+    assert {name: meaning for name, meaning in meanings.items() if LEANING.match(meaning)} == {}
+    document = (REPOSITORY / "docs" / "METRICS.md").read_text(encoding="utf-8")
+    described = re.findall(r"^\| `(tarry_\w+)` \| \w+ \|[\w, ]*\| (.+) \|$", document, re.MULTILINE)
+    assert described
+    assert [(name, meaning) for name, meaning in described if LEANING.match(meaning)] == []
+
+
+@pytest.mark.parametrize("meaning", ["Their bytes.", "of these, rows at a dispatcher", "The others.", "It failed."])
+def test_a_meaning_that_leans_on_another_is_found(meaning: str) -> None:
+    assert LEANING.match(meaning)
