@@ -64,15 +64,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tarryd",
         description="Scheduling daemon for delayed positions. Without arguments: loopback, data in ./tarry-data.",
-        epilog="A setting can also be given as an environment variable TARRY_SECTION__KEY; --set goes before it, and "
-        "both before the file. docs/CONFIGURATION.md has every setting.",
+        epilog="A setting can also be given as an environment variable TARRY_SECTION__KEY. --set wins over the "
+        "environment, and the environment over the file. docs/CONFIGURATION.md has every setting.",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting; repeatable"
     )
     parser.add_argument("--check", action="store_true", help="validate the settings, probe the store, and end")
-    parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the addresses here, as JSON, once bound")
+    parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the bound addresses to PATH, as JSON")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and end")
     return parser.parse_args(arguments)
 

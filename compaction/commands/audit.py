@@ -38,8 +38,8 @@ _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severi
     type=click.FloatRange(0, 1),
     default=1.0,
     show_default=True,
-    help="Part of the live buckets that is read in full; of the others only table and entry 0. Everything else is "
-    "read in full.",
+    help="Part of the live buckets that is read in full. Of the other live buckets only table and entry 0 are read. "
+    "Everything else is read in full.",
 )
 @click.option(
     "--output",
@@ -51,9 +51,9 @@ _STYLES: Final = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severi
 def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Path | None) -> None:
     """Check everything that is stored, while daemons serve from it; change nothing.
 
-    Every object is read and decoded: hashes and checksums, what manifests say of objects, what may follow what in
-    manifests and journal, what is missing, what no manifest names, and whether its rows are anywhere else. With
-    --topic only the manifests and objects of these topics are read.
+    Every object is read and decoded. The audit checks hashes and checksums, each object against the manifest that names
+    it, each manifest and journal slot against the one before it, and what is missing. It lists objects that no manifest
+    names, and looks for their rows elsewhere. With --topic only the manifests and objects of these topics are read.
 
     \b
     Exit status:

@@ -84,23 +84,27 @@ class Duration(click.ParamType[float]):
     type=click.IntRange(min=2),
     default=plan.SOURCES_MIN,
     show_default=True,
-    help="Fewer neighbours than that stay as they are.",
+    help="Buckets that become one, at least; fewer neighbours stay as they are.",
 )
 @click.option(
     "--soon",
     type=Duration(),
     default="5m",
     show_default=True,
-    help="Buckets most of which is handed out within this time are left alone.",
+    help="Leave alone a bucket that is mostly handed out within this time.",
 )
-@click.option("--max-bytes", type=Size(), help="Bytes of buckets to read, at most; what removes most comes first.")
+@click.option(
+    "--max-bytes",
+    type=Size(),
+    help="Bytes of buckets to read, at most. Merges that remove most buckets a byte come first.",
+)
 @click.option("--deadline", type=Duration(), help="No wave of merges begins after this time: 90 (seconds), 15m, 2h.")
 @click.option(
     "--attempts",
     type=click.IntRange(min=1),
     default=job.ATTEMPTS_MAX,
     show_default=True,
-    help="How often a topic is planned when others change it meanwhile.",
+    help="How often a topic is planned, at most, when others change it meanwhile.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be merged; change nothing, start no engine.")
 @click.option(
@@ -125,9 +129,9 @@ def compact(
 ) -> None:
     """Merge small neighbouring buckets, while daemons serve from them.
 
-    Rows that are gone are dropped, all others are copied; a daemon takes the merged bucket over without a restart. A
-    job may be killed, started twice or overtaken at any time: nothing is lost, and what it wrote in vain the daemon
-    collects.
+    Rows that are gone are dropped; all other rows are copied. Daemons take the merged buckets over without a restart. A
+    job may be killed at any time, and two jobs may run at once: nothing is lost, and the daemons delete what a job
+    wrote in vain.
 
     \b
     Exit status:

@@ -43,12 +43,12 @@ _STEPS_MS = {name: step_ms for step_ms, name in STEP_NAMES.items()}
 @click.option(
     "--parquet",
     type=click.Path(path_type=Path),
-    help="Writes the rows of each topic and step to this file; an existing one is replaced.",
+    help="Write the rows of each topic and step to this file; an existing file is replaced.",
 )
 @click.option(
     "--png",
     type=click.Path(path_type=Path),
-    help="Draws the rows of all topics to this file; an existing one is replaced.",
+    help="Draw the rows of all topics to this file; an existing file is replaced.",
 )
 @click.option(
     "--top",
@@ -60,10 +60,10 @@ _STEPS_MS = {name: step_ms for step_ms, name in STEP_NAMES.items()}
 )
 @options.shared
 def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | None, png: Path | None, top: int) -> None:
-    """Says how many rows come due when: in the terminal, as Parquet, as a picture.
+    """Say how many rows come due when: in the terminal, as Parquet, as a picture.
 
-    All times are UTC. It reads what daemons have stored and writes nothing to the store; buckets that lie within one
-    step are not read.
+    All times are UTC. The forecast reads what daemons have stored, and writes nothing to the store. It does not open a
+    bucket whose rows all come due within one step.
 
     \b
     Exit status:

@@ -40,8 +40,8 @@ def tarry() -> None:
       tarry topics
       tarry histogram flights
 
-    Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon cannot be reached in time, 4 done
-    in part.
+    Exit status: 0 done, 1 refused by the daemon, 2 wrong usage or input, 3 the daemon did not answer in time, 4 only a
+    part is done.
     """
 
 

@@ -32,11 +32,17 @@ _OPTIONAL = {"address", "joined behind", "draining", "draining unacked", "draini
 def consumers(*, connected: client.Client, topic: str, subscription: str, as_json: bool) -> None:
     """List the consumers of SUBSCRIPTION in the order in which they joined, and what its keys wait for.
 
-    A consumer has hash slots, 0 to 65,535; a position goes to the one that has the slot of its key. A hash that is
-    draining waits until the consumer that had it before has acknowledged what it holds: its number is followed by the
-    positions that are held of it and by how often one was kept back for it. A consumer that joined behind a position
-    receives nothing later until everything up to it is acknowledged; individually sent are the positions beyond the
-    last sent one, (3:4, 3:5] is entry 5 of ledger 3 alone. With --json it is one object.
+    Each consumer has hash slots, of 0 to 65,535. A position goes to the consumer that has the slot of its key.
+
+    Draining: the hash has moved to another consumer, which waits until the former consumer has acknowledged what it
+    holds. The list shows, for each draining hash, how many positions the former consumer holds and how often a position
+    was kept back.
+
+    Joined behind: the consumer receives nothing later than this position until everything up to it is acknowledged.
+
+    Individually sent: positions that were sent beyond the last sent position; (3:4, 3:5] is entry 5 of ledger 3 alone.
+
+    With --json the answer is one object.
 
     \b
     Examples:

@@ -42,8 +42,10 @@ def dead_letters() -> None:
 def _filter_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options that choose dead letters; its argument `which` has them."""
     for option in (
-        click.option("--until", "until_ms", type=rows.Moment(past=True), help="Dead before then: -1h, ISO 8601."),
-        click.option("--since", "from_ms", type=rows.Moment(past=True), help="Dead since then: -1h, ISO 8601."),
+        click.option("--until", "until_ms", type=rows.Moment(past=True), help="Died before this time: -1h, ISO 8601."),
+        click.option(
+            "--since", "from_ms", type=rows.Moment(past=True), help="Died at this time or later: -1h, ISO 8601."
+        ),
         click.option("--reason", type=click.Choice(list(REASONS)), help="Only of this reason."),
         click.option(
             "--ledger",
@@ -91,9 +93,9 @@ def _which(
 def list_dead_letters(
     *, connected: client.Client, topic: str, subscription: str, limit: int | None, as_json: bool, **chosen: Any
 ) -> None:
-    """List the dead letters of SUBSCRIPTION, in the order in which they became such.
+    """List the dead letters of SUBSCRIPTION, in the order in which they died.
 
-    They were negatively acknowledged, or timed out, too often for the policy, or were rejected.
+    A dead letter was negatively acknowledged or timed out more often than the policy allows, or was rejected.
 
     \b
     Examples:
@@ -163,15 +165,17 @@ def _shown(row: dict[str, Any]) -> tuple[object, ...]:
 @click.argument("topic")
 @click.argument("subscription")
 @_filter_options
-@click.option("--delay", "--in", "delay_ms", type=rows.Duration(), default=0, help="After this time instead of now.")
+@click.option(
+    "--delay", "--in", "delay_ms", type=rows.Duration(), default=0, help="Deliver them after this time instead of now."
+)
 @connection.connected
 def replay_dead_letters(
     *, connected: client.Client, topic: str, subscription: str, delay_ms: int, as_json: bool, **chosen: Any
 ) -> None:
-    """Deliver dead letters of SUBSCRIPTION again, now or after a delay; without a filter all that there are.
+    """Deliver dead letters of SUBSCRIPTION again, now or after a delay; without a filter all of them.
 
-    They count as never redelivered. One stays a dead letter when its position was added again for this subscription
-    alone in the meantime, and its row is still there.
+    A replayed position counts as never redelivered. A dead letter stays when its position was added again for this
+    subscription alone and that row is still there.
 
     Exit status: 0 all are delivered again, 4 some stay.
 
@@ -219,7 +223,7 @@ def _purge_question(*, connected: client.Client, topic: str, subscription: str, 
 def purge_dead_letters(
     *, connected: client.Client, topic: str, subscription: str, as_json: bool, **chosen: Any
 ) -> None:
-    """Forget dead letters of SUBSCRIPTION; without a filter all that there are. The log keeps the messages.
+    """Forget dead letters of SUBSCRIPTION; without a filter all of them. The log keeps the messages.
 
     \b
     Examples:

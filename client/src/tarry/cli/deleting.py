@@ -40,7 +40,7 @@ def _which_dead(*, all_of_them: bool, **chosen: Any) -> deletions.DeletionFilter
 @_all_option
 @connection.connected
 def retry(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
-    """Try again deletions that were given up, now, with no failure counted: those of TOPIC, or those named.
+    """Try again, now, the deletions of TOPIC that were given up, or those named. Their failures count from 0 again.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def _purge_question(*, connected: client.Client, topic: str | None, **chosen: An
 @connection.connected
 @connection.asked_first(_purge_question)
 def purge(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
-    """Forget deletions that were given up: those of TOPIC, or those named. What they name stays where it is.
+    """Forget the deletions of TOPIC that were given up, or those named. The ledgers themselves stay where they are.
 
     \b
     Examples:
@@ -120,11 +120,19 @@ def _record_question(*, topic: str, ledgers: tuple[range, ...], **_: object) -> 
     metavar="N or FIRST-LAST",
     help="Ledgers, both ends included; repeatable.",
 )
-@click.option("--cursor", "cursor_name", help="They are of this cursor; otherwise they have messages.")
-@click.option("--schema", "schema_id", help="They are of this schema.")
-@click.option("--driver", "driver_name", help="They are offloaded: to the object store with this driver, as aws-s3.")
-@click.option("--uuid", "offload_uuid", type=click.UUID, help="The UUID in the names of their objects.")
-@click.option("--set", "metadata", multiple=True, metavar="NAME=VALUE", help="Of the driver: bucket=b; repeatable.")
+@click.option("--cursor", "cursor_name", help="The ledgers belong to this cursor. Default: they hold messages.")
+@click.option("--schema", "schema_id", help="The ledgers belong to this schema.")
+@click.option(
+    "--driver", "driver_name", help="The ledgers are offloaded to the store with this driver, such as aws-s3."
+)
+@click.option("--uuid", "offload_uuid", type=click.UUID, help="The UUID in the names of the offloaded objects.")
+@click.option(
+    "--set",
+    "metadata",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Metadata of the driver, such as bucket=b; repeatable.",
+)
 @connection.connected
 @connection.asked_first(_record_question)
 def record(
@@ -141,8 +149,8 @@ def record(
 ) -> None:
     """Record ledgers of TOPIC that are to be deleted; the daemon verifies each, and deletes it.
 
-    What is in use is not deleted, nor what is not what is said here. A ledger that was offloaded and still exists as a
-    ledger takes two records: one with --driver and --uuid, and one without.
+    The daemon does not delete a ledger that is in use, nor one whose metadata differs from the record. A ledger that
+    was offloaded and still exists as a ledger takes two records: one with --driver and --uuid, and one without.
 
     Exit status: 0 all are recorded, 4 some were refused.
 

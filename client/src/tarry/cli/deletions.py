@@ -48,7 +48,7 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options that choose deletions; `which_of` makes a filter of them."""
     for option in (
         click.option("--type", "ledger_type", type=click.Choice(list(TYPES)), help="Only of this type."),
-        click.option("--component", type=click.Choice(list(COMPONENTS)), help="Only of ledgers that are for this."),
+        click.option("--component", type=click.Choice(list(COMPONENTS)), help="Only of ledgers of this component."),
         click.option("--ledger", "ledger_id", type=click.IntRange(0, rows.U64_MAX), help="Only of this ledger."),
         click.option("--id", "deletion_ids", multiple=True, help="Only this one, such as 3.17; repeatable."),
         click.argument("topic", required=False),
@@ -83,9 +83,9 @@ def which_of(
 @pending.limit_option
 @connection.connected
 def list_pending(*, connected: client.Client, limit: int | None, as_json: bool, **chosen: Any) -> None:
-    """List the deletions that are not over, of TOPIC or of all topics, with what was said when an attempt failed.
+    """List the deletions of TOPIC, or of all topics, that are not over, and why their last attempt failed.
 
-    They are in the order in which they were recorded. One whose attempt has begun is being deleted.
+    The list is in the order of recording. A ledger whose attempt has begun is being deleted.
 
     \b
     Examples:
@@ -113,9 +113,9 @@ def list_pending(*, connected: client.Client, limit: int | None, as_json: bool, 
 @pending.limit_option
 @connection.connected
 def list_dead(*, connected: client.Client, limit: int | None, as_json: bool, **chosen: Any) -> None:
-    """List the deletions that were given up, of TOPIC or of all topics: the attempts that a policy allows failed.
+    """List the deletions of TOPIC, or of all topics, that were given up: every attempt that is allowed has failed.
 
-    They stay until they are retried or purged.
+    A deletion that was given up stays until it is retried or purged.
 
     \b
     Examples:
@@ -141,9 +141,9 @@ def list_dead(*, connected: client.Client, limit: int | None, as_json: bool, **c
 @pending.limit_option
 @connection.connected
 def list_ended(*, connected: client.Client, limit: int | None, as_json: bool, **chosen: Any) -> None:
-    """List what came of the last deletions that ended, of TOPIC or of all topics.
+    """List the last deletions that ended, of TOPIC or of all topics, with their outcomes.
 
-    Only what has the outcome deleted was deleted now. The daemon keeps the last 1,000 of each shard.
+    Only a deletion with the outcome "deleted" has deleted something. The daemon keeps the last 1,000 of each shard.
 
     \b
     Examples:
@@ -232,10 +232,10 @@ def _stats_text(stats: deletions.DeletionStats) -> str:
 @click.argument("topic", required=False)
 @connection.connected
 def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None:
-    """Count the deletions of TOPIC or of all topics: in flight, since when, given up, by what the ledgers are for.
+    """Count the deletions of TOPIC or of all topics: in flight, since when, given up, by component.
 
-    With nothing in flight everything that was recorded is over (PIP-186, getEstimatedInflightDeletionLedgerCount), but
-    for what is held: it ended since its owner says that the ledger is in use, and is pending again when that is taken
+    0 in flight means that every recorded deletion is over (PIP-186, getEstimatedInflightDeletionLedgerCount). A held
+    deletion is over for now: its owner says that the ledger is in use. It is pending again when the owner takes that
     back.
 
     \b

@@ -27,7 +27,10 @@ HASH_SLOTS = 1 << 16
 @click.argument("topic")
 @click.argument("subscription")
 @click.option(
-    "--ack/--no-ack", default=True, show_default=True, help="Acknowledge, or only look: it is handed out again."
+    "--ack/--no-ack",
+    default=True,
+    show_default=True,
+    help="Acknowledge what is printed, or only look: then it is handed out again.",
 )
 @click.option("--count", type=click.IntRange(min=1), help="End after so many positions.")
 @click.option("--create", is_flag=True, help="Create the subscription, and the topic, if they do not exist.")
@@ -44,7 +47,8 @@ HASH_SLOTS = 1 << 16
     type=rows.ConsumerName(),
     multiple=True,
     metavar="NAME",
-    help="Receive as KEY_SHARED for it; may be given again. STICKY: NAME=0-32767, several ranges with commas.",
+    help="Receive as KEY_SHARED for the consumer NAME; repeatable. With the sticky selector: NAME=0-32767, several "
+    "ranges with commas.",
 )
 @connection.connected
 def watch(
@@ -61,8 +65,8 @@ def watch(
 ) -> None:
     """Print the positions of SUBSCRIPTION as they come due, with their lateness. Ctrl-C ends it.
 
-    With --consumer the positions of a key are in order and at one consumer at a time: each line says at which, and the
-    hash slot of its key.
+    With --consumer the positions of a key come in order, to one consumer at a time. Each line names the consumer and
+    the hash slot of the key.
 
     \b
     Examples:
@@ -169,9 +173,16 @@ def _text(row: dict[str, Any]) -> str:
 @click.argument("topic")
 @click.argument("subscription")
 @click.option(
-    "--max", "max_rows", type=click.IntRange(1, 10_000), default=100, show_default=True, help="At most so many."
+    "--max",
+    "max_rows",
+    type=click.IntRange(1, 10_000),
+    default=100,
+    show_default=True,
+    help="Positions to lease, at most.",
 )
-@click.option("--lease", "lease_ms", type=rows.Duration(), help="How long: 30s, 5m. Default: the subscription's.")
+@click.option(
+    "--lease", "lease_ms", type=rows.Duration(), help="Length of the lease: 30s, 5m. Default: the subscription's."
+)
 @click.option(
     "--wait", "wait_ms", type=rows.Duration(), default=0, help="How long to wait when nothing is due: 500ms, 10s."
 )
@@ -225,10 +236,16 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
             help="JSON lines as `tarry get --json` prints them; - is standard input.",
         ),
         click.option(
-            "--batch-index", type=click.IntRange(0, 65_535), help="This message of the batch that each entry holds."
+            "--batch-index",
+            type=click.IntRange(0, 65_535),
+            help="Only this message of the batch that each entry holds.",
         ),
         click.option(
-            "--at", "--deliver-at", "deliver_at_ms", type=rows.Moment(), help="The time they were handed out with."
+            "--at",
+            "--deliver-at",
+            "deliver_at_ms",
+            type=rows.Moment(),
+            help='The time that the positions were handed out with: `tarry watch` prints it behind "due".',
         ),
         click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both included."),
         click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries."),
@@ -286,7 +303,9 @@ def ack(
     source: str | None,
     as_json: bool,
 ) -> None:
-    """Acknowledge positions with the times they were handed out with. What is not in the backlog is ignored.
+    """Acknowledge positions, each with the time that it was handed out with.
+
+    A position that is not in the backlog with that time is ignored and counted.
 
     \b
     Examples:
@@ -335,11 +354,12 @@ def nack(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Negatively acknowledge positions: SUBSCRIPTION gets them again later. Without --delay and --level its policy says
-    when, and how often until they are dead letters.
+    """Negatively acknowledge positions: SUBSCRIPTION gets them again later.
 
-    Without --at they are messages that Tarry did not hand out: taken from the log as they came. With --batch-index one
-    message of each entry comes back by itself. What is not in the backlog with that time is ignored.
+    Without --delay and --level the policy of SUBSCRIPTION says when they come back. The policy also says how often a
+    position comes back before it becomes a dead letter. Without --at the positions are messages that Tarry did not hand
+    out: they came straight from the log. With --batch-index only that message of each entry comes back. A position that
+    is not in the backlog with the time of --at is ignored and counted.
 
     \b
     Examples:

@@ -151,9 +151,9 @@ def _subscription_table(
 def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """List the subscriptions of TOPIC with their counts and policies; - is the daemon's default.
 
-    Own pending rows are those that were added for a subscription alone and are not due yet. Nacked ones are in the
-    backlog and wait for their redelivery; dead letters were given up, `tarry dead-letters` shows them. Waiting ones
-    wait for their key, `tarry consumers` shows why.
+    Own pending rows were added for the subscription alone and are not due yet. Nacked rows are in the backlog and wait
+    for their redelivery. Dead letters were given up: see `tarry dead-letters`. Waiting rows wait for their key: see
+    `tarry consumers`.
 
     \b
     Examples:
@@ -174,8 +174,8 @@ def subscriptions(*, connected: client.Client, topic: str, as_json: bool) -> Non
 def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
     """List the sealed buckets of TOPIC, quarantined ones included.
 
-    Level 0 was sealed from memory, a higher one is merged. The index is the subscription whose own rows it has, or
-    shared.
+    A bucket of level 0 was sealed from memory; a bucket of a higher level was merged. The index is "shared", or names
+    the subscription that the rows of the bucket were added for alone.
 
     \b
     Examples:

@@ -20,17 +20,17 @@ from tarry.cli import connection, output
 @click.option(
     "--clamp/--no-clamp",
     default=None,
-    help="A level above the last one is the last one, or refused.  [default with --set: clamp]",
+    help="A level above the last one counts as the last one, or is refused.  [default with --set: clamp]",
 )
 @click.option("--reset", is_flag=True, help="Give the topic the daemon's levels again.")
 @connection.connected
 def levels(
     *, connected: client.Client, topic: str, table: str | None, clamp: bool | None, reset: bool, as_json: bool
 ) -> None:
-    """Show the delay levels of TOPIC with what is pending by each, or set them; without TOPIC those of the daemon.
+    """Show the delay levels of TOPIC and the pending rows of each, or set them. Without TOPIC: the daemon's levels.
 
-    A table has 1 to 256 delays of whole s, m, h or d. Setting it creates the topic if it is new; what is pending keeps
-    its time.
+    A table has 1 to 256 delays, each a whole number of s, m, h or d. Setting a table creates TOPIC if it is new.
+    Pending rows keep their time.
 
     \b
     Examples:

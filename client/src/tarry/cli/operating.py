@@ -33,12 +33,12 @@ _YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")
 def policy(
     *, connected: client.Client, topic: str, given: tuple[str, ...], unset: tuple[str, ...], as_json: bool
 ) -> None:
-    """Show the policy of TOPIC, or change it: what is set, and what is in force. Rows keep their times, buckets their
-    form.
+    """Show the policy of TOPIC, or change it: what is set, and what is in force.
 
-    Fields that end in _ms also take durations such as 7d; bucket_form is columnar or compatible; shared_index and
-    two_phase_deletion_enabled are true or false. Setting a field creates the topic if it is new. A change reads the
-    policy and writes it as a whole: of two at a time one counts.
+    A change affects what comes: rows keep their times, buckets keep their form. Fields that end in _ms also take
+    durations such as 7d; bucket_form is columnar or compatible; shared_index and two_phase_deletion_enabled are true or
+    false. Setting a field creates the topic if it is new. A change reads the policy and writes it as a whole, so of two
+    changes at the same time only one is kept.
 
     \b
     Examples:
@@ -119,7 +119,7 @@ def _named(policy: policies.TopicPolicy) -> dict[str, object]:
 @connection.asked_first(lambda *, topic, **_: f"Delete topic {topic} with its rows, subscriptions and policy?")
 @connection.connected
 def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
-    """Delete TOPIC with its rows, subscriptions and policy. Added to later, it is a new topic.
+    """Delete TOPIC with its rows, subscriptions and policy. A later add under the same name makes a new topic.
 
     \b
     Examples:

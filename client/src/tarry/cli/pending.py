@@ -70,7 +70,7 @@ def scheduled(
 ) -> None:
     """List the rows of TOPIC that are not due yet, in the order in which they come due.
 
-    The last column is the subscription for which alone a row was added; - is everybody's.
+    The last column names the subscription that a row was added for alone; - means every subscription.
 
     \b
     Examples:
@@ -121,10 +121,10 @@ def backlog(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """List what SUBSCRIPTION is owed that is due and not acknowledged, in the order in which it came due.
+    """List the backlog of SUBSCRIPTION, in the order in which it came due: rows that are due and not acknowledged.
 
-    A row is ready, or in flight: handed out on a stream or under a lease, or nacked: negatively acknowledged, and back
-    at its time.
+    The state of a row is ready, in flight (handed out on a stream or under a lease) or nacked (negatively acknowledged:
+    the row comes back at its time).
 
     \b
     Examples:

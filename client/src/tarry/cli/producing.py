@@ -201,7 +201,7 @@ def contains(
 ) -> None:
     """Show which entries of a ledger TOPIC holds, as ranges: a cursor that reads the log skips them.
 
-    Pending rows are not due yet; due ones are handed out by Tarry and not acknowledged yet.
+    Pending entries are not due yet. Due entries have come due and are not acknowledged. Tarry delivers both.
 
     \b
     Examples:

@@ -40,12 +40,12 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
             "--nack-block-max",
             "nack_block_max_ms",
             type=rows.Duration(),
-            help="Of block-key: for how long later positions of a key wait at most. Default: 10m.",
+            help="With block-key: the longest time that later positions of a key wait. Default: 10m.",
         ),
         click.option(
             "--nack-order",
             type=click.Choice(list(_NACK_ORDERS)),
-            help="Whether later positions of a key wait for one that is nacked. Default: skip, which is no.",
+            help="block-key: later positions of a key wait for a nacked one. skip, the default: they go on.",
         ),
         click.option(
             "--allow-out-of-order",
@@ -63,7 +63,7 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
             "--points",
             "points_per_consumer",
             type=click.IntRange(1, 1000),
-            help="Of consistent-hashing: points of each consumer. Default: 100.",
+            help="With consistent-hashing: points of each consumer on the ring. Default: 100.",
         ),
         click.option(
             "--selector",
@@ -79,17 +79,17 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
             "--ack-timeout",
             "ack_timeout_ms",
             type=rows.Duration(),
-            help="What is in flight for so long is nacked.",
+            help="A position that is in flight for this long is nacked.",
         ),
         click.option(
             "--max-redeliver-count",
             type=click.IntRange(0, 2**32 - 1),
-            help="What would be redelivered more often becomes a dead letter.",
+            help="A position that would be redelivered more often becomes a dead letter.",
         ),
         click.option(
             "--redelivery",
             type=policy_text.Redelivery(),
-            help=f"When what is nacked comes back: {policy_text.FORMS} (the delay levels from the third on).",
+            help=f"When a nacked position comes back: {policy_text.FORMS} (the delay levels from the third on).",
         ),
         click.option(
             "--property", "properties", multiple=True, metavar="NAME=VALUE", help="A property, free text; repeatable."
@@ -134,9 +134,10 @@ def create_subscription(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Create SUBSCRIPTION, and TOPIC if it is new. It is OK when it exists with this policy.
+    """Create SUBSCRIPTION, and TOPIC if it is new. Creating it again with the same policy is no error.
 
-    The first subscription of a topic is owed everything in its index, a later one what comes due after its creation.
+    The first subscription of a topic receives every row of the index. A later one receives the rows that come due after
+    its creation.
 
     \b
     Examples:
@@ -157,7 +158,9 @@ def create_subscription(
 @click.argument("topic")
 @click.argument("subscription")
 @_policy_options
-@click.option("--defaults", is_flag=True, help="Without the options above: the daemon's default for everything.")
+@click.option(
+    "--defaults", is_flag=True, help="Reset every field to the daemon's default; goes without the options above."
+)
 @connection.connected
 def update_subscription(
     *,
@@ -168,7 +171,7 @@ def update_subscription(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Replace the policy of SUBSCRIPTION as a whole: what is not given has the daemon's default from now on.
+    """Replace the whole policy of SUBSCRIPTION. A field that is not given has the daemon's default from now on.
 
     \b
     Examples:

@@ -38,9 +38,11 @@ _NOT_IN_TERMINAL = {"type"}
 @click.option(
     "--delete/--dry-run", "delete", default=False, help="Have the orphans deleted, or only look.  [default: --dry-run]"
 )
-@click.option("--grace", "grace_ms", type=rows.Duration(), help="Leave alone what is younger. Default: the daemon's.")
-@click.option("--unknown-topics", is_flag=True, help="Also orphans of topics of which nobody has stated what they use.")
-@click.option("--force", is_flag=True, help="Also when the orphans are more than a fifth of the bytes.")
+@click.option(
+    "--grace", "grace_ms", type=rows.Duration(), help="Keep ledgers that are younger than this. Default: the daemon's."
+)
+@click.option("--unknown-topics", is_flag=True, help="Include topics whose owner never stated which ledgers they use.")
+@click.option("--force", is_flag=True, help="Delete even when the orphans are more than a fifth of the bytes.")
 @pending.limit_option
 @connection.connected
 def sweep(
@@ -55,14 +57,16 @@ def sweep(
     limit: int | None,
     as_json: bool,
 ) -> None:
-    """Look in the object store STORE for offloaded ledgers that no record names and nobody uses: orphans.
+    """Look in the object store STORE for orphans: offloaded ledgers that no record names and nobody uses.
 
-    STORE is a name of the daemon's configuration (deletion.object_stores). Without --delete nothing is changed; with it
-    the orphans are recorded when everything was seen, verified like any other deletion, and deleted. What does not say
-    whose it is stays. It takes as long as it takes, whatever --timeout says. Ctrl-C ends it; to begin again is safe.
-    With --json each step is a line, the last one has "done": true.
+    STORE is a name in the daemon's configuration (deletion.object_stores). Without --delete nothing is changed. With
+    --delete the orphans are recorded once the whole store was listed; then the daemon verifies and deletes each one, as
+    any other deletion. A ledger whose metadata does not say which topic it belongs to is kept.
 
-    Exit status: 0 done, 4 with --delete: orphans were refused or left, or it could not be told what is one.
+    --timeout does not limit a sweep. Ctrl-C ends it, and it is safe to begin again. With --json each step is a line;
+    the last line has "done": true.
+
+    Exit status: 0 done, 4 with --delete: orphans were refused or left, or an owner or the store did not answer.
 
     \b
     Examples:

@@ -41,14 +41,17 @@ def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
 @click.command()
 @click.argument("topic")
 @click.option(
-    "--buckets", "buckets_max", type=click.IntRange(1, 2**32 - 1), help="So many at most. Default: the policy's."
+    "--buckets",
+    "buckets_max",
+    type=click.IntRange(1, 2**32 - 1),
+    help="Buckets of each index, at most. Default: the policy's.",
 )
 @connection.connected
 def merge(*, connected: client.Client, topic: str, buckets_max: int | None, as_json: bool) -> None:
-    """Merge neighbouring sealed buckets of TOPIC until each of its indexes has at most so many; hand-out goes on.
+    """Merge neighbouring sealed buckets of TOPIC until each index has at most --buckets. Hand-out goes on meanwhile.
 
-    It takes as long as it takes; --timeout is for a daemon that does not answer. Ctrl-C ends the command, and the
-    daemon goes on. Buckets that may not be merged within the policy's merge_rows_max stay.
+    --timeout does not limit the merge, only the wait for a daemon that does not answer. Ctrl-C ends the command; the
+    daemon goes on merging. Neighbours that together have more rows than the policy's merge_rows_max stay as they are.
 
     \b
     Examples:
@@ -102,15 +105,15 @@ _DELETED = ("tombstones", "orphans", "manifests", "journal_slots")
 @click.command()
 @click.option("--dry-run", is_flag=True, help="Only count what would be deleted.")
 @click.option("--force", is_flag=True, help="Also delete orphans that are more than a fifth of a shard.")
-@click.option("--retry-dead", is_flag=True, help="Try again to delete what was given up.")
+@click.option("--retry-dead", is_flag=True, help="Try again to delete the objects that were given up.")
 @connection.connected
 def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool, as_json: bool) -> None:
-    """Delete what no manifest needs any more, now, in the shards that the daemon owns. It does so by itself as well.
+    """Delete now, in the daemon's shards, the objects that no manifest needs. The daemon also does so by itself.
 
-    It takes as long as it takes, whatever --timeout says. Ctrl-C ends it; to begin again is safe. With --json each step
-    is a line, the last one has "done": true.
+    --timeout does not limit it. Ctrl-C ends it, and it is safe to begin again. With --json each step is a line; the
+    last line has "done": true.
 
-    Exit status: 0 everything is deleted, 4 something could not be, or was refused.
+    Exit status: 0 everything is deleted, 4 something could not be deleted, or was refused.
 
     \b
     Examples:

@@ -173,10 +173,10 @@ def cancel(
     subscription: str | None,
     as_json: bool,
 ) -> None:
-    """Take positions of TOPIC out before they are due. What is cancelled is never handed out.
+    """Take positions of TOPIC out before they are due. A cancelled position is never handed out.
 
-    Everything else stays as it was, and is listed with the reason: not found (never added, acknowledged, cancelled
-    before), already due, or in flight (at a dispatcher). A position leaves every index of the topic or none.
+    Positions that cannot be cancelled stay, and are listed with the reason: not found (never added, acknowledged, or
+    cancelled before), already due, or in flight (at a dispatcher). A position leaves every index of the topic or none.
 
     Exit status: 0 all are cancelled, 4 some are not.
 
@@ -202,7 +202,7 @@ def cancel(
 @_position_options
 @click.option("--in", "delay_ms", type=rows.Duration(), help="Due after this time from now: 500ms, 5s, 1h30m.")
 @click.option("--at", "deliver_at_ms", type=rows.Moment(), help="Due at this time: +1h, ISO 8601 or Unix time in ms.")
-@click.option("--key", help="Ordering key of all rows: they lose the one that they had.")
+@click.option("--key", help="Ordering key of all rows, in place of their present keys.")
 @connection.connected
 def reschedule(
     *,
@@ -217,10 +217,11 @@ def reschedule(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Give positions of TOPIC that are not due yet another time, earlier or later; a time that has come makes them due.
+    """Give positions of TOPIC another time, earlier or later, before they are due. A past time makes them due at once.
 
-    The time is --in or --at for all, or else that of each line of the file. A row is a new one: it has the key that is
-    given here, or with JSON lines the key_hash of its line. What is as it was is listed as by `tarry cancel`.
+    The time is --in or --at for all positions, or else the time in each line of the file. Each position gets a new row:
+    its key is --key, or else the key in its line, or none. Positions that keep their old time are listed with the
+    reason, as by `tarry cancel`.
 
     Exit status: 0 all have their new time, 4 some have not.
 
