@@ -33,10 +33,10 @@ class Daemon(Section, frozen=True):
             str,
             Meta(
                 pattern=_NAME,
-                description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. It "
-                "must stay the same when the daemon restarts, since a daemon takes its own shards back at once, and no "
-                "two daemons may use one id at a time. Default: host name and port of `grpc.listen`. Set it where the "
-                "host name changes with every start (containers) and where the port is 0.",
+                description="Names this daemon among those that share a root; letters, digits, `.`, `_` and `-`. The "
+                "id must stay the same over restarts: a daemon takes its own shards back at once. No two daemons may "
+                "use one id at a time. Default: host name and port of `grpc.listen`. Set the id where the host name "
+                "changes with every start (containers) and where the port is 0.",
             ),
         ]
         | None
@@ -46,8 +46,8 @@ class Daemon(Section, frozen=True):
             str,
             Meta(
                 pattern=ADDRESS,
-                description="host:port at which clients and other daemons reach this one. Default: the address that is "
-                "bound; with the host name in place of `0.0.0.0` and `[::]`.",
+                description="host:port at which clients and other daemons reach this daemon. Default: the address that "
+                "is bound, with the host name in place of `0.0.0.0` and `[::]`.",
             ),
         ]
         | None
@@ -55,8 +55,8 @@ class Daemon(Section, frozen=True):
     insecure: Annotated[
         bool,
         Meta(
-            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback although "
-            "neither TLS nor tokens exist yet: whoever reaches the port may add, receive and delete.",
+            description="Allow `grpc.listen` and `metrics.listen` on an address that is not loopback. There is neither "
+            "TLS nor a token yet: whoever reaches the port may add, receive and delete.",
         ),
     ] = False
     drain_s: Annotated[
@@ -64,8 +64,9 @@ class Daemon(Section, frozen=True):
         Meta(
             gt=0,
             le=3600,
-            description="At shutdown, time to make durable what is staged, to seal, to write checkpoints and to give "
-            "the shards up; after it, or at a second signal, the daemon ends with status 3 and says what was left.",
+            description="Time for an orderly end: what is staged becomes durable, seals that are under way end, "
+            "checkpoints are written, shards are given up. After this time, or at a second signal, the daemon ends "
+            "with status 3 and says what was left.",
         ),
     ] = 30.0
     shards: Annotated[
@@ -73,8 +74,8 @@ class Daemon(Section, frozen=True):
         Meta(
             ge=1,
             le=4096,
-            description="Shards of a new root: units of ownership, journal and checkpoint. An existing root "
-            "keeps its number.",
+            description="Shards of a new root. A shard has one owner, one journal and its checkpoints. An existing "
+            "root keeps its number.",
         ),
     ] = 16
 
@@ -89,21 +90,32 @@ class Grpc(Section, frozen=True):
         int, Meta(ge=1, le=1_000_000, description="Calls and streams that one connection may have open.")
     ] = 1000
     stream_requests_in_flight_max: Annotated[
-        int, Meta(ge=1, le=100_000, description="Unanswered requests of one stream above which it is not read further.")
+        int,
+        Meta(
+            ge=1,
+            le=100_000,
+            description="The daemon stops reading a stream that has more unanswered requests than this.",
+        ),
     ] = 256
     stream_bytes_in_flight_max: Annotated[
-        int, Meta(ge=1, description="Bytes of these requests above which the stream is not read further.")
+        int,
+        Meta(
+            ge=1, description="The daemon stops reading a stream whose unanswered requests have more bytes than this."
+        ),
     ] = 32 << 20
     keepalive_time_s: Annotated[
-        float, Meta(ge=1, le=7200, description="Silence after which a connection is probed.")
+        float, Meta(ge=1, le=7200, description="The daemon probes a connection after so long a silence.")
     ] = 30.0
     keepalive_timeout_s: Annotated[
-        float, Meta(ge=1, le=600, description="Time without an answer to the probe until the connection is closed.")
+        float,
+        Meta(ge=1, le=600, description="The daemon closes a connection that has not answered the probe for so long."),
     ] = 10.0
     drain_s: Annotated[
         float,
         Meta(
-            ge=0, le=600, description="At shutdown, time for open calls to end by themselves before they are cancelled."
+            ge=0,
+            le=600,
+            description="At shutdown open calls have so long to end by themselves; then they are cancelled.",
         ),
     ] = 5.0
 
@@ -115,11 +127,13 @@ class Metrics(Section, frozen=True):
         "127.0.0.1:7462"
     )
     per_topic: Annotated[
-        bool, Meta(description='A series per topic; if false, all topics are counted under `topic="_all"`.')
+        bool, Meta(description='Each topic has its own series. If false, all topics are counted under `topic="_all"`.')
     ] = True
     per_topic_max: Annotated[
         int,
-        Meta(ge=0, le=1_000_000, description='Topics that get series of their own; the others share `topic="_other"`.'),
+        Meta(
+            ge=0, le=1_000_000, description='Topics that have series of their own; all others share `topic="_other"`.'
+        ),
     ] = 1000
 
 
@@ -127,7 +141,7 @@ class Log(Section, frozen=True):
     """The log, on standard error."""
 
     level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="The least level that is written.")
+        Literal["debug", "info", "warning", "error"], Meta(description="The lowest level that is written.")
     ] = "info"
     format: Annotated[Literal["text", "json"], Meta(description="Lines for people, or one JSON object a line.")] = (
         "text"
@@ -143,13 +157,15 @@ class Journal(Section, frozen=True):
             Meta(
                 ge=0,
                 le=10_000,
-                description="How long a slot waits for company when the shard is not idle. Default: 2 for a local "
-                "directory, 50 for S3.",
+                description="How long a slot waits for more decisions to join it when the shard is not idle. Default: "
+                "2 for a local directory, 50 for S3.",
             ),
         ]
         | None
     ) = None
-    slot_bytes_max: Annotated[int, Meta(ge=64 << 10, le=64 << 20, description="Size of one slot.")] = 8 << 20
+    slot_bytes_max: Annotated[int, Meta(ge=64 << 10, le=64 << 20, description="Size of one journal slot, at most.")] = (
+        8 << 20
+    )
     checkpoint_bytes: Annotated[
         int, Meta(ge=64 << 10, description="Bytes of journal after which a shard writes a checkpoint.")
     ] = 64 << 20
@@ -157,9 +173,9 @@ class Journal(Section, frozen=True):
         int,
         Meta(
             ge=1,
-            description="Slots of journal after which a shard writes a checkpoint; it does so sooner where the "
-            "shards together have 10,000 slots above their checkpoints, or 2,000 where a read is a request to another "
-            "machine: a restart reads them.",
+            description="Slots of journal after which a shard writes a checkpoint. A restart reads the slots above the "
+            "checkpoints, so a shard writes one sooner where all shards together would have more than 10,000 such "
+            "slots (2,000 where a read is a request to another machine).",
         ),
     ] = 10_000
 
@@ -168,16 +184,26 @@ class Delivery(Section, frozen=True):
     """Loading ahead and handing out."""
 
     tick_ms: Annotated[
-        int, Meta(ge=1, le=500, description="Hand-outs are batched by as much; only ever later, never earlier.")
+        int,
+        Meta(
+            ge=1,
+            le=500,
+            description="Hand-outs are batched by this time: a row may come later by as much, never earlier.",
+        ),
     ] = 5
     lookahead_ms: Annotated[
-        int, Meta(ge=0, le=3_600_000, description="How long before its first row is due a segment is loaded.")
+        int, Meta(ge=0, le=3_600_000, description="A segment is loaded so long before its first row is due.")
     ] = 30_000
     segment_memory_bytes: Annotated[int, Meta(ge=1 << 20, description="Memory for loaded segments of all topics.")] = (
         256 << 20
     )
     ready_rows_max: Annotated[
-        int, Meta(ge=1, description="Due rows of one topic that wait in memory for permits; more stay where they are.")
+        int,
+        Meta(
+            ge=1,
+            description="Due rows of a subscription that wait in memory for permits, at most; further rows stay in "
+            "their buckets.",
+        ),
     ] = 200_000
 
 
@@ -186,15 +212,20 @@ class Redelivery(Section, frozen=True):
 
     delay_ms: Annotated[
         int,
-        Meta(ge=0, le=1 << 53, description="The delay where neither the call nor the subscription's policy says one."),
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Delay of a negative acknowledgement where neither the call nor the subscription's policy has "
+            "one.",
+        ),
     ] = 60_000
     nack_precision_bits: Annotated[
         int,
         Meta(
             ge=0,
             le=20,
-            description="Redelivery times are rounded up to multiples of 2^n ms where the subscription's policy says "
-            "nothing (PIP-393); 0: exact.",
+            description="Redelivery times are rounded up to multiples of 2^n ms (PIP-393); 0: exact. The policy of a "
+            "subscription may set another n.",
         ),
     ] = 8
     delay_levels: Annotated[
@@ -205,20 +236,22 @@ class Redelivery(Section, frozen=True):
         ),
     ] = DEFAULT_TABLE
     clamp_delay_level: Annotated[
-        bool, Meta(description="A level above the last one is the last one; if false, it is refused.")
+        bool, Meta(description="A level above the last one counts as the last one. If false, it is refused.")
     ] = True
 
 
 class Limits(Section, frozen=True):
     """What a request may ask for. A refused request changes nothing."""
 
-    rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request.")] = 100_000
+    rows_per_request_max: Annotated[int, Meta(ge=1, le=10_000_000, description="Rows of one request, at most.")] = (
+        100_000
+    )
     message_bytes_max: Annotated[
-        int, Meta(ge=_MESSAGE_BYTES_LEAST, le=1 << 30, description="Bytes of one request.")
+        int, Meta(ge=_MESSAGE_BYTES_LEAST, le=1 << 30, description="Bytes of one request, at most.")
     ] = 16 << 20
     topic_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a topic's name in UTF-8.")] = 1024
     subscription_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a subscription's name.")] = 255
-    delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="How far ahead a row may be due.")] = (
+    delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="The longest delay of a row.")] = (
         10 * 365 * 86_400_000
     )
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
@@ -233,15 +266,20 @@ class Limits(Section, frozen=True):
         int, Meta(ge=0, le=1 << 53, description="Pending rows of all topics together; 0: no limit.")
     ] = 0
     pending_rows_per_topic_max: Annotated[
-        int, Meta(ge=0, le=1 << 53, description="Pending rows of a topic whose policy says nothing; 0: no limit.")
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Pending rows of one topic; 0: no limit. The policy of a topic may set another limit.",
+        ),
     ] = 0
     due_rows_per_second_max: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 53,
-            description="Rows of a topic whose policy says nothing that may come due within one second, so that nobody "
-            "plans a burst by accident; 0: no limit.",
+            description="Rows of one topic that may come due within one second, as a guard against a burst that is "
+            "planned by accident; 0: no limit. The policy of a topic may set another limit.",
         ),
     ] = 0
     client_rows_per_second_max: Annotated[
@@ -249,12 +287,18 @@ class Limits(Section, frozen=True):
         Meta(
             ge=0,
             le=1 << 53,
-            description="Rows that one client may add in a second to a topic whose policy says nothing; 0: no limit. A "
-            "client is who sends one `tarry-client-id`, or the host that calls.",
+            description="Rows that one client may add to one topic in a second; 0: no limit. A client is all callers "
+            "that send one `tarry-client-id`, or else one calling host. The policy of a topic may set another limit.",
         ),
     ] = 0
     client_bytes_per_second_max: Annotated[
-        int, Meta(ge=0, le=1 << 53, description="The same in bytes of requests; 0: no limit.")
+        int,
+        Meta(
+            ge=0,
+            le=1 << 53,
+            description="Bytes of requests with which one client may add to one topic in a second; 0: no limit. The "
+            "policy of a topic may set another limit.",
+        ),
     ] = 0
 
 
@@ -263,7 +307,7 @@ class Ownership(Section, frozen=True):
 
     heartbeat_interval_s: Annotated[float, Meta(gt=0, le=60, description="Time between two heartbeats.")] = 3.0
     misses_max: Annotated[
-        int, Meta(ge=2, le=1000, description="Missed heartbeats after which another daemon is taken to be gone.")
+        int, Meta(ge=2, le=1000, description="A daemon that has missed so many heartbeats is taken to be gone.")
     ] = 3
 
 
@@ -271,10 +315,10 @@ Driver = Annotated[str, Meta(min_length=1, max_length=255)]
 
 
 class DeletionObjectStore(Section, frozen=True):
-    """A place where offloaded ledgers are, which the daemon deletes itself; a table for each.
+    """A store with offloaded ledgers, which the daemon deletes itself; a table for each store.
 
-    A record belongs to the store that has its driver, and its bucket if it names one. A record reaches nothing that has
-    no table here. A local directory must be a store already: one that is not mounted is not taken for an empty one.
+    A record belongs to the store that has its driver, and its bucket if it names one. A record reaches only stores that
+    have a table here. A local directory must be a store already, so that an unmounted one is not taken for empty.
     """
 
     name: Annotated[str, Meta(pattern=_NAME, description="Names the store, for `tarry sweep`; required.")]
@@ -288,44 +332,69 @@ class DeletionObjectStore(Section, frozen=True):
 
 
 class DeletionOwner(Section, frozen=True):
-    """Somebody who is asked by HTTP, `docs/LEDGER_OWNERS.md`; a table for each."""
+    """An owner of ledgers, which the daemon asks by HTTP (`docs/LEDGER_OWNERS.md`); a table for each owner."""
 
     name: Annotated[str, Meta(pattern=_NAME, description="Names the owner, in messages; required.")]
     topic_prefixes: Annotated[
         tuple[str, ...],
         Meta(
-            description="What names of its topics begin with; the longest that fits has a topic, an empty one fits all."
+            description="Prefixes of the owner's topics. A topic belongs to the owner with the longest prefix that "
+            "fits; an empty prefix fits every topic."
         ),
     ] = ()
     drivers: Annotated[
         tuple[Driver, ...],
-        Meta(description="Drivers whose offloaded ledgers it deletes itself, unless an object store here has them."),
+        Meta(
+            description="Drivers whose offloaded ledgers the owner deletes itself, unless an object store above has "
+            "them."
+        ),
     ] = ()
     delete_url: (
-        Annotated[str, Meta(pattern=URL, description="Where it is told to delete a ledger. Default: it is not.")] | None
+        Annotated[
+            str, Meta(pattern=URL, description="URL at which the owner is told to delete a ledger. Default: none.")
+        ]
+        | None
     ) = None
     in_use_url: (
-        Annotated[str, Meta(pattern=URL, description="Where it is asked what is in use. Default: it is not.")] | None
+        Annotated[str, Meta(pattern=URL, description="URL at which the owner is asked what is in use. Default: none.")]
+        | None
     ) = None
     authorization_file: (
-        Annotated[str, Meta(min_length=1, description="File with the `Authorization` header, read each time.")] | None
+        Annotated[
+            str,
+            Meta(
+                min_length=1,
+                description="File with the value of the `Authorization` header; it is read for each request.",
+            ),
+        ]
+        | None
     ) = None
     timeout_s: Annotated[
-        float, Meta(gt=0, le=300, description="Time to connect; then until an answer begins; then until it is whole.")
+        float,
+        Meta(
+            gt=0,
+            le=300,
+            description="Time to connect, again until the answer begins, and again until the answer is whole.",
+        ),
     ] = 10.0
 
 
 class Deletion(Section, frozen=True):
     """Deletion of ledgers and offloaded objects of other systems, in two phases (names of PIP-186).
 
-    Without an object store or an owner nothing is deleted: records are retried, and then are dead letters.
+    Without an object store or an owner nothing is deleted: records are retried, and become dead letters.
     """
 
     two_phase_deletion_enabled: Annotated[
-        bool, Meta(description="Whether deletions of topics whose policy says nothing are recorded.")
+        bool, Meta(description="Whether deletions are recorded. The policy of a topic may say otherwise.")
     ] = True
     parallelism: Annotated[
-        int, Meta(ge=1, le=256, description="Attempts at once, each in a thread of its own that nobody else waits for.")
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Attempts at the same time, each in its own thread. Nothing else waits for these threads.",
+        ),
     ] = 4
     reconsume_later_seconds: Annotated[
         int, Meta(ge=1, le=30 * 86_400, description="Time from a failed attempt to the next.")
@@ -334,24 +403,31 @@ class Deletion(Section, frozen=True):
         int, Meta(ge=0, le=1000, description="Retries after the first attempt; then a record is a dead letter.")
     ] = 10
     jitter: Annotated[
-        float, Meta(ge=0, le=0.5, description="Part of the time between attempts by which it is longer or shorter.")
+        float,
+        Meta(ge=0, le=0.5, description="The time between attempts is longer or shorter by up to this part of it."),
     ] = 0.1
     pending_max: Annotated[
-        int, Meta(ge=1, le=10_000_000, description="Records that are pending, held or dead letters, of all topics.")
+        int,
+        Meta(ge=1, le=10_000_000, description="Records of all topics that are pending, held or dead letters, at most."),
     ] = 200_000
     in_use_max: Annotated[
-        int, Meta(ge=1, le=100_000_000, description="Ledgers that are in use as their owners say, of all topics.")
+        int,
+        Meta(ge=1, le=100_000_000, description="Ledgers of all topics that their owners state to be in use, at most."),
     ] = 1_000_000
     sweep_grace_s: Annotated[
         float,
-        Meta(ge=0, le=365 * 86_400, description="Age from which an offloaded ledger that nobody knows is an orphan."),
+        Meta(ge=0, le=365 * 86_400, description="An offloaded ledger that nobody knows is an orphan from this age on."),
     ] = 86_400.0
     guard_share: Annotated[
         float,
-        Meta(ge=0, le=1, description="Part of the listed bytes above which orphans stay until `tarry sweep --force`."),
+        Meta(
+            ge=0,
+            le=1,
+            description="Orphans that are more than this part of the listed bytes stay until `tarry sweep --force`.",
+        ),
     ] = 0.2
-    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes are deleted in any case.")] = (
-        64 << 20
-    )
+    guard_bytes: Annotated[
+        int, Meta(ge=0, description="Orphans of up to so many bytes are deleted whatever part they are.")
+    ] = 64 << 20
     object_stores: tuple[DeletionObjectStore, ...] = ()
     owners: tuple[DeletionOwner, ...] = ()

@@ -67,15 +67,17 @@ class Store(Section, frozen=True):
     )
     io_threads: Annotated[
         int,
-        Meta(ge=1, le=256, description="Threads for requests to the store that have none of their own below."),
+        Meta(
+            ge=1, le=256, description="Threads for all requests to the store that have no threads of their own below."
+        ),
     ] = 16
     journal_threads: Annotated[
         int,
         Meta(
             ge=1,
             le=4096,
-            description="Threads of the daemon for slots of the journals, looks at the epochs and heartbeats: two "
-            "for a shard let none of them wait for another.",
+            description="Threads of the daemon for journal slots, heartbeats, and reads that confirm the epoch. With "
+            "two threads a shard none of these waits for another.",
         ),
     ] = 32
     load_threads: Annotated[
@@ -95,16 +97,22 @@ class Bucket(Section, frozen=True):
     """When the mutable bucket is sealed, and how a sealed one is cut and written (names of PIP-195)."""
 
     min_index_count_per_bucket: Annotated[
-        int, Meta(ge=1, description="Rows from which it is sealed when a higher ledger arrives.")
+        int,
+        Meta(
+            ge=1,
+            description="The mutable bucket is sealed when it has so many rows and a row of a higher ledger arrives.",
+        ),
     ] = 50_000
-    rows_max: Annotated[int, Meta(ge=1, description="Rows at which it is sealed whatever the ledger.")] = 200_000
-    bytes_max: Annotated[int, Meta(ge=1 << 10, description="Bytes at which it is sealed.")] = 16 << 20
+    rows_max: Annotated[
+        int, Meta(ge=1, description="The mutable bucket is sealed at so many rows, whatever the ledger.")
+    ] = 200_000
+    bytes_max: Annotated[int, Meta(ge=1 << 10, description="The mutable bucket is sealed at so many bytes.")] = 16 << 20
     age_max_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="Age of its oldest row at which it is sealed; by topic up to a quarter sooner, so that those "
-            "which began together are not sealed together.",
+            description="The mutable bucket is sealed when its oldest row has this age. A topic seals up to a quarter "
+            "sooner, so that topics which began together do not seal together.",
         ),
     ] = 1800.0
     form: Annotated[
@@ -112,23 +120,30 @@ class Bucket(Section, frozen=True):
         Meta(description="`columnar` is small and fast; `compatible` is read in full by programs made from PIP-195."),
     ] = "columnar"
     max_time_step_per_bucket_snapshot_segment_seconds: Annotated[
-        int, Meta(ge=1, description="Span of due times of one segment.")
+        int, Meta(ge=1, description="Span of the due times of one segment, at most.")
     ] = 300
     max_indexes_per_bucket_snapshot_segment: Annotated[
-        int, Meta(ge=-1, description="Rows of one segment; -1: no limit.")
+        int, Meta(ge=-1, description="Rows of one segment, at most; -1: no limit.")
     ] = 5000
     min_indexes_per_bucket_snapshot_segment: Annotated[
-        int, Meta(ge=0, description="The span cuts only a segment that has as many rows; 0: PIP-195's rule.")
+        int,
+        Meta(ge=0, description="The span cuts a segment only when the segment has so many rows; 0: PIP-195's rule."),
     ] = 1000
     max_num_buckets: Annotated[
         int,
         Meta(
-            ge=-1, description="Sealed buckets of one index above which neighbours are merged; at least 1; -1: never."
+            ge=-1,
+            description="Neighbours are merged when one index has more sealed buckets than this; at least 1; -1: "
+            "never.",
         ),
     ] = 50
-    merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads.")] = 10
+    merge_buckets_max: Annotated[int, Meta(ge=2, description="Buckets that one merge reads, at most.")] = 10
     merge_rows_max: Annotated[
-        int, Meta(ge=1, description="Rows of a merged bucket; a run of neighbours that has more stays as it is.")
+        int,
+        Meta(
+            ge=1,
+            description="Rows of a merged bucket, at most. Neighbours that together have more rows stay as they are.",
+        ),
     ] = 2_000_000
 
 
@@ -151,8 +166,8 @@ class Collection(Section, frozen=True):
         Meta(
             ge=0,
             le=30 * 86_400,
-            description="How long an object stays after it left its manifest. Whoever reads by an older one is done by "
-            "then, or looks at the newest.",
+            description="How long an object stays after it left its manifest. Whoever reads by an older manifest is "
+            "done by then, or reads the newest manifest.",
         ),
     ] = 3600.0
     orphan_age_s: Annotated[
@@ -160,8 +175,8 @@ class Collection(Section, frozen=True):
         Meta(
             ge=0,
             le=365 * 86_400,
-            description="How long an object may take from its beginning to the manifest that names it. What takes "
-            "longer is refused and begun again, never lost.",
+            description="How long an object may take from its beginning to the manifest that names it. Work that takes "
+            "longer is refused and begun again; no row is lost.",
         ),
     ] = 86_400.0
     manifests_kept: Annotated[
@@ -172,23 +187,30 @@ class Collection(Section, frozen=True):
         Meta(
             ge=86_400,
             le=3650 * 86_400,
-            description="How long a manifest is kept after a later one; all but the last of a deleted topic go then.",
+            description="How long a manifest is kept after a later one exists. All but the last manifest of a deleted "
+            "topic go then.",
         ),
     ] = 86_400.0
     attempts_max: Annotated[
         int,
-        Meta(ge=1, le=1000, description="Failed deletions after which an object is given up, under `dead_objects/`."),
+        Meta(
+            ge=1,
+            le=1000,
+            description="An object whose deletion has failed so often is given up, and recorded under `dead_objects/`.",
+        ),
     ] = 10
     guard_share: Annotated[
         float,
         Meta(
             ge=0,
             le=1,
-            description="Part of a shard's bytes above which orphans stay until `tarry gc --force`: so many are more "
-            "likely a mistake.",
+            description="Orphans that are more than this part of a shard's bytes stay until `tarry gc --force`: so "
+            "many are more likely a mistake.",
         ),
     ] = 0.2
-    guard_bytes: Annotated[int, Meta(ge=0, description="Orphans of up to so many bytes go in any case.")] = 64 << 20
+    guard_bytes: Annotated[
+        int, Meta(ge=0, description="Orphans of up to so many bytes are deleted whatever part they are.")
+    ] = 64 << 20
 
 
 def check_store(store: Store) -> None:
