@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_OURS = {"__pycache__", "build", "dist", "tarry-data"}
 SOURCES = {".cfg", ".json", ".md", ".proto", ".py", ".pyi", ".service", ".sh", ".toml", ".yaml", ".yml"}
 # Made by tools, or long texts of others.
-NOT_READ = {"uv.lock", "gen_proto.py.lock", "LICENSE"}
+NOT_READ = {".git", "uv.lock", "gen_proto.py.lock", "LICENSE"}
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")
@@ -116,6 +116,15 @@ CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
 }
 
 
+TERM = re.compile(r"^\| \*\*([^*]+)\*\* \|", re.MULTILINE)
+
+
+def unused_terms(glossary: str, texts: Iterable[str]) -> list[str]:
+    """Terms of a glossary that none of the texts has, in capitals or not."""
+    everything = "\n".join(texts).lower()
+    return [term for term in TERM.findall(glossary) if not re.search(rf"\b{re.escape(term.lower())}\b", everything)]
+
+
 def named(paths: Iterable[Path]) -> list[str]:
     return [path.relative_to(REPOSITORY).as_posix() for path in paths]
 
@@ -140,6 +149,19 @@ def test_what_a_document_names_exists(document: Path, check: str) -> None:
 )
 def test_what_does_not_exist_is_found(check: str, text: str, absent: str) -> None:
     assert CHECKS[check](text, REPOSITORY / "README.md") == [absent]
+
+
+def test_every_term_of_the_glossary_is_used() -> None:
+    glossary = REPOSITORY / "docs" / "GLOSSARY.md"
+    text = glossary.read_text(encoding="utf-8")
+    others = (path.read_text(encoding="utf-8") for path in DOCUMENTS if path != glossary)
+    assert len(TERM.findall(text)) >= 30
+    assert unused_terms(text, others) == []
+
+
+def test_a_term_that_nobody_uses_is_found() -> None:
+    glossary = "| **head** | a place | none |\n| **lane** | a way | none |\n"
+    assert unused_terms(glossary, ["Behind the Head.", "planes"]) == ["lane"]
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:
