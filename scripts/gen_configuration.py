@@ -26,7 +26,12 @@ TARGET = REPOSITORY / "docs" / "CONFIGURATION.md"
 HEAD = """\
 # Configuration
 
-Made from `daemon/settings.py` and `storage_backends/settings.py` by `scripts/gen_configuration.py`.
+Made from `daemon/settings.py` and `storage_backends/settings.py` by `scripts/gen_configuration.py`. Names in
+`bucket` follow [PIP-195](https://github.com/apache/pulsar/blob/master/pip/pip-195.md), names in `deletion` follow
+[PIP-186](https://github.com/apache/pulsar/blob/master/pip/pip-186.md). `redelivery.nack_precision_bits` is
+`negativeAckPrecisionBitCnt` of [PIP-393](https://github.com/apache/pulsar/blob/master/pip/pip-393.md),
+`redelivery.delay_levels` is RocketMQ's [`messageDelayLevel`](https://rocketmq.apache.org/docs/4.x/producer/04message3/).
+Terms: [GLOSSARY.md](GLOSSARY.md).
 
 `tarryd` needs no configuration: without arguments it serves on loopback and keeps its data in `./tarry-data`. A setting
 comes from, in this order, the later wins:
