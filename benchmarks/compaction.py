@@ -26,9 +26,9 @@ import numpy as np
 import tarry
 from benchmarks import job_process, load, report, small_buckets, steady_load, tarry_load, workbench
 from benchmarks.job_process import DRIVER, JVM, WORKER
-from compaction import topic_reading, topic_state
-from compaction.root import Root
 from examples import processes
+from jobs import topic_reading, topic_state
+from jobs.root import Root
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
 

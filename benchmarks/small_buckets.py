@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import tarry
 from benchmarks import life, load, workbench
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket, manifest, names
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, ObjectReference, Progress, TopicManifest

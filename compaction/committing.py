@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from compaction.root import Root, TopicPlace
+from jobs.root import Root, TopicPlace
 from storage_backends import bucket_objects, commit
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.merging import WrittenMerge

@@ -41,11 +41,11 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from compaction import pruning, tables
-from compaction import settings as job_settings
 from compaction.pruning import EVERYTHING, Ranges, Wanted
-from compaction.root import Root
-from compaction.settings import Settings
-from compaction.store_of import store_of
+from jobs import job_settings
+from jobs.job_settings import Settings
+from jobs.root import Root
+from jobs.store_of import store_of
 from storage_backends.settings import SettingsError
 
 FORMAT: Final = "tarry"

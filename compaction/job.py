@@ -21,15 +21,15 @@ from typing import Final
 
 from compaction import plan
 from compaction.committing import Tip, TopicCommits
-from compaction.engine import Engine
 from compaction.merge import FailedRun, Failure, WrittenRun, task_of
 from compaction.plan import Parameters, Run
-from compaction.root import Root, TopicPlace
-from compaction.settings import Settings
 from compaction.summary import Outcome, Summary
 from compaction.tally import Advance, Tally
 from compaction.wave import Report, Wave
 from compaction.waves import Amount, Waves, Work
+from jobs.engine_port import Engine
+from jobs.job_settings import Settings
+from jobs.root import Root, TopicPlace
 from storage_backends import commit, merge_hints
 from storage_backends import settings as sections
 from storage_backends.crash_points import crash_point

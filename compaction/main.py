@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from compaction import engine, root
+from jobs import engine_port, root
 from storage_backends.object_store import StoreError
 from storage_backends.settings import SettingsError
 
@@ -48,7 +48,7 @@ class Commands(click.Group):
             ctx.exit(EXIT_INTERRUPTED)
         except SettingsError as error:
             raise click.UsageError(str(error)) from error
-        except (root.RootAbsent, StoreError, engine.WorkFailed, engine.EngineUnusable) as error:
+        except (root.RootAbsent, StoreError, engine_port.WorkFailed, engine_port.EngineUnusable) as error:
             raise click.ClickException(str(error)) from error
 
 

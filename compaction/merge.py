@@ -22,8 +22,8 @@ from collections.abc import Sequence
 import ulid
 
 from compaction.plan import Run
-from compaction.settings import Settings
-from compaction.store_of import store_of
+from jobs.job_settings import Settings
+from jobs.store_of import store_of
 from storage_backends import merging
 from storage_backends import settings as sections
 from storage_backends.crash_points import crash_point

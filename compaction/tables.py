@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from compaction.pruning import EVERYTHING, Wanted
-from compaction.root import Root
-from compaction.topic_reading import read_states
-from compaction.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
+from jobs.root import Root
+from jobs.topic_reading import read_states
+from jobs.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
 from storage_backends import bucket_objects
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket import SegmentInfo

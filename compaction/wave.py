@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from compaction.engine import Engine, WorkFailed
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.waves import Work
+from jobs.engine_port import Engine, WorkFailed
 
 Report = WrittenRun | FailedRun
 

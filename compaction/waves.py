@@ -18,7 +18,7 @@ from collections.abc import Collection
 from typing import Final
 
 from compaction.plan import Run
-from compaction.root import TopicPlace
+from jobs.root import TopicPlace
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -1,4 +1,7 @@
-"""What holds for every test: loopback only, no credentials of the machine, and the same examples every run."""
+"""What holds for every test: loopback only, no credentials of the machine, and the same examples every run.
+
+And the fixture `spark`, which the tests of several folders share: one session for all tests of a process.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import ipaddress
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import botocore.loaders
 import botocore.session
@@ -14,6 +19,9 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # The gate must give the same verdict twice: examples are derived from the test, not from the clock. A longer search,
 # with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
@@ -82,3 +90,21 @@ def models_of_s3_are_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(botocore.session, "create_loader", functools.cache(botocore.loaders.create_loader))
         yield
+
+
+@pytest.fixture(scope="session")
+def spark_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the event log of the session."""
+    return tmp_path_factory.mktemp("spark-events")
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory, spark_events: Path) -> Iterator[SparkSession]:
+    """A session in this process. Java costs seconds of two cores whenever it starts, so a test asks for this one unless
+    it needs a process of its own.
+    """
+    # Most tests go without it, and it takes long to import.
+    from tests.support.spark import session
+
+    with session(tmp_path_factory.mktemp("spark"), spark_events) as opened:
+        yield opened

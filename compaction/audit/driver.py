@@ -34,9 +34,9 @@ from compaction.audit.manifests import ManifestRun, ManifestsSeen
 from compaction.audit.objects import Item, Role
 from compaction.audit.reading import SYSTEM_CLOCK, Place, WallClock
 from compaction.audit.rows import TwiceRun, Unnamed
-from compaction.engine import Engine
-from compaction.root import Root
-from compaction.settings import Settings
+from jobs.engine_port import Engine
+from jobs.job_settings import Settings
+from jobs.root import Root
 from storage_backends import object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Set
 from typing import TypeAlias
 
 from compaction.audit import reading as audit_reading
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import object_store, progress_objects
 from storage_backends.formats import checkpoint, errors, index_ids, journal, names, position_bitmap, redelivery
 from storage_backends.formats.journal import (

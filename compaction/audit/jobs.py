@@ -17,7 +17,7 @@ from compaction.audit.manifests import ManifestRun
 from compaction.audit.objects import Item, ObjectRun, Role
 from compaction.audit.reading import Place, WallClock
 from compaction.audit.rows import LeftoversRun, Unnamed
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.listing import Listed
 

@@ -18,7 +18,7 @@ from compaction.audit import content as audit_content
 from compaction.audit import reading as audit_reading
 from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from compaction.audit.reading import Read
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import object_store
 from storage_backends.formats import errors, journal, names
 from storage_backends.formats.manifest import ShardManifest

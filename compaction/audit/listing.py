@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends.formats import errors, names
 from storage_backends.listing import ShardListing
 from storage_backends.object_store import ListedObject

@@ -17,7 +17,7 @@ from compaction.audit import content as audit_content
 from compaction.audit import reading as audit_reading
 from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from compaction.audit.reading import Place, Read
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import object_store, progress_objects
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import errors, manifest, names

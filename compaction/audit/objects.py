@@ -21,7 +21,7 @@ from compaction.audit import content as audit_content
 from compaction.audit import reading as audit_reading
 from compaction.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from compaction.audit.reading import Named, Place, Read, WallClock
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import bucket_objects, object_store
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import CheckpointReference, LiveBucket, ObjectReference

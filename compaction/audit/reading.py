@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
-from compaction.root import Root, TopicPlace
+from jobs.root import Root, TopicPlace
 from storage_backends import listing, object_store, topic_manifest
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest

@@ -23,7 +23,7 @@ from compaction.audit import reading as audit_reading
 from compaction.audit.findings import Finding, Kind, Severity, Tally
 from compaction.audit.held import HeldRows
 from compaction.audit.reading import Place, WallClock
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import bucket_objects, object_store, progress_objects, topic_manifest
 from storage_backends.formats import bucket, errors, index_ids, merge, position_bitmap
 from storage_backends.formats.manifest import LiveBucket, Progress, ShardManifest, TopicManifest

@@ -21,7 +21,7 @@ from compaction.audit import driver
 from compaction.audit.findings import MEANING, Kind, Report, Severity
 from compaction.commands import options, output
 from compaction.commands.options import Shared
-from compaction.store_of import store_of
+from jobs.store_of import store_of
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from rich import filesize
 from compaction import job, job_metrics, merge, plan, summary, tally
 from compaction.commands import options, output
 from compaction.commands.options import Shared
-from compaction.engine import Engine
-from compaction.root import Root
-from compaction.store_of import store_of
 from compaction.summary import Summary
 from compaction.tally import Advance
+from jobs.engine_port import Engine
+from jobs.root import Root
+from jobs.store_of import store_of
 
 _log = logging.getLogger(__name__)
 

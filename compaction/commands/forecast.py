@@ -21,8 +21,8 @@ from compaction.forecast import text as forecast_text
 from compaction.forecast.files import OutputFile, Unwritable
 from compaction.forecast.result import STEP_NAMES, Forecast
 from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
-from compaction.root import Root
-from compaction.store_of import store_of
+from jobs.root import Root
+from jobs.store_of import store_of
 
 _log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import click
 
-from compaction import local_engine, settings
 from compaction.commands import output
-from compaction.engine import Engine
-from compaction.settings import Settings
+from jobs import job_settings, local_engine
+from jobs.engine_port import Engine
+from jobs.job_settings import Settings
 
 NICE_DEFAULT = 10
 """Of worker processes: a daemon on the same machine comes first."""
@@ -45,7 +45,7 @@ class Shared:
             return local_engine.LocalEngine(parallelism=self.parallelism, preload=preload, nice=self.nice)
         try:
             # Seconds, and not there in an installation that needs only the local engine.
-            from compaction import spark_engine
+            from jobs import spark_engine
         except ModuleNotFoundError as error:
             raise click.ClickException(
                 f"{error.name} is not installed: install `tarryd[spark]`, or use `--engine local`"
@@ -118,7 +118,7 @@ def shared(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--master is Spark's: it goes with --engine spark")
         output.configure(quiet=quiet)
         said = Shared(
-            settings=settings.load(config, overrides, store=store),
+            settings=job_settings.load(config, overrides, store=store),
             engine=engine,
             master=master,
             parallelism=parallelism,

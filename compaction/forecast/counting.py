@@ -11,8 +11,8 @@ import enum
 
 from compaction.forecast.result import Effort
 from compaction.forecast.steps import BucketCount, Counts, Steps
-from compaction.settings import Settings
-from compaction.store_of import store_of
+from jobs.job_settings import Settings
+from jobs.store_of import store_of
 from storage_backends import bucket_objects
 from storage_backends.formats.errors import FormatError
 from storage_backends.formats.manifest import LiveBucket

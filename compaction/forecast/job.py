@@ -15,16 +15,16 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from compaction.engine import Engine
 from compaction.forecast import counting as forecast_counting
 from compaction.forecast.counting import Failure, Part, Result, Task
 from compaction.forecast.result import Effort, Forecast, Unread
 from compaction.forecast.steps import Steps, counted_at_once
 from compaction.forecast.topic import TopicCount
-from compaction.root import Root, TopicPlace
-from compaction.settings import Settings
-from compaction.topic_reading import read_states
-from compaction.topic_state import TopicState
+from jobs.engine_port import Engine
+from jobs.job_settings import Settings
+from jobs.root import Root, TopicPlace
+from jobs.topic_reading import read_states
+from jobs.topic_state import TopicState
 
 _log = logging.getLogger(__name__)
 

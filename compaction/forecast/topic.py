@@ -12,8 +12,8 @@ import numpy as np
 
 from compaction.forecast.result import Owed, TopicForecast, Unread
 from compaction.forecast.steps import Counts, Steps
-from compaction.root import TopicPlace
-from compaction.topic_state import SubscriptionState, TopicState
+from jobs.root import TopicPlace
+from jobs.topic_state import SubscriptionState, TopicState
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps

@@ -1,6 +1,7 @@
 """What spark-submit is given: `spark-submit [options of Spark] tarry_spark.py compact|forecast|audit [options]`."""
 
-from compaction import main, spark_submit
+from compaction import main
+from jobs import spark_submit
 
 spark_submit.separate_outputs()
 main.main()

@@ -15,11 +15,12 @@ from pathlib import Path
 import ulid
 
 import tarry
-from compaction import job, settings
-from compaction.root import Root
-from compaction.store_of import store_of
+from compaction import job
 from compaction.summary import Outcome, Status, Summary
 from examples import processes
+from jobs import job_settings
+from jobs.root import Root
+from jobs.store_of import store_of
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
 from tests.compaction import live_topic, stored
@@ -167,7 +168,7 @@ def scene(daemons: Daemons, jobs: Jobs, root: Path, seed: int) -> Iterator[Scene
 
 def compact_here(root: Path) -> Summary:
     """A job as `tarry-spark compact` runs it, in this process."""
-    found = settings.load(store=str(root), environment={})
+    found = job_settings.load(store=str(root), environment={})
     environment = job.Environment(now_ms=live_topic.now_ms, elapsed_s=time.monotonic, new_id=lambda: str(ulid.ULID()))
     return job.compact(
         Root.open(store_of(found)),

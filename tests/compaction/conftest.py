@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.jobs import Jobs
 from tests.support.processes import Daemons
-from tests.support.spark import spark, spark_events  # noqa: F401 - fixtures
 
 
 @pytest.fixture

@@ -31,9 +31,9 @@ from storage_backends.formats.rows import Rows
 from storage_backends.object_store import StoreError
 from storage_backends.settings import Bucket
 from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, SetSubscriptions
-from tests.compaction import roots
 from tests.compaction.jobs_in_process import World
-from tests.compaction.roots import StoredTopic
+from tests.jobs import roots
+from tests.jobs.roots import StoredTopic
 from tests.storage_backends.topic_manifests import subscription
 from tests.support.fault_store import Fault
 from tests.support.merging_process import MergingProcess

@@ -13,19 +13,19 @@ from typing import Any, Self, TypeVar
 import pytest
 
 from compaction import job, merge
-from compaction.engine import WorkFailed
 from compaction.job import Environment, Options, Stop
-from compaction.root import Root, TopicPlace
-from compaction.settings import Settings
 from compaction.summary import Summary
 from compaction.tally import Advance
+from jobs.engine_port import WorkFailed
+from jobs.job_settings import Settings
+from jobs.root import Root, TopicPlace
 from storage_backends import commit, root_format, topic_manifest
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.settings import Collection, Store
-from tests.compaction import roots
-from tests.compaction.roots import StoredTopic
+from tests.jobs import roots
+from tests.jobs.roots import StoredTopic
 from tests.support.fault_store import FaultStore, Script
 
 T = TypeVar("T")

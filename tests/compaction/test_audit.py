@@ -10,7 +10,7 @@ import pytest
 from compaction.audit import driver as audit
 from compaction.audit import findings as audit_findings
 from compaction.audit.findings import Kind, Severity
-from compaction.root import RootAbsent
+from jobs.root import RootAbsent
 from storage_backends import topic_manifest
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import journal, manifest, names

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from compaction import settings, spark_engine
 from compaction.audit import driver as audit
 from compaction.audit.driver import Limits, Request
 from compaction.audit.findings import Kind
-from compaction.store_of import store_of
+from jobs import job_settings, spark_engine
+from jobs.store_of import store_of
 from storage_backends.local_directory import LocalDirectory
 from tests.compaction.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root
 
@@ -26,7 +26,7 @@ def test_tasks_of_spark_find_what_is_found_in_this_process(spark: SparkSession, 
         for key in keys(written, ""):
             body, metadata = written.get_with_metadata(key)
             local.put(key, body, metadata=metadata)
-    found = settings.load(store=str(tmp_path / "root"), environment={})
+    found = job_settings.load(store=str(tmp_path / "root"), environment={})
     limits = Limits(manifests_kept=1000, orphan_age_ms=1 << 50, overdue_ms=1 << 50)
     with spark_engine.SparkEngine.of_session(spark) as engine:
         report = audit.audit(

@@ -18,11 +18,11 @@ from click.testing import CliRunner, Result
 
 from compaction.commands.compact import Duration, Size
 from compaction.main import cli
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
-from tests.compaction import roots
-from tests.compaction.roots import StoredTopic
+from tests.jobs import roots
+from tests.jobs.roots import StoredTopic
 from tests.support.moto_server import moto_server
 
 

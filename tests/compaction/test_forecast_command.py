@@ -20,7 +20,7 @@ from compaction.forecast.steps import HOUR_MS
 from storage_backends.formats import bucket, names
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
-from tests.compaction.roots import StoredTopic, make_root
+from tests.jobs.roots import StoredTopic, make_root
 
 ROWS = 1_000
 

@@ -16,19 +16,19 @@ import numpy as np
 import pytest
 from pyspark.sql import SparkSession
 
-from compaction import settings, spark_engine
-from compaction.engine import Engine as Workers
 from compaction.forecast import counting as forecast_counting
 from compaction.forecast import job as forecast_job
 from compaction.forecast.result import Forecast, TopicForecast
 from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
-from compaction.local_engine import LocalEngine
-from compaction.root import Root
-from compaction.store_of import store_of
 from daemon import config
 from daemon.core.claims import HeldPositions
 from daemon.engine import calls
 from daemon.engine.engine import Engine
+from jobs import job_settings, spark_engine
+from jobs.engine_port import Engine as Workers
+from jobs.local_engine import LocalEngine
+from jobs.root import Root
+from jobs.store_of import store_of
 from storage_backends.formats import bucket, index_ids
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
@@ -81,12 +81,12 @@ class Inline:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> settings.Settings:
-    return settings.Settings(store=Store(path=str(tmp_path / "root")))
+def job(tmp_path: Path) -> job_settings.Settings:
+    return job_settings.Settings(store=Store(path=str(tmp_path / "root")))
 
 
 @pytest.fixture
-async def served(job: settings.Settings) -> AsyncIterator[Engine]:
+async def served(job: job_settings.Settings) -> AsyncIterator[Engine]:
     """A daemon on the root of the job."""
     store = LocalDirectory(job.store.path)
     async with real_engine.serving(config.load(environment={}, overrides=SETTINGS), store=store) as engine:
@@ -94,7 +94,7 @@ async def served(job: settings.Settings) -> AsyncIterator[Engine]:
 
 
 def forecast(
-    job: settings.Settings,
+    job: job_settings.Settings,
     now_ms: int,
     *,
     step_ms: int = MINUTE_MS,
@@ -273,7 +273,7 @@ SUBSCRIPTIONS = {"nobody": (), "one": ("s",), "two": ("s", "t"), "with_a_late_on
 
 @pytest.mark.parametrize(("seed", "step_ms"), [(1, MINUTE_MS), (2, HOUR_MS), (3, MINUTE_MS)])
 async def test_a_forecast_says_what_the_daemons_say(
-    served: Engine, job: settings.Settings, seed: int, step_ms: int, monkeypatch: pytest.MonkeyPatch
+    served: Engine, job: job_settings.Settings, seed: int, step_ms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forecast_job, "TASK_BYTES", 200_000)
     monkeypatch.setattr(forecast_job, "WAVE_TASKS", 2)
@@ -290,7 +290,7 @@ async def test_a_forecast_says_what_the_daemons_say(
     assert found.effort.segments >= found.effort.segments_read > 0
 
 
-async def test_named_topics_alone_are_read(served: Engine, job: settings.Settings) -> None:
+async def test_named_topics_alone_are_read(served: Engine, job: job_settings.Settings) -> None:
     now_ms = _now_ms()
     for topic in ("a", "b", "c"):
         await add(served, topic, random_rows(random.Random(1), 10, 1, now_ms, past=False))
@@ -299,7 +299,7 @@ async def test_named_topics_alone_are_read(served: Engine, job: settings.Setting
 
 
 async def test_what_lies_within_one_step_is_not_read(
-    served: Engine, job: settings.Settings, monkeypatch: pytest.MonkeyPatch
+    served: Engine, job: job_settings.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = _now_ms()
     begin = now_ms // HOUR_MS * HOUR_MS + 5 * HOUR_MS
@@ -317,7 +317,7 @@ async def test_what_lies_within_one_step_is_not_read(
 
 
 async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
-    served: Engine, job: settings.Settings, monkeypatch: pytest.MonkeyPatch
+    served: Engine, job: job_settings.Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_ms = _now_ms()
     for ledger_id in (1, 2, 3):
@@ -343,7 +343,7 @@ async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
     assert again.unread == ()
 
 
-async def test_what_is_damaged_is_left_out_and_named(served: Engine, job: settings.Settings) -> None:
+async def test_what_is_damaged_is_left_out_and_named(served: Engine, job: job_settings.Settings) -> None:
     now_ms = _now_ms()
     for topic in ("good", "bad"):
         await add(served, topic, random_rows(random.Random(1), 150, 1, now_ms, past=False))
@@ -366,7 +366,7 @@ async def test_what_is_damaged_is_left_out_and_named(served: Engine, job: settin
     assert "damaged" in unread.reason
 
 
-async def test_a_topic_that_cannot_be_read_is_left_out_and_named(served: Engine, job: settings.Settings) -> None:
+async def test_a_topic_that_cannot_be_read_is_left_out_and_named(served: Engine, job: job_settings.Settings) -> None:
     now_ms = _now_ms()
     for topic in ("good", "bad"):
         await add(served, topic, random_rows(random.Random(1), 50, 1, now_ms, past=False))
@@ -381,7 +381,7 @@ async def test_a_topic_that_cannot_be_read_is_left_out_and_named(served: Engine,
 
 
 async def test_local_processes_and_spark_say_the_same(
-    served: Engine, job: settings.Settings, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+    served: Engine, job: job_settings.Settings, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forecast_job, "TASK_BYTES", 200_000)
     await lived(served, "t", ("s", "t"), 4)

@@ -16,17 +16,17 @@ from compaction import job, merge, plan, wave
 from compaction.job import Options
 from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
-from compaction.settings import Settings
 from compaction.summary import Outcome, RunResult, Status, Summary
+from jobs.job_settings import Settings
 from storage_backends import crash_points, merge_hints, progress_objects
 from storage_backends.formats import names
 from storage_backends.formats.manifest import Progress, TopicManifest
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
-from tests.compaction import roots
 from tests.compaction.jobs_in_process import World
-from tests.compaction.roots import StoredTopic
+from tests.jobs import roots
+from tests.jobs.roots import StoredTopic
 from tests.support.fault_store import Fault
 from tests.support.merging_process import MergingProcess
 

@@ -12,8 +12,8 @@ import pytest
 
 from scripts import build_spark_env
 from storage_backends.local_directory import LocalDirectory
-from tests.compaction import roots
-from tests.compaction.roots import StoredTopic
+from tests.jobs import roots
+from tests.jobs.roots import StoredTopic
 from tests.support.jobs import Action, Job, Jobs
 from tests.support.merging_process import MergingProcess
 

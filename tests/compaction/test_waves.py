@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from compaction.plan import Run
-from compaction.root import TopicPlace
 from compaction.waves import Waves, Work
+from jobs.root import TopicPlace
 from storage_backends.formats.manifest import LiveBucket, ObjectReference
 
 FLIGHTS, TRAINS = TopicPlace(0, "flights"), TopicPlace(1, "trains")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from compaction import main, settings, tally
+from compaction import main, tally
+from jobs import job_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FILE = REPOSITORY / "deploy" / "kubernetes" / "compaction-cronjob.yaml"
@@ -68,7 +69,7 @@ def test_the_options_are_those_of_the_command(pod: Any, objects: dict[str, Any],
     given = command.make_context(name, arguments).params
     assert (given["engine"], given["as_json"], given["config"]) == ("local", True, config)
     assert given["deadline"] < objects["CronJob"]["spec"]["jobTemplate"]["spec"]["activeDeadlineSeconds"]
-    store = settings.load(config, environment={}).store
+    store = job_settings.load(config, environment={}).store
     assert (store.kind, store.s3.bucket) == ("s3", "delays")
 
 

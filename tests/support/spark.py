@@ -1,22 +1,21 @@
-"""Spark for tests: a Java that starts quickly, one session a test process, and a home that may be written to.
+"""Spark for tests: a Java that starts quickly, a session, and a home that may be written to.
 
-Owns: the configuration of Spark in tests, and the fixture `spark`. Does not own: jobs as processes, and what Spark's
-event logs say (`jobs`).
-
-Java costs seconds of two cores whenever it starts, so a test asks for the fixture unless it needs a process of its own.
+Owns: the configuration of Spark in tests. Does not own: the fixture `spark`, which is one session for all tests of a
+process (`tests/conftest.py`), jobs as processes, and what Spark's event logs say (`jobs`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from compaction import java, spark_session
+from jobs import java, spark_session
 
 #: Where this environment's Spark is installed.
 INSTALLED = Path(pyspark.__file__).resolve().parent
@@ -68,19 +67,17 @@ def home(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="session")
-def spark_events(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the event log of the session."""
-    return tmp_path_factory.mktemp("spark-events")
+@contextmanager
+def session(directory: Path, events: Path) -> Iterator[SparkSession]:
+    """A session in this process, with two tasks at once, configured as a job's is.
 
-
-@pytest.fixture(scope="session")
-def spark(tmp_path_factory: pytest.TempPathFactory, spark_events: Path) -> Iterator[SparkSession]:
-    """A session in this process, with two tasks at once, configured as a job's is."""
+    :param directory: becomes the folder of Spark's configuration.
+    :param events: the folder of its event log.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME"):
             patch.delenv(name, raising=False)
-        for name, value in environment(tmp_path_factory.mktemp("spark"), spark_events).items():
+        for name, value in environment(directory, events).items():
             patch.setenv(name, value)
         with spark_session.session("tests", parallelism=2) as opened:
             yield opened

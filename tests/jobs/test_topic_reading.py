@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from compaction.root import Root, TopicPlace
-from compaction.topic_reading import read_states
-from compaction.topic_state import TopicState, owed_mask, rows_of
 from daemon.durability import checkpoint_store, shard_manifest
+from jobs.root import Root, TopicPlace
+from jobs.topic_reading import read_states
+from jobs.topic_state import TopicState, owed_mask, rows_of
 from storage_backends import commit, shard_manifests
 from storage_backends.formats import checkpoint, journal, names
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Subscription
@@ -20,7 +20,7 @@ from storage_backends.formats.rows import U64, Rows
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
-from tests.compaction.roots import NOW_MS, StoredTopic, make_root
+from tests.jobs.roots import NOW_MS, StoredTopic, make_root
 
 S, OTHER = 1, 2
 

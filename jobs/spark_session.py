@@ -26,7 +26,7 @@ from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from compaction import engine, java, spark_submit
+from jobs import engine_port, java, spark_submit
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ _STOP_SECONDS = 30
 LOST = (Py4JError, OSError, EOFError)
 
 
-class SparkUnusable(engine.EngineUnusable):
+class SparkUnusable(engine_port.EngineUnusable):
     """Spark did not start, or is not to be used in this way; the message says why."""
 
 

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from typing import Final, TypeVar
 
-from compaction.root import Root
+from jobs.root import Root
 from storage_backends import checkpoints, journal_slots, topic_tails
 from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.formats import names

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from compaction.root import TopicPlace
+from jobs.root import TopicPlace
 from storage_backends import bucket_objects, commit
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import LiveBucket, Subscription, TopicManifest

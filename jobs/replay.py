@@ -20,8 +20,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from compaction.decisions import IndexEvents, Settled
-from compaction.topic_state import BucketState, NackedRows, UnsealedRows
+from jobs.decisions import IndexEvents, Settled
+from jobs.topic_state import BucketState, NackedRows, UnsealedRows
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps

@@ -15,11 +15,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from compaction import replay
-from compaction.decisions import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
-from compaction.root import Root, TopicPlace
-from compaction.shard_reading import ShardReading
-from compaction.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
+from jobs import replay
+from jobs.decisions import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nacked, Settled
+from jobs.root import Root, TopicPlace
+from jobs.shard_reading import ShardReading
+from jobs.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
 from storage_backends import bucket_objects, commit, progress_objects
 from storage_backends.formats import errors, index_ids, journal, merge, redelivery
 from storage_backends.formats.bucket import BucketMetadata

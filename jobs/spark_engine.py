@@ -30,7 +30,7 @@ from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from compaction import engine, spark_session
+from jobs import engine_port, spark_session
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -125,7 +125,7 @@ class SparkEngine:
             raise _work_failed(failures.value)
         results = action.result().to_pylist()
         if sorted(row["place"] for row in results) != list(range(len(tasks))):
-            raise engine.WorkFailed(f"Spark returned {len(results)} results for {len(tasks)} tasks")
+            raise engine_port.WorkFailed(f"Spark returned {len(results)} results for {len(tasks)} tasks")
         done(len(tasks))
         for row in results:
             _log.debug("task %d was attempt %d of Spark's tasks", row["place"], row["attempt"])
@@ -206,7 +206,7 @@ class _Action:
         :raises WorkFailed: the action failed.
         """
         if isinstance(self._outcome, (PySparkException, *spark_session.LOST)):
-            raise engine.WorkFailed(f"Spark gave up: {spark_session.first_line(self._outcome)}") from self._outcome
+            raise engine_port.WorkFailed(f"Spark gave up: {spark_session.first_line(self._outcome)}") from self._outcome
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
@@ -229,7 +229,7 @@ def _loss_said() -> Iterator[None]:
     try:
         yield
     except spark_session.LOST as failure:
-        raise engine.WorkFailed(f"Spark's Java is lost: {spark_session.first_line(failure)}") from failure
+        raise engine_port.WorkFailed(f"Spark's Java is lost: {spark_session.first_line(failure)}") from failure
 
 
 def _failure(place: int, failure: Exception) -> _Failure:
@@ -237,8 +237,8 @@ def _failure(place: int, failure: Exception) -> _Failure:
     return _Failure(place, summary, "".join(traceback.format_exception(failure)))
 
 
-def _work_failed(failures: tuple[_Failure, ...]) -> engine.WorkFailed:
+def _work_failed(failures: tuple[_Failure, ...]) -> engine_port.WorkFailed:
     first = failures[0]
     _log.error("task %d failed in a worker of Spark:\n%s", first.place, first.trace)
     others = f" (and {len(failures) - 1} more tasks failed)" if len(failures) > 1 else ""
-    return engine.WorkFailed(f"task {first.place}: {first.summary}{others}")
+    return engine_port.WorkFailed(f"task {first.place}: {first.summary}{others}")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from compaction import engine
-from compaction.local_engine import LocalEngine, cores
+from jobs import engine_port
+from jobs.local_engine import LocalEngine, cores
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def test_no_tasks_are_no_work(local: LocalEngine) -> None:
 
 
 def test_a_task_that_raises_ends_the_run_and_says_what_it_raised(local: LocalEngine) -> None:
-    with pytest.raises(engine.WorkFailed, match=r"task 1 failed: ZeroDivisionError"):
+    with pytest.raises(engine_port.WorkFailed, match=r"task 1 failed: ZeroDivisionError"):
         list(local.run(operator.truth, [0, Unlucky()], no_matter))
     assert list(local.run(operator.neg, [1], no_matter)) == [(0, -1)], "it goes on with the next run"
 
 
 def test_a_worker_that_dies_ends_the_run_and_its_exit_code_is_said(local: LocalEngine) -> None:
-    with pytest.raises(engine.WorkFailed, match="was lost in task 0, exit code 9"):
+    with pytest.raises(engine_port.WorkFailed, match="was lost in task 0, exit code 9"):
         list(local.run(os._exit, [9], no_matter))
     assert list(local.run(operator.neg, [1], no_matter)) == [(0, -1)]
 
@@ -101,8 +101,8 @@ def test_no_worker_outlives_a_driver_that_is_killed() -> None:
 
 _KILLED_DRIVER = """
 import os, signal
-from compaction.local_engine import LocalEngine
-from tests.compaction.test_local_engine import process_of, say_and_sleep
+from jobs.local_engine import LocalEngine
+from tests.jobs.test_local_engine import process_of, say_and_sleep
 with LocalEngine(parallelism=2) as engine:
     pids = {pid for _, pid in engine.run(process_of, [0.3] * 4, lambda ended: None)}
     print(*pids, flush=True)

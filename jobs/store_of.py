@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-from compaction.settings import Settings
+from jobs.job_settings import Settings
 from storage_backends import opening
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.settings import Store

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from compaction.root import Root, TopicPlace
-from compaction.topic_reading import read_states
-from compaction.topic_state import TopicState, owed_mask, rows_of
+from jobs.root import Root, TopicPlace
+from jobs.topic_reading import read_states
+from jobs.topic_state import TopicState, owed_mask, rows_of
 from storage_backends.formats.position_bitmap import PositionSet
 from storage_backends.formats.rows import Rows
 from storage_backends.memory import MemoryStore

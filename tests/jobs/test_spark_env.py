@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compaction import java
+from jobs import java
 from scripts import build_spark_env
 from tests.support import spark as spark_support
 
@@ -49,7 +49,7 @@ def test_the_code_is_both_packages_and_nothing_else_and_the_same_each_time(tmp_p
     archive = build_spark_env.write_code(tmp_path)
     names = zipfile.ZipFile(archive).namelist()
     assert {name.partition("/")[0] for name in names} == {"compaction", "storage_backends"}
-    assert {"compaction/spark_engine.py", "storage_backends/formats/generated/bucket_pb2.py"} <= set(names)
+    assert {"jobs/spark_engine.py", "storage_backends/formats/generated/bucket_pb2.py"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     first = archive.read_bytes()
     assert build_spark_env.write_code(tmp_path).read_bytes() == first

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from compaction.root import Root, RootAbsent, TopicPlace
+from jobs.root import Root, RootAbsent, TopicPlace
 from storage_backends.formats import manifest, names
 from storage_backends.memory import MemoryStore
 from storage_backends.object_store import Damaged
-from tests.compaction.roots import SHARDS, StoredTopic, make_root
+from tests.jobs.roots import SHARDS, StoredTopic, make_root
 from tests.support.fault_store import Call, Fault, FaultStore
 
 

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from compaction import engine
+from jobs import engine_port
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -156,9 +156,9 @@ class LocalEngine:
             raise _lost(worker) from error
         if isinstance(result, _Raised):
             _log.error("task %s failed\n%s", worker.place, result.trace)
-            raise engine.WorkFailed(f"task {worker.place} failed: {result.trace.strip().splitlines()[-1]}")
+            raise engine_port.WorkFailed(f"task {worker.place} failed: {result.trace.strip().splitlines()[-1]}")
         if worker.place is None:
-            raise engine.WorkFailed("a worker answered that had no task")
+            raise engine_port.WorkFailed("a worker answered that had no task")
         return worker.place, result
 
     def _end_workers(self, *, at_once: bool) -> None:
@@ -167,9 +167,9 @@ class LocalEngine:
             worker.end(at_once=at_once)
 
 
-def _lost(worker: _Worker) -> engine.WorkFailed:
+def _lost(worker: _Worker) -> engine_port.WorkFailed:
     worker.process.join(_END_S)
-    return engine.WorkFailed(
+    return engine_port.WorkFailed(
         f"a worker process was lost in task {worker.place}, exit code {worker.process.exitcode} "
         "(-9: killed, perhaps for lack of memory; a lower --parallelism needs less)"
     )

