@@ -103,7 +103,7 @@ class LocalEngine:
         self._end_workers(at_once=failure is not None)
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T], done: Callable[[int], None]) -> Iterator[tuple[int, R]]:
-        """See `engine.Engine.run`. Results are known as their tasks end; `done` is called ten times a second, too."""
+        """Does what the port says. Results are known as their tasks end; `done` is called ten times a second, too."""
         waiting = deque(enumerate(tasks))
         ended = 0
         try:

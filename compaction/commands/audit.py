@@ -1,6 +1,6 @@
 """`tarry-spark audit`.
 
-Owns: its options, progress, and where its report goes. Does not own: the audit (`compaction.audit`).
+Owns: its options, progress, and where its report goes. Does not own: the audit (`audit`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from compaction.audit import driver
-from compaction.audit.findings import MEANING, Kind, Report, Severity
+from audit import driver
+from audit.findings import MEANING, Kind, Report, Severity
 from compaction.commands import options, output
 from compaction.commands.options import Shared
 from jobs.store_of import store_of

@@ -1,6 +1,6 @@
 """`tarry-spark forecast`.
 
-Owns: its options, which files it writes, and its exit status. Does not own: the forecast (`compaction.forecast.job`).
+Owns: its options, which files it writes, and its exit status. Does not own: the forecast (`forecast.forecast_job`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import FrameType
 import click
 
 from compaction.commands import options, output
-from compaction.forecast import job as forecast_job
-from compaction.forecast import text as forecast_text
-from compaction.forecast.files import OutputFile, Unwritable
-from compaction.forecast.result import STEP_NAMES, Forecast
-from compaction.forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
+from forecast import forecast_job
+from forecast import text as forecast_text
+from forecast.files import OutputFile, Unwritable
+from forecast.result import STEP_NAMES, Forecast
+from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
 from jobs.root import Root
 from jobs.store_of import store_of
 
@@ -132,11 +132,11 @@ def _writers(
     try:
         # Each takes as long to import as a small forecast takes.
         if parquet is not None:
-            from compaction.forecast import parquet as forecast_parquet
+            from forecast import parquet as forecast_parquet
 
             writers.append((files.enter_context(OutputFile(parquet)), forecast_parquet.write))
         if png is not None:
-            from compaction.forecast import picture as forecast_picture
+            from forecast import picture as forecast_picture
 
             writers.append((files.enter_context(OutputFile(png)), forecast_picture.write))
     except ModuleNotFoundError as error:
@@ -149,7 +149,7 @@ def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
     root = Root.open(store_of(shared.settings))
     places = root.topics(shared.topics) if shared.topics else None
     with (
-        shared.open_engine("forecast", preload=("compaction.forecast.counting",)) as engine,
+        shared.open_engine("forecast", preload=("forecast.counting_tasks",)) as engine,
         output.progress("counting", shown=not shared.quiet) as progress,
     ):
         begun_s = time.monotonic()

@@ -15,7 +15,7 @@ from compaction import main
 from compaction.commands import output
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
-from tests.compaction.audits import MANIFESTS, keys, sound_root
+from tests.audit.audits import MANIFESTS, keys, sound_root
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from compaction import main
-from compaction.forecast import files as forecast_files
-from compaction.forecast import job as forecast_job
-from compaction.forecast.steps import HOUR_MS
+from forecast import files as forecast_files
+from forecast import forecast_job
+from forecast.steps import HOUR_MS
 from storage_backends.formats import bucket, names
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory

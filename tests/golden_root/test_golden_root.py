@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import tarry
-from compaction.audit.findings import Kind
+from audit.findings import Kind
 from examples.processes import DaemonProcess, local_store
 from storage_backends import object_store
 from storage_backends.formats import bucket, checkpoint, deletions, journal, manifest
 from storage_backends.formats.generated import deletion_pb2, journal_pb2
 from storage_backends.local_directory import LocalDirectory
-from tests.compaction import audits
+from tests.audit import audits
 from tests.golden_root import account, make
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "STORAGE_FORMAT.md"

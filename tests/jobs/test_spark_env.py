@@ -29,7 +29,7 @@ def look(number):
     import compaction, numpy, storage_backends
     for package in (compaction, storage_backends):
         for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if module.name != "compaction.forecast.picture":
+            if module.name != "forecast.picture":
                 importlib.import_module(module.name)
     return {
         "process": os.getpid(),

@@ -1,0 +1,459 @@
+"""The audit of a root: whether everything that is stored is whole, and says what it should, while daemons serve.
+
+    list         everything of a few shards
+    manifests    every manifest that is kept, and every slot, read in runs: what may not follow, what is not there
+    objects      all that the newest manifests name and all that was listed, by their bytes; rows that are held twice;
+                 what no manifest names, and whether its rows are anywhere else
+
+Owns: that order, what is read by which task, and the report.
+Does not own: what is checked (the other modules of this package), the engine that runs the tasks, and the command.
+
+It writes nothing. The manifests are read after the listing, so that what they do not name and was listed is unnamed;
+what is then not there, or named since, is judged by manifests that are read once more (R9).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+from audit import division as audit_jobs
+from audit import listed_shard as audit_listing
+from audit import manifest_task as audit_manifests
+from audit import slot_task as audit_journal
+from audit.division import Job
+from audit.findings import Finding, Kind, Report, Severity, Tally
+from audit.listed_shard import OBJECT_BYTES, ListedShard
+from audit.manifest_task import ManifestRun, ManifestsSeen
+from audit.object_task import Item, Role
+from audit.reading import SYSTEM_CLOCK, Place, WallClock
+from audit.row_tasks import TwiceRun, Unnamed
+from audit.slot_task import SlotRun, SlotsSeen
+from jobs.engine_port import Engine
+from jobs.job_settings import Settings
+from jobs.root import Root
+from storage_backends import object_store
+from storage_backends.formats import names
+from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
+from storage_backends.listing import Listed
+from storage_backends.object_store import ObjectStore
+
+OBJECTS_AT_ONCE: Final = 500_000
+"""Shards are looked at together until they have so many objects: the driver knows the keys of all of them."""
+
+LISTING_THREADS: Final = 8
+
+Opener: TypeAlias = Callable[[], ObjectStore]
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Told what is under way, how many tasks of it have ended, and how many there are."""
+
+
+class UnknownTopic(Exception):
+    """A topic that was named has nothing in the root."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`manifests_kept`, `orphan_age_ms`: as collection has them. `overdue_ms`: so long after its grace an object that
+    left should be deleted.
+    """
+
+    manifests_kept: int
+    orphan_age_ms: int
+    overdue_ms: int
+
+    @staticmethod
+    def of(settings: Settings) -> Limits:
+        """What the daemons' settings of collection make of them."""
+        collection = settings.collection
+        # Topics that are not served are looked at when their shard is listed.
+        late_s = 2 * (collection.interval_s + collection.orphan_interval_s)
+        return Limits(
+            manifests_kept=collection.manifests_kept,
+            orphan_age_ms=int(collection.orphan_age_s * 1000),
+            overdue_ms=int(late_s * 1000),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is audited. `topics`: names, none = everything. `sample`: the part of the live buckets that is read in full;
+    of the others table and entry 0. `seed`: which ones. `store`: its name, for the report.
+    """
+
+    store: str
+    limits: Limits
+    clock: WallClock = SYSTEM_CLOCK
+    topics: tuple[str, ...] = ()
+    sample: float = 1.0
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """Jobs that are done one after the other, in one process."""
+
+    open_store: Opener
+    format: RootFormat
+    jobs: tuple[Job, ...]
+
+
+def _do(task: _Task) -> list[Any]:
+    root = Root(task.open_store(), task.format)
+    return [job.run(root) for job in task.jobs]
+
+
+def audit(
+    store: ObjectStore,
+    engine: Engine,
+    request: Request,
+    *,
+    open_store: Opener,
+    progress: Progress = lambda what, done, total: None,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Audits a root; `engine` runs. `open_store`: opens the store in a task; it can be pickled.
+
+    Raises RootAbsent, UnknownTopic, WorkFailed, and the store's errors when it cannot be listed.
+    """
+    begun_s, started_ms = monotonic(), request.clock.now_ms()
+    tally, shards, topics = Tally(), 0, 0
+    try:
+        root = Root.open(store)
+    except object_store.Damaged as error:
+        detail = error.reason
+        tally.find(Finding(kind=Kind.DAMAGED, severity=Severity.ERROR, object=names.FORMAT_KEY, detail=detail))
+    else:
+        running = _Audit(root, engine, request, open_store, progress)
+        running.run()
+        tally, shards, topics = running.tally, root.shards, running.topics
+    return Report(
+        store=request.store,
+        engine=engine.name,
+        started_ms=started_ms,
+        seconds=monotonic() - begun_s,
+        sample=request.sample,
+        shards=shards,
+        topics=topics,
+        tally=tally,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class _Sequence:
+    """The manifests of one place: what was listed, what was seen of them, and the newest."""
+
+    place: Place
+    listed: Listed
+    seen: list[ManifestsSeen] = dataclasses.field(default_factory=list)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.listed.in_order()]
+
+    @property
+    def tip(self) -> TopicManifest | ShardManifest | None:
+        return next((part.tip for part in self.seen if part.tip is not None), None)
+
+
+class _Audit:
+    def __init__(self, root: Root, engine: Engine, request: Request, open_store: Opener, progress: Progress) -> None:
+        self.tally = Tally()
+        self.topics = 0
+        self._root = root
+        self._engine = engine
+        self._request = request
+        self._open_store = open_store
+        self._progress = progress
+        self._random = random.Random(request.seed)
+        self._given_up: frozenset[str] = frozenset()
+
+    def run(self) -> None:
+        self.tally.saw("format", len(self._root.store.get(names.FORMAT_KEY)))
+        dead = [*self._root.store.list(names.dead_objects_prefix())] if not self._request.topics else []
+        self._given_up = frozenset(entry.key.removeprefix(names.dead_objects_prefix()) for entry in dead)
+        records = [Item(place=Place(-1), key=entry.key, size_bytes=entry.size_bytes, role=Role.DEAD) for entry in dead]
+        for wave in self._waves():
+            _Wave(self, wave).run(records)
+            records = []
+
+    def _waves(self) -> Iterator[list[ListedShard]]:
+        """The shards, as many at once as the driver can know all keys of."""
+        wanted = self._wanted()
+        wave: list[ListedShard] = []
+        with concurrent.futures.ThreadPoolExecutor(LISTING_THREADS, thread_name_prefix="list") as threads:
+            for start in range(0, len(wanted), LISTING_THREADS):
+                self._progress("listing shards", start, len(wanted))
+                some = wanted[start : start + LISTING_THREADS]
+                for listed in threads.map(lambda each: audit_listing.list_shard(self._root, *each), some):
+                    if self._request.topics:
+                        self._check_listed(listed)
+                    wave.append(listed)
+                    if sum(each.objects for each in wave) >= OBJECTS_AT_ONCE:
+                        yield wave
+                        wave = []
+        if wave:
+            yield wave
+
+    def _wanted(self) -> list[tuple[int, tuple[str, ...] | None]]:
+        """Each shard, with the ids of its topics if only some are wanted."""
+        if not self._request.topics:
+            return [(shard, None) for shard in range(self._root.shards)]
+        places = sorted(self._root.topics(self._request.topics))
+        grouped = itertools.groupby(places, key=lambda place: place.shard)
+        return [(shard, tuple(place.topic_id for place in group)) for shard, group in grouped]
+
+    def _check_listed(self, listed: ListedShard) -> None:
+        """Raises UnknownTopic."""
+        for name in self._request.topics:
+            place = self._root.place_of(name)
+            if place.shard == listed.shard and place.topic_id not in listed.listing.topics:
+                raise UnknownTopic(f"topic {name!r} has nothing in the root")
+
+    # ---- for the waves
+
+    @property
+    def root(self) -> Root:
+        return self._root
+
+    @property
+    def request(self) -> Request:
+        return self._request
+
+    @property
+    def given_up(self) -> frozenset[str]:
+        return self._given_up
+
+    def is_sampled(self) -> bool:
+        return self._request.sample >= 1 or self._random.random() < self._request.sample
+
+    def do(self, what: str, jobs: Sequence[tuple[Job, int]]) -> Iterator[tuple[Job, Any]]:
+        """Does the jobs (each with what it costs, in bytes) on the engine; each with its result, in any order."""
+        limit = audit_listing.portion_bytes(sum(cost for _, cost in jobs), self._engine.parallelism)
+        tasks = [
+            _Task(self._open_store, self._root.format, tuple(job for job, _ in portion))
+            for portion in audit_listing.portions(jobs, lambda each: each[1], limit)
+        ]
+        if not tasks:
+            return
+        for place, results in self._engine.run(_do, tasks, lambda done: self._progress(what, done, len(tasks))):
+            for job, result in zip(tasks[place].jobs, results, strict=True):
+                self.tally.add(result.tally)
+                yield job, result
+
+    @property
+    def parallelism(self) -> int:
+        return self._engine.parallelism
+
+    def find(
+        self,
+        kind: Kind,
+        severity: Severity,
+        key: str,
+        detail: str,
+        *,
+        place: Place,
+        topic: str = "",
+        offset: int | None = None,
+    ) -> None:
+        self.tally.find(
+            Finding(
+                kind=kind,
+                severity=severity,
+                object=key,
+                detail=detail,
+                shard=place.shard,
+                topic=topic or place.topic_id,
+                offset=offset,
+            )
+        )
+
+
+class _Wave:
+    """Some shards, from their listing to the end."""
+
+    def __init__(self, audit: _Audit, shards: Sequence[ListedShard]) -> None:
+        self._audit = audit
+        self._shards = shards
+        self._by_shard = not audit.request.topics
+        self._sequences: dict[Place, _Sequence] = {}
+        for listed in shards:
+            if self._by_shard:
+                place = Place(listed.shard)
+                self._sequences[place] = _Sequence(place, listed.listing.shard)
+            for topic_id, found in listed.listing.topics.items():
+                place = Place(listed.shard, topic_id)
+                self._sequences[place] = _Sequence(place, found)
+
+    def run(self, records: Sequence[Item]) -> None:
+        """`records`: of objects that were given up, of any shard; read here."""
+        self._find_foreign()
+        slots = self._read_sequences()
+        for listed in self._shards:
+            if self._by_shard:
+                self._check_journal(listed, slots.get(listed.shard, []))
+        for sequence in self._sequences.values():
+            self._check_sequence(sequence)
+        self._audit.topics += sum(1 for place in self._sequences if place.topic_id)
+        self._read_objects(records)
+
+    def _find_foreign(self) -> None:
+        for listed in self._shards:
+            place = Place(listed.shard)
+            for key in listed.foreign:
+                self._audit.find(Kind.FOREIGN, Severity.INFO, key, "it is of nothing that a shard has", place=place)
+            for key in listed.astray:
+                detail = "it lies among manifests: the newest one is not read while it is there"
+                self._audit.find(Kind.FOREIGN, Severity.ERROR, key, detail, place=place)
+
+    # ---- manifests and slots
+
+    def _read_sequences(self) -> dict[int, list[SlotsSeen]]:
+        """Reads all manifests and slots; what was seen of the slots, by shard."""
+        jobs: list[tuple[Job, int]] = []
+        for sequence in self._sequences.values():
+            jobs += audit_jobs.manifest_runs(sequence.place, sequence.listed)
+        for listed in self._shards:
+            jobs += audit_jobs.slot_runs(listed.shard, listed.slots)
+        slots: dict[int, list[SlotsSeen]] = {}
+        for job, result in self._audit.do("reading manifests and slots", jobs):
+            if isinstance(job, ManifestRun):
+                self._sequences[job.place].seen.append(result)
+            elif isinstance(job, SlotRun):
+                slots.setdefault(job.shard, []).append(result)
+        return slots
+
+    def _check_sequence(self, sequence: _Sequence) -> None:
+        """Whether manifests are missing, and what the newest one says of the shard."""
+        place, tip, root = sequence.place, sequence.tip, self._audit.root
+        topic = tip.topic if isinstance(tip, TopicManifest) else ""
+        try:
+            if not sequence.numbers:
+                self._check_nothing(sequence)
+                return
+            newest = sequence.numbers[-1] if tip is None else tip.head.number
+            kept = self._audit.request.limits.manifests_kept
+            candidates = audit_manifests.not_there(sequence.numbers, sequence.seen, newest, kept)
+            lost = audit_manifests.lost(root, place, candidates, kept)
+            found_later = sum(len(part.absent) for part in sequence.seen) - len(lost)
+            self._audit.tally.moved_on += max(found_later, 0)
+            for number in lost:
+                key = names.numbered_key(place.manifest_prefix, number)
+                detail = f"it is one of the newest {kept}, which are kept; the newest is {newest}"
+                self._audit.find(Kind.MANIFEST_MISSING, Severity.ERROR, key, detail, place=place, topic=topic)
+            if isinstance(tip, TopicManifest) and self._by_shard:
+                self._check_against_shard(place, tip)
+        except object_store.StoreError as error:
+            self._unreadable(place, topic, error)
+
+    def _check_nothing(self, sequence: _Sequence) -> None:
+        """Objects, and no manifest that was listed: it may have been created since."""
+        place, root = sequence.place, self._audit.root
+        shard = next(each for each in self._shards if each.shard == place.shard)
+        objects = len(sequence.listed.objects)
+        if not place.topic_id:
+            objects += len(shard.slots) + len(shard.listing.topics)
+        if not objects:
+            return
+        tip: object = root.tip(place.of_topic) if place.topic_id else root.shard_tip(place.shard)
+        if tip is None:
+            detail = f"{objects} objects belong to it, and there is no manifest: it was lost, what they hold with it"
+            self._audit.find(Kind.NO_MANIFEST, Severity.ERROR, place.manifest_prefix, detail, place=place)
+
+    def _check_against_shard(self, place: Place, tip: TopicManifest) -> None:
+        """No topic is ahead of its shard. Raises the store's errors."""
+        key = names.numbered_key(place.manifest_prefix, tip.head.number)
+        shard = self._sequences[Place(place.shard)].tip
+        if shard is None or not isinstance(shard, ShardManifest):
+            return
+        if tip.owner_epoch > shard.epoch:
+            newer = self._audit.root.shard_tip(place.shard)
+            epoch = 0 if newer is None else newer.manifest.epoch
+            if tip.owner_epoch > epoch:
+                detail = f"its owner has epoch {tip.owner_epoch}, the shard epoch {epoch}"
+                self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
+        listed = next(each for each in self._shards if each.shard == place.shard)
+        if tip.applied > max(listed.last_slot, audit_journal.last_deleted(shard)) and self._is_beyond(
+            place.shard, tip.applied
+        ):
+            detail = f"it has applied slot {tip.applied}, and the journal ends before"
+            self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
+
+    def _is_beyond(self, shard: int, slot: int) -> bool:
+        """Whether a slot never was, as far as can be told: it is not there, and no checkpoint let it go."""
+        if audit_journal.is_there(self._audit.root, shard, slot):
+            return False
+        tip = self._audit.root.shard_tip(shard)
+        return slot > audit_journal.last_deleted(None if tip is None else tip.manifest)
+
+    def _check_journal(self, listed: ListedShard, seen: Sequence[SlotsSeen]) -> None:
+        place = Place(listed.shard)
+        shard = self._sequences[place].tip
+        if not isinstance(shard, ShardManifest):
+            return
+        try:
+            candidates = audit_journal.not_there([slot for slot, _ in listed.slots], seen, shard)
+            ranges = audit_journal.lost(self._audit.root, listed.shard, candidates)
+            missing = sum(last - first + 1 for first, last in ranges)
+            self._audit.tally.moved_on += max(len(candidates) - missing, 0)
+            for first, last in ranges:
+                detail = f"slot {first}" if first == last else f"slots {first} to {last}"
+                detail += f" of the journal: replay needs what is above slot {audit_journal.last_deleted(shard)}"
+                key = names.journal_slot_key(listed.shard, first)
+                self._audit.find(Kind.SLOT_MISSING, Severity.ERROR, key, detail, place=place)
+            epoch = max((part.epoch for part in seen), default=0)
+            if epoch > shard.epoch:
+                newer = self._audit.root.shard_tip(listed.shard)
+                if newer is None or newer.manifest.epoch < epoch:
+                    key = names.numbered_key(place.manifest_prefix, shard.head.number)
+                    detail = f"its epoch is {shard.epoch}, and there is a slot of epoch {epoch}"
+                    self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place)
+        except object_store.StoreError as error:
+            self._unreadable(place, "", error)
+
+    def _unreadable(self, place: Place, topic: str, error: object_store.StoreError) -> None:
+        # Damage of a tip has a finding of its own.
+        if not isinstance(error, object_store.Damaged):
+            self._audit.find(Kind.UNREADABLE, Severity.ERROR, error.key, error.reason, place=place, topic=topic)
+
+    # ---- objects
+
+    def _read_objects(self, records: Sequence[Item]) -> None:
+        items = [*records]
+        leftovers: dict[int, list[tuple[Place, tuple[Unnamed, ...]]]] = {}
+        twice: list[tuple[Job, int]] = []
+        for sequence in self._sequences.values():
+            place, tip = sequence.place, sequence.tip
+            named = [*audit_jobs.named_items(tip, place, self._audit.is_sampled)]
+            items += named
+            known = {item.key for item in named} | self._audit.given_up
+            unnamed = sequence.listed.unnamed(known)
+            topic = tip.topic if isinstance(tip, TopicManifest) else ""
+            items += audit_jobs.unnamed_items(place, topic, unnamed)
+            if unnamed and tip is not None:
+                leftovers.setdefault(place.shard, []).append((place, tuple(self._unnamed(place.shard, unnamed))))
+            if isinstance(tip, TopicManifest) and len(tip.live) > 1:
+                twice.append((TwiceRun((place,)), OBJECT_BYTES * len(tip.live)))
+        request = self._audit.request
+        jobs = [
+            *audit_jobs.object_runs(
+                items,
+                clock=request.clock,
+                overdue_ms=request.limits.overdue_ms,
+                parallelism=self._audit.parallelism,
+            ),
+            *audit_jobs.leftovers_runs(leftovers, clock=request.clock, orphan_age_ms=request.limits.orphan_age_ms),
+            *twice,
+        ]
+        for _ in self._audit.do("reading objects", jobs):
+            pass
+
+    def _unnamed(self, shard: int, found: dict[str, tuple[int, int]]) -> Iterator[Unnamed]:
+        modified_ms = next(each.modified_ms for each in self._shards if each.shard == shard)
+        for key, (base, size_bytes) in found.items():
+            yield Unnamed(key, base, size_bytes, modified_ms[key])

@@ -1,0 +1,216 @@
+"""What an audit finds, and how it is told.
+
+Owns: the kinds of findings with what each means, how many are kept of a kind, and the report as JSON.
+Does not own: looking (`manifest_task`, `slot_task`, `object_task`, `row_tasks`), and tables for people
+(`job_commands.audit`).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from types import MappingProxyType
+from typing import Any, Final
+
+REPORT_VERSION: Final = 1
+
+FINDINGS_MAX: Final = 1000
+"""So many findings of a kind are listed; beyond that they are counted."""
+
+
+class Severity(enum.StrEnum):
+    """`error`: something is lost, damaged, or was never allowed. `warning`: look at it. `info`: as it happens."""
+
+    ERROR = "error"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Kind(enum.StrEnum):
+    """What can be wrong with a root."""
+
+    DAMAGED = "damaged"
+    DISAGREES = "disagrees"
+    MISSING = "missing"
+    UNREADABLE = "unreadable"
+    CHAIN_BROKEN = "chain_broken"
+    CHAIN_RULE = "chain_rule"
+    MANIFEST_MISSING = "manifest_missing"
+    NO_MANIFEST = "no_manifest"
+    SLOT_MISSING = "slot_missing"
+    JOURNAL_RULE = "journal_rule"
+    BEYOND_JOURNAL = "beyond_journal"
+    POSITION_TWICE = "position_twice"
+    QUARANTINED = "quarantined"
+    ROWS_UNACCOUNTED = "rows_unaccounted"
+    TOMBSTONE_OVERDUE = "tombstone_overdue"
+    TOMBSTONE_GONE = "tombstone_gone"
+    GIVEN_UP = "given_up"
+    ORPHAN = "orphan"
+    UNNAMED = "unnamed"
+    FOREIGN = "foreign"
+
+
+MEANING: Final = MappingProxyType(
+    {
+        Kind.DAMAGED: "its bytes are not what was written",
+        Kind.DISAGREES: "it is whole, and says other than what names it",
+        Kind.MISSING: "a manifest names it, and it is not there",
+        Kind.UNREADABLE: "the store did not give it: the audit is not complete",
+        Kind.CHAIN_BROKEN: "a manifest does not continue the one before it",
+        Kind.CHAIN_RULE: "a manifest says what may not follow the one before it",
+        Kind.MANIFEST_MISSING: "a manifest that is still kept is not there",
+        Kind.NO_MANIFEST: "there are objects, and no manifest at all",
+        Kind.SLOT_MISSING: "a slot of the journal that is still needed is not there",
+        Kind.JOURNAL_RULE: "a slot says what may not follow the one before it",
+        Kind.BEYOND_JOURNAL: "a manifest knows more than the journal or the shard ever had",
+        Kind.POSITION_TWICE: "two live buckets of one index hold the same row",
+        Kind.QUARANTINED: "a bucket was found damaged: its rows are not served",
+        Kind.ROWS_UNACCOUNTED: "rows that are nowhere else: gone since, or lost",
+        Kind.TOMBSTONE_OVERDUE: "it left long ago, and nobody has deleted it",
+        Kind.TOMBSTONE_GONE: "it left, and was deleted before its grace was over",
+        Kind.GIVEN_UP: "it could not be deleted, and was given up",
+        Kind.ORPHAN: "no manifest will ever name it: collection deletes it",
+        Kind.UNNAMED: "no manifest names it yet: on its way, or abandoned",
+        Kind.FOREIGN: "it is none of the objects that a root has",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`object`: a key; `topic`: its name, or its id where the name is not known, "" when it is of no topic; `shard`: -1
+    when it is of none. `offset`: in the object's bytes, None when that says nothing.
+    """
+
+    kind: Kind
+    severity: Severity
+    object: str
+    detail: str
+    shard: int = -1
+    topic: str = ""
+    offset: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        found = {
+            "severity": self.severity.value,
+            "kind": self.kind.value,
+            "object": self.object,
+            "topic": self.topic or None,
+            "shard": None if self.shard < 0 else self.shard,
+            "detail": self.detail,
+        }
+        return found if self.offset is None else found | {"offset": self.offset}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flaw:
+    """What is wrong with something that was read, before it is known how much it matters."""
+
+    kind: Kind
+    detail: str
+    offset: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What a part of an audit has found and seen. `objects`, `size_bytes`: that were read, by what they are. `rows`: of
+    buckets that were decoded. `moved_on`: objects that were named or listed, and had left when they were looked at.
+    """
+
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    objects: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    size_bytes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    kinds: collections.Counter[tuple[Kind, Severity]] = dataclasses.field(default_factory=collections.Counter)
+    rows: int = 0
+    moved_on: int = 0
+
+    def find(self, found: Finding) -> None:
+        """Counts a finding, and keeps it while there are not too many of its kind."""
+        self.kinds[found.kind, found.severity] += 1
+        if self._count(found.kind) <= FINDINGS_MAX:
+            self.findings.append(found)
+
+    def _count(self, kind: Kind) -> int:
+        return sum(self.kinds[kind, severity] for severity in Severity)
+
+    def saw(self, what: str, size_bytes: int) -> None:
+        """An object was read in full."""
+        self.objects[what] += 1
+        self.size_bytes[what] += size_bytes
+
+    def add(self, other: Tally) -> None:
+        """What another part found counts too."""
+        room = {kind: FINDINGS_MAX - self._count(kind) for kind in Kind}
+        for found in other.findings:
+            if room[found.kind] > 0:
+                self.findings.append(found)
+                room[found.kind] -= 1
+        self.kinds.update(other.kinds)
+        self.objects.update(other.objects)
+        self.size_bytes.update(other.size_bytes)
+        self.rows += other.rows
+        self.moved_on += other.moved_on
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What an audit of a root has found. `sample`: the part of the live buckets that was read in full."""
+
+    store: str
+    engine: str
+    started_ms: int
+    seconds: float
+    sample: float
+    shards: int
+    topics: int
+    tally: Tally
+
+    @property
+    def errors(self) -> int:
+        return self.count(Severity.ERROR)
+
+    def count(self, severity: Severity) -> int:
+        """How many findings have this severity, also of those that are not listed."""
+        return sum(count for (_, found), count in self.tally.kinds.items() if found is severity)
+
+    def in_order(self) -> list[Finding]:
+        """The findings that are listed, the worst first."""
+        rank = list(Severity)
+        kinds = list(Kind)
+        return sorted(
+            self.tally.findings, key=lambda each: (rank.index(each.severity), kinds.index(each.kind), each.object)
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as JSON has it; the keys are documented and stay."""
+        tally = self.tally
+        counts: collections.Counter[str] = collections.Counter()
+        for (kind, _), count in tally.kinds.items():
+            counts[kind.value] += count
+        listed = collections.Counter(found.kind.value for found in tally.findings)
+        return {
+            "version": REPORT_VERSION,
+            "store": self.store,
+            "engine": self.engine,
+            "started_ms": self.started_ms,
+            "seconds": round(self.seconds, 3),
+            "sample": self.sample,
+            "shards": self.shards,
+            "topics": self.topics,
+            "objects": tally.objects.total(),
+            "bytes": tally.size_bytes.total(),
+            "rows": tally.rows,
+            "by_object": {
+                what: {"objects": count, "bytes": tally.size_bytes[what]}
+                for what, count in sorted(tally.objects.items())
+            },
+            "moved_on": tally.moved_on,
+            "errors": self.count(Severity.ERROR),
+            "warnings": self.count(Severity.WARNING),
+            "infos": self.count(Severity.INFO),
+            "counts": dict(sorted(counts.items())),
+            "left_out": {kind: count - listed[kind] for kind, count in sorted(counts.items()) if count > listed[kind]},
+            "findings": [found.as_json() for found in self.in_order()],
+        }

@@ -1,0 +1,171 @@
+"""Which rows the checkpoints and the journal of a shard know of: that wait there, or that left.
+
+Owns: reading them for some topics, and what of it accounts for a position.
+Does not own: rows of buckets (`row_tasks`).
+
+Everything that is still kept is read, also slots below the newest checkpoint: what they say of a row that has left
+since tells that it was not lost.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Set
+from typing import TypeAlias
+
+from audit import reading as audit_reading
+from jobs.root import Root
+from storage_backends import object_store, progress_objects
+from storage_backends.formats import checkpoint, errors, index_ids, journal, names, position_bitmap, redelivery
+from storage_backends.formats.journal import (
+    AcknowledgeRecord,
+    AddRecord,
+    DeadLetterRecord,
+    GoneRecord,
+    NackRecord,
+    PurgeRecord,
+    Record,
+    ReplayRecord,
+    RescheduleRecord,
+    WaiveRecord,
+)
+from storage_backends.formats.manifest import Progress, ShardManifest, TopicManifest
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionBitmap, PositionSet
+from storage_backends.formats.rows import Rows
+
+Bitmaps: TypeAlias = dict[tuple[str, int], list[PositionBitmap]]
+
+
+@dataclasses.dataclass(slots=True)
+class HeldRows:
+    """By topic id and index: positions that wait in journal or checkpoint or left as a whole; and, with the
+    subscription, those that it alone is done with.
+    """
+
+    root: Root
+    _positions: Bitmaps = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    _done: dict[tuple[str, int, int], list[PositionBitmap]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+
+    def accounted(self, tip: TopicManifest, index_id: int) -> PositionSet:
+        """The positions of an index of which it is known where they are, or that they left; those of buckets apart.
+
+        Raises the store's errors, and FormatError.
+        """
+        found = PositionSet.of(self._positions.get((tip.topic_id, index_id), ()))
+        owed = [each.subscription_id for each in tip.subscriptions if index_ids.serves(index_id, each.subscription_id)]
+        by_all: PositionSet | None = None
+        for subscription_id in owed:
+            done = PositionSet.of(self._done.get((tip.topic_id, index_id, subscription_id), ()))
+            by_all = done if by_all is None else by_all & done
+        found |= NO_POSITIONS if by_all is None else by_all
+        return found | PositionSet.of(_dead_letters(progress_objects.progress_of(self.root.store, tip), index_id))
+
+    # ---- filling
+
+    def take_checkpoint(self, found: checkpoint.Checkpoint, wanted: Set[str]) -> None:
+        """Raises FormatError."""
+        for part in found.topics:
+            if part.topic_id not in wanted:
+                continue
+            self._wait(part.topic_id, index_ids.SHARED, part.mutable_rows)
+            for own in part.own_rows:
+                self._wait(part.topic_id, own.subscription_id, own.rows)
+            for sealing in part.sealing:
+                self._wait(part.topic_id, sealing.subscription_id, sealing.rows)
+            for carried in part.carried:
+                for record in carried.records:
+                    self.take(record.decoded() if isinstance(record, journal.StoredRecord) else record)
+
+    def take(self, record: Record) -> None:
+        """What a decision says of rows."""
+        topic_id = record.topic_id
+        match record:
+            case AddRecord():
+                self._wait(topic_id, record.subscription_id, record.rows)
+            case RescheduleRecord():
+                # Its rows leave the one index and wait in the shared one.
+                self._wait(topic_id, record.subscription_id, record.rows)
+                self._wait(topic_id, index_ids.SHARED, record.rows)
+            case NackRecord() | ReplayRecord():
+                self._wait(topic_id, record.index_id, record.rows)
+            case GoneRecord():
+                self._positions[topic_id, record.subscription_id] += record.positions
+            case AcknowledgeRecord() | DeadLetterRecord():
+                key = topic_id, record.index_id, record.subscription_id
+                self._done[key] += _bitmaps(record.rows)
+            case WaiveRecord():
+                self._done[topic_id, index_ids.SHARED, record.subscription_id] += record.positions
+            case PurgeRecord():
+                pass
+
+    def _wait(self, topic_id: str, index_id: int, rows: Rows) -> None:
+        self._positions[topic_id, index_id] += _bitmaps(rows)
+
+
+def _bitmaps(rows: Rows) -> tuple[PositionBitmap, ...]:
+    return position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
+
+
+def _dead_letters(progress: Progress, index_id: int) -> Iterable[PositionBitmap]:
+    """The positions of dead letters of subscriptions that the index serves: they left, and are known."""
+    for each in progress.redeliveries:
+        if each.dead_letters is None or not index_ids.serves(index_id, each.subscription_id):
+            continue
+        letters = redelivery.decode_dead_letters(each.dead_letters)
+        yield from position_bitmap.position_bitmaps(letters.ledger_id, letters.entry_id)
+
+
+def read(root: Root, shard: int, wanted: Set[str], *, tries_max: int) -> HeldRows | None:
+    """What checkpoints and journal hold of the topics with these ids; None when they changed each time meanwhile.
+
+    Raises the store's errors, Damaged among them.
+    """
+    for _ in range(tries_max):
+        before = _tip(root, shard)
+        found = HeldRows(root)
+        if _read_checkpoint(root, before, found, wanted):
+            _read_slots(root, shard, found, wanted)
+            after = _tip(root, shard)
+            if (before and before.checkpoint) == (after and after.checkpoint):
+                return found
+    return None
+
+
+def _tip(root: Root, shard: int) -> ShardManifest | None:
+    tip = root.shard_tip(shard)
+    return None if tip is None else tip.manifest
+
+
+def _read_checkpoint(root: Root, tip: ShardManifest | None, found: HeldRows, wanted: Set[str]) -> bool:
+    """Whether the newest one could be read. Raises Damaged, and the store's errors."""
+    if tip is None or tip.checkpoint is None:
+        return True
+    key = tip.checkpoint.object.name
+    try:
+        found.take_checkpoint(checkpoint.decode_checkpoint(root.store.get(key)), wanted)
+    except object_store.NotFound:
+        return False
+    except errors.FormatError as error:
+        raise object_store.Damaged(key, str(error)) from error
+    return True
+
+
+def _read_slots(root: Root, shard: int, found: HeldRows, wanted: Set[str]) -> None:
+    """Slots that were deleted meanwhile are passed over: checkpoint and manifests have what they held. Raises Damaged,
+    and the store's errors.
+    """
+    keys = sorted(entry.key for entry in root.store.list(names.journal_prefix(shard)))
+    for each in audit_reading.read_all(root.store, keys):
+        if each.absent:
+            continue
+        if each.body is None:
+            raise object_store.Damaged(each.key, each.damage or each.failure)
+        try:
+            for record in journal.read_slot(each.body).records:
+                if record.topic_id in wanted:
+                    found.take(record.decoded())
+        except errors.FormatError as error:
+            raise object_store.Damaged(each.key, str(error)) from error
