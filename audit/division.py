@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from audit import listed_shard as audit_listing
+from audit import listed_shard
 from audit.listed_shard import OBJECT_BYTES
 from audit.manifest_task import ManifestRun
 from audit.object_task import Item, ObjectRun, Role
@@ -47,8 +47,8 @@ def object_runs(
 
     # The large ones first: whoever begins with one late is waited for.
     ordered = sorted(items, key=cost, reverse=True)
-    limit = audit_listing.portion_bytes(sum(map(cost, items)), parallelism)
-    for portion in audit_listing.portions(ordered, cost, limit):
+    limit = listed_shard.portion_bytes(sum(map(cost, items)), parallelism)
+    for portion in listed_shard.portions(ordered, cost, limit):
         job = ObjectRun(items=tuple(portion), clock=clock, overdue_ms=overdue_ms)
         yield job, sum(map(cost, portion))
 
@@ -64,14 +64,14 @@ def leftovers_runs(
             clock=clock,
             orphan_age_ms=orphan_age_ms,
         )
-        yield job, audit_listing.PORTION_BYTES_MIN
+        yield job, listed_shard.PORTION_BYTES_MIN
 
 
 def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
     """The manifests of a place in runs; each knows the one before its first."""
     ordered = listed.in_order()
     before: int | None = None
-    for portion in audit_listing.portions(ordered, _cost, MANIFESTS_BYTES):
+    for portion in listed_shard.portions(ordered, _cost, MANIFESTS_BYTES):
         numbers = tuple(number for number, _ in portion)
         is_last = numbers[-1] == ordered[-1][0]
         job = ManifestRun(place=place, numbers=numbers, before=before, is_last=is_last)
@@ -82,7 +82,7 @@ def manifest_runs(place: Place, listed: Listed) -> Iterator[tuple[Job, int]]:
 def slot_runs(shard: int, listed: Sequence[tuple[int, int]]) -> Iterator[tuple[Job, int]]:
     """The slots of a shard, listed with their sizes, in runs; each knows the one before its first."""
     before: int | None = None
-    for portion in audit_listing.portions(sorted(listed), _cost, 4 * audit_listing.PORTION_BYTES_MIN):
+    for portion in listed_shard.portions(sorted(listed), _cost, 4 * listed_shard.PORTION_BYTES_MIN):
         slots = tuple(slot for slot, _ in portion)
         yield SlotRun(shard=shard, slots=slots, before=before), sum(map(_cost, portion))
         before = slots[-1]

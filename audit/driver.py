@@ -22,10 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
-from audit import division as audit_jobs
-from audit import listed_shard as audit_listing
-from audit import manifest_task as audit_manifests
-from audit import slot_task as audit_journal
+from audit import division, listed_shard, manifest_task, slot_task
 from audit.division import Job
 from audit.findings import Finding, Kind, Report, Severity, Tally
 from audit.listed_shard import OBJECT_BYTES, ListedShard
@@ -190,7 +187,7 @@ class _Audit:
             for start in range(0, len(wanted), LISTING_THREADS):
                 self._progress("listing shards", start, len(wanted))
                 some = wanted[start : start + LISTING_THREADS]
-                for listed in threads.map(lambda each: audit_listing.list_shard(self._root, *each), some):
+                for listed in threads.map(lambda each: listed_shard.list_shard(self._root, *each), some):
                     if self._request.topics:
                         self._check_listed(listed)
                     wave.append(listed)
@@ -234,10 +231,10 @@ class _Audit:
 
     def do(self, what: str, jobs: Sequence[tuple[Job, int]]) -> Iterator[tuple[Job, Any]]:
         """Does the jobs (each with what it costs, in bytes) on the engine; each with its result, in any order."""
-        limit = audit_listing.portion_bytes(sum(cost for _, cost in jobs), self._engine.parallelism)
+        limit = listed_shard.portion_bytes(sum(cost for _, cost in jobs), self._engine.parallelism)
         tasks = [
             _Task(self._open_store, self._root.format, tuple(job for job, _ in portion))
-            for portion in audit_listing.portions(jobs, lambda each: each[1], limit)
+            for portion in listed_shard.portions(jobs, lambda each: each[1], limit)
         ]
         if not tasks:
             return
@@ -317,9 +314,9 @@ class _Wave:
         """Reads all manifests and slots; what was seen of the slots, by shard."""
         jobs: list[tuple[Job, int]] = []
         for sequence in self._sequences.values():
-            jobs += audit_jobs.manifest_runs(sequence.place, sequence.listed)
+            jobs += division.manifest_runs(sequence.place, sequence.listed)
         for listed in self._shards:
-            jobs += audit_jobs.slot_runs(listed.shard, listed.slots)
+            jobs += division.slot_runs(listed.shard, listed.slots)
         slots: dict[int, list[SlotsSeen]] = {}
         for job, result in self._audit.do("reading manifests and slots", jobs):
             if isinstance(job, ManifestRun):
@@ -338,8 +335,8 @@ class _Wave:
                 return
             newest = sequence.numbers[-1] if tip is None else tip.head.number
             kept = self._audit.request.limits.manifests_kept
-            candidates = audit_manifests.not_there(sequence.numbers, sequence.seen, newest, kept)
-            lost = audit_manifests.lost(root, place, candidates, kept)
+            candidates = manifest_task.not_there(sequence.numbers, sequence.seen, newest, kept)
+            lost = manifest_task.lost(root, place, candidates, kept)
             found_later = sum(len(part.absent) for part in sequence.seen) - len(lost)
             self._audit.tally.moved_on += max(found_later, 0)
             for number in lost:
@@ -378,7 +375,7 @@ class _Wave:
                 detail = f"its owner has epoch {tip.owner_epoch}, the shard epoch {epoch}"
                 self._audit.find(Kind.BEYOND_JOURNAL, Severity.ERROR, key, detail, place=place, topic=tip.topic)
         listed = next(each for each in self._shards if each.shard == place.shard)
-        if tip.applied > max(listed.last_slot, audit_journal.last_deleted(shard)) and self._is_beyond(
+        if tip.applied > max(listed.last_slot, slot_task.last_deleted(shard)) and self._is_beyond(
             place.shard, tip.applied
         ):
             detail = f"it has applied slot {tip.applied}, and the journal ends before"
@@ -386,10 +383,10 @@ class _Wave:
 
     def _is_beyond(self, shard: int, slot: int) -> bool:
         """Whether a slot never was, as far as can be told: it is not there, and no checkpoint let it go."""
-        if audit_journal.is_there(self._audit.root, shard, slot):
+        if slot_task.is_there(self._audit.root, shard, slot):
             return False
         tip = self._audit.root.shard_tip(shard)
-        return slot > audit_journal.last_deleted(None if tip is None else tip.manifest)
+        return slot > slot_task.last_deleted(None if tip is None else tip.manifest)
 
     def _check_journal(self, listed: ListedShard, seen: Sequence[SlotsSeen]) -> None:
         place = Place(listed.shard)
@@ -397,13 +394,13 @@ class _Wave:
         if not isinstance(shard, ShardManifest):
             return
         try:
-            candidates = audit_journal.not_there([slot for slot, _ in listed.slots], seen, shard)
-            ranges = audit_journal.lost(self._audit.root, listed.shard, candidates)
+            candidates = slot_task.not_there([slot for slot, _ in listed.slots], seen, shard)
+            ranges = slot_task.lost(self._audit.root, listed.shard, candidates)
             missing = sum(last - first + 1 for first, last in ranges)
             self._audit.tally.moved_on += max(len(candidates) - missing, 0)
             for first, last in ranges:
                 detail = f"slot {first}" if first == last else f"slots {first} to {last}"
-                detail += f" of the journal: replay needs what is above slot {audit_journal.last_deleted(shard)}"
+                detail += f" of the journal: replay needs what is above slot {slot_task.last_deleted(shard)}"
                 key = names.journal_slot_key(listed.shard, first)
                 self._audit.find(Kind.SLOT_MISSING, Severity.ERROR, key, detail, place=place)
             epoch = max((part.epoch for part in seen), default=0)
@@ -429,25 +426,25 @@ class _Wave:
         twice: list[tuple[Job, int]] = []
         for sequence in self._sequences.values():
             place, tip = sequence.place, sequence.tip
-            named = [*audit_jobs.named_items(tip, place, self._audit.is_sampled)]
+            named = [*division.named_items(tip, place, self._audit.is_sampled)]
             items += named
             known = {item.key for item in named} | self._audit.given_up
             unnamed = sequence.listed.unnamed(known)
             topic = tip.topic if isinstance(tip, TopicManifest) else ""
-            items += audit_jobs.unnamed_items(place, topic, unnamed)
+            items += division.unnamed_items(place, topic, unnamed)
             if unnamed and tip is not None:
                 leftovers.setdefault(place.shard, []).append((place, tuple(self._unnamed(place.shard, unnamed))))
             if isinstance(tip, TopicManifest) and len(tip.live) > 1:
                 twice.append((TwiceRun((place,)), OBJECT_BYTES * len(tip.live)))
         request = self._audit.request
         jobs = [
-            *audit_jobs.object_runs(
+            *division.object_runs(
                 items,
                 clock=request.clock,
                 overdue_ms=request.limits.overdue_ms,
                 parallelism=self._audit.parallelism,
             ),
-            *audit_jobs.leftovers_runs(leftovers, clock=request.clock, orphan_age_ms=request.limits.orphan_age_ms),
+            *division.leftovers_runs(leftovers, clock=request.clock, orphan_age_ms=request.limits.orphan_age_ms),
             *twice,
         ]
         for _ in self._audit.do("reading objects", jobs):

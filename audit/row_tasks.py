@@ -18,7 +18,7 @@ from typing import Final
 
 from audit import content as audit_content
 from audit import held as audit_held
-from audit import object_task as audit_objects
+from audit import object_task
 from audit import reading as audit_reading
 from audit.findings import Finding, Kind, Severity, Tally
 from audit.held import HeldRows
@@ -319,7 +319,7 @@ class _Leftovers:
                 _, metadata = bucket_objects.open_bucket(self._root.store, live)
                 yield live.subscription_id, PositionSet.of(metadata.positions)
         for tombstone in tip.tombstones:
-            if audit_objects.what_of(tombstone.object.name) != "bucket":
+            if object_task.what_of(tombstone.object.name) != "bucket":
                 continue
             body = audit_reading.read(self._root.store, tombstone.object.name).body
             if body is None:
@@ -355,4 +355,4 @@ class _Leftovers:
 
 
 def _is_bucket(found: Unnamed) -> bool:
-    return audit_objects.what_of(found.key) == "bucket"
+    return object_task.what_of(found.key) == "bucket"

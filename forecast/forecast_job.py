@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from forecast import counting_tasks as forecast_counting
+from forecast import counting_tasks
 from forecast.counting_tasks import Failure, Part, Result, Task
 from forecast.result import Effort, Forecast, Unread
 from forecast.steps import Steps, counted_at_once
@@ -135,7 +135,7 @@ class _Job:
             self._tasks_ended = before + ended
             self._progress(self._tasks_ended, self._tasks_known)
 
-        for _, result in self._engine.run(forecast_counting.count, tasks, done):
+        for _, result in self._engine.run(counting_tasks.count, tasks, done):
             self._take(result, topics, last=last)
 
     def _take(self, result: Result, topics: Sequence[TopicCount], *, last: bool) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 GROUP = "executors"
-PACKAGES = ("audit", "compaction", "forecast", "jobs", "storage_backends")
+PACKAGES = ("audit", "compaction", "forecast", "jobs", "spark_tables", "storage_backends")
 # Sources and tests of libraries, which no import reaches; a third of the archive.
 LEFT_OUT = ("lib/bin", "lib/pandas/tests", "lib/pyarrow/include", "lib/pyarrow/src", "lib/pyarrow/tests")
 # Archives hold no time of their making. (A zip cannot say one before 1980.)

@@ -20,8 +20,7 @@ from daemon import config
 from daemon.core.claims import HeldPositions
 from daemon.engine import calls
 from daemon.engine.engine import Engine
-from forecast import counting_tasks as forecast_counting
-from forecast import forecast_job
+from forecast import counting_tasks, forecast_job
 from forecast.result import Forecast, TopicForecast
 from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
 from jobs import job_settings, spark_engine
@@ -327,7 +326,7 @@ async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
     await served.requests.seal("other")
     wanted = forecast(job, now_ms)
     place = Root.open(store_of(job)).place_of("t")
-    workers, counted = Inline(), forecast_counting.count_bucket
+    workers, counted = Inline(), counting_tasks.count_bucket
 
     def missing_at_first(*arguments: Any) -> Any:
         """As it is when a merge was committed after the topic was read, and what it merged was collected."""
@@ -336,7 +335,7 @@ async def test_a_topic_whose_buckets_were_merged_meanwhile_is_counted_again(
             raise NotFound(live.object.name, "it was collected")
         return counted(*arguments)
 
-    monkeypatch.setattr(forecast_counting, "count_bucket", missing_at_first)
+    monkeypatch.setattr(counting_tasks, "count_bucket", missing_at_first)
     again = forecast(job, now_ms, workers=workers)
     assert workers.tasks > 1
     assert by_step(again.load) == by_step(wanted.load)

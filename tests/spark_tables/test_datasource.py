@@ -15,10 +15,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_type
 
-from compaction import datasource, pruning, tables, u64
-from compaction.pruning import Wanted
 from examples.processes import REPOSITORY
 from jobs import root as job_root
+from spark_tables import datasource, pruning, tables, u64
+from spark_tables.pruning import Wanted
 from storage_backends.formats import index_ids, journal, names
 from storage_backends.formats.manifest import LiveBucket, Subscription
 from storage_backends.formats.rows import Rows

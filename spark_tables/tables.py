@@ -1,7 +1,7 @@
 """What analysts see of a root, as three tables: `rows`, `buckets` and `backlog`.
 
 Owns: the columns of each table, the parts in which it is read, and the columns of a part as Arrow batches.
-Does not own: what topics hold (`topic_reading`), which parts a query can pass over (`pruning`), and Spark
+Does not own: what topics hold (`jobs.topic_reading`), which parts a query can pass over (`pruning`), and Spark
 (`datasource`).
 
 A position is two u64, which Spark does not have: ledger and entry are their bits as a signed 64-bit integer, and so is
@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from compaction.pruning import EVERYTHING, Wanted
 from jobs.root import Root
 from jobs.topic_reading import read_states
 from jobs.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
+from spark_tables.pruning import EVERYTHING, Wanted
 from storage_backends import bucket_objects
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket import SegmentInfo

@@ -40,12 +40,12 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from compaction import pruning, tables
-from compaction.pruning import EVERYTHING, Ranges, Wanted
 from jobs import job_settings
 from jobs.job_settings import Settings
 from jobs.root import Root
 from jobs.store_of import store_of
+from spark_tables import pruning, tables
+from spark_tables.pruning import EVERYTHING, Ranges, Wanted
 from storage_backends.settings import SettingsError
 
 FORMAT: Final = "tarry"
