@@ -21,9 +21,14 @@ ARG EXTRAS=""
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY client/pyproject.toml client/README.md client/LICENSE client/
 RUN uv sync --locked --no-dev --no-install-workspace ${EXTRAS}
+COPY audit audit
 COPY client client
 COPY compaction compaction
 COPY daemon daemon
+COPY forecast forecast
+COPY job_commands job_commands
+COPY jobs jobs
+COPY spark_tables spark_tables
 COPY storage_backends storage_backends
 RUN uv sync --locked --no-dev --no-editable ${EXTRAS}
 

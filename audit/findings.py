@@ -2,7 +2,7 @@
 
 Owns: the kinds of findings with what each means, how many are kept of a kind, and the report as JSON.
 Does not own: looking (`manifest_task`, `slot_task`, `object_task`, `row_tasks`), and tables for people
-(`job_commands.audit`).
+(the command).
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def run(
     job_command = (
         sys.executable,
         "-m",
-        "compaction.main",
+        "job_commands.entry",
         command,
         "--store",
         str(root),

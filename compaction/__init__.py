@@ -1,7 +1,6 @@
-"""Batch jobs on a root that daemons are serving meanwhile: merging small buckets, forecasting the load, auditing.
+"""The compaction: small neighbouring buckets of a root are merged, while daemons serve from it.
 
-Owns: what to merge and how to do it outside the daemon, what is due when, whether the stored bytes say what they said,
-and the two engines that run such work in parallel (processes of this machine, Spark). Does not own: the formats and the
-commit primitive (`storage_backends`), nor any decision of a daemon (`daemon`, which this package never imports): a job
-meets the daemons only in the object store.
+Owns: which buckets are merged, in which order, the commit of each merge, and what is said of it.
+Does not own: the merge of buckets (`storage_backends.merging`), which the daemon has as well, the engines (`jobs`), and
+the command (`job_commands`).
 """

@@ -1,8 +1,8 @@
 """The compaction of a root: topics are planned, runs done by an engine in waves, and committed one by one.
 
 Owns: what the driver does, in which order, and what follows from what becomes of a run.
-Does not own: the choice of runs (`plan`), their order and attempts (`waves`), what a worker does (`merge`), the engine,
-a commit (`committing`), what is written down (`tally`), and what is shown.
+Does not own: the choice of runs (`plan`), their order and attempts (`waves`), what a worker does (`merge_task`), the
+engine, a commit (`committing`), what is written down (`tally`), and what is shown.
 
 While the workers do a wave the driver checks and commits the one before. It commits upon the newest manifest that it
 knows, and learns of others' commits when it comes second; then it plans the topic again from what it was shown. After
@@ -21,7 +21,7 @@ from typing import Final
 
 from compaction import plan
 from compaction.committing import Tip, TopicCommits
-from compaction.merge import FailedRun, Failure, WrittenRun, task_of
+from compaction.merge_task import FailedRun, Failure, WrittenRun, task_of
 from compaction.plan import Parameters, Run
 from compaction.summary import Outcome, Summary
 from compaction.tally import Advance, Tally

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from rich.table import Table
 
-from compaction.merge import Worker
+from compaction.merge_task import Worker
 
 
 class Status(enum.Enum):

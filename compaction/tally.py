@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from compaction import summary
-from compaction.merge import WrittenRun
+from compaction.merge_task import WrittenRun
 from compaction.summary import Outcome, RunResult, Seconds, Status, Summary, TopicResult
 from compaction.waves import NOTHING, Amount, Work
 from storage_backends.formats.manifest import TopicManifest

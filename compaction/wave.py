@@ -1,6 +1,6 @@
 """A wave of runs that the engine does, while the driver commits the wave before it.
 
-Owns: the thread in which the engine runs. Does not own: which runs it has (`waves`), what they do (`merge`).
+Owns: the thread in which the engine runs. Does not own: which runs it has (`waves`), what they do (`merge_task`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
+from compaction.merge_task import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.waves import Work
 from jobs.engine_port import Engine, WorkFailed
 

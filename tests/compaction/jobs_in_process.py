@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import pytest
 
-from compaction import job, merge
+from compaction import job, merge_task
 from compaction.job import Environment, Options, Stop
 from compaction.summary import Summary
 from compaction.tally import Advance
@@ -112,7 +112,7 @@ class World:
         self.advances: list[Advance] = []
         place = Store(path=f"/in/memory/{next(self._numbers)}")
         self.settings = Settings(store=place, collection=Collection(grace_s=60.0))
-        monkeypatch.setattr(merge, "store_of", lambda settings: self.store)
+        monkeypatch.setattr(merge_task, "store_of", lambda settings: self.store)
         roots.make_root(self.memory)
 
     def topic(self, name: str = "flights") -> StoredTopic:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from compaction import merge as worker
+from compaction import merge_task as worker
 from compaction import plan
 from compaction.committing import TopicCommits
 from storage_backends import commit, merging, topic_manifest, topic_merge

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from compaction import job, merge, plan, wave
+from compaction import job, merge_task, plan, wave
 from compaction.job import Options
-from compaction.merge import FailedRun, MergeTask, WrittenRun, merge_run
+from compaction.merge_task import FailedRun, MergeTask, WrittenRun, merge_run
 from compaction.plan import Run
 from compaction.summary import Outcome, RunResult, Status, Summary
 from jobs.job_settings import Settings
@@ -306,7 +306,7 @@ def test_workers_that_have_no_such_store_are_an_error_and_no_conflict(
         raise NotFound(settings.store.path, "there is no such directory")
 
     world.topic().add(range(1, 5))
-    monkeypatch.setattr(merge, "store_of", nowhere)
+    monkeypatch.setattr(merge_task, "store_of", nowhere)
     summary = world.compact()
     assert (summary.status, summary.exit_status, summary.runs.failed) == (Status.ERROR, 1, 1)
     assert "no such directory" in only(summary, Outcome.FAILED).reason
@@ -407,7 +407,7 @@ def test_progress_objects_are_read_once_for_the_commits_of_a_topic_and_one_is_ke
         reads += 1
         return read(store, tip)
 
-    monkeypatch.setattr(merge, "progress_by", lambda settings, tip: read(world.memory, tip))
+    monkeypatch.setattr(merge_task, "progress_by", lambda settings, tip: read(world.memory, tip))
     monkeypatch.setattr(progress_objects, "progress_of", watched)
     alive: list[int] = []
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from compaction import main, tally
+from compaction import tally
+from job_commands import entry
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "airflow" / "tarry_compaction_dag.py"
 
@@ -123,7 +124,7 @@ def test_the_options_are_those_of_the_commands(airflow: Airflow, tmp_path: Path)
     names = []
     for line in lines:
         name, *arguments = line.split()
-        command = main.cli.get_command(main.cli.make_context("tarry-spark", [name]), name)
+        command = entry.cli.get_command(entry.cli.make_context("tarry-spark", [name]), name)
         assert command is not None
         given = command.make_context(name, arguments).params
         assert (given["engine"], given["as_json"], given["config"]) == ("local", True, config)

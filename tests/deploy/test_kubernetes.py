@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from compaction import main, tally
+from compaction import tally
+from job_commands import entry
 from jobs import job_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def test_the_options_are_those_of_the_command(pod: Any, objects: dict[str, Any],
     config = tmp_path / "tarryd.toml"
     config.write_text(objects["ConfigMap"]["data"]["tarryd.toml"])
     arguments = [each.replace("/etc/tarry/tarryd.toml", str(config)) for each in container["args"]]
-    command = main.cli.get_command(main.cli.make_context("tarry-spark", [name]), name)
+    command = entry.cli.get_command(entry.cli.make_context("tarry-spark", [name]), name)
     assert command is not None
     given = command.make_context(name, arguments).params
     assert (given["engine"], given["as_json"], given["config"]) == ("local", True, config)

@@ -21,23 +21,24 @@ PYTHON = "{}.{}".format(*sys.version_info[:2])
 BARE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 
 # What spark-submit runs: work that imports all modules (executors draw no pictures), and says where and with what.
-PROGRAM = """\
+PROGRAM = f"""\
 import importlib, json, os, pkgutil, sys
-from compaction import spark_engine
+from jobs import spark_engine
 
 def look(number):
-    import compaction, numpy, storage_backends
-    for package in (compaction, storage_backends):
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    import compaction, numpy
+    for name in {build_spark_env.PACKAGES}:
+        package = importlib.import_module(name)
+        for module in pkgutil.walk_packages(package.__path__, name + "."):
             if module.name != "forecast.picture":
                 importlib.import_module(module.name)
-    return {
+    return {{
         "process": os.getpid(),
         "executor": os.path.realpath("."),
         "numpy": numpy.__file__,
         "compaction": compaction.__file__,
         "python": sys.executable,
-    }
+    }}
 
 with spark_engine.SparkEngine("looks around") as engine:
     found = [result for _, result in engine.run(look, range(8), lambda ended: None)]
@@ -45,10 +46,11 @@ print(json.dumps(found))
 """
 
 
-def test_the_code_is_both_packages_and_nothing_else_and_the_same_each_time(tmp_path: Path) -> None:
+def test_the_code_is_the_jobs_and_storage_and_nothing_else_and_the_same_each_time(tmp_path: Path) -> None:
     archive = build_spark_env.write_code(tmp_path)
     names = zipfile.ZipFile(archive).namelist()
-    assert {name.partition("/")[0] for name in names} == {"compaction", "storage_backends"}
+    rooms = {"audit", "compaction", "forecast", "job_commands", "jobs", "spark_tables"}
+    assert {name.partition("/")[0] for name in names} == rooms | {"storage_backends"}
     assert {"jobs/spark_engine.py", "storage_backends/formats/generated/bucket_pb2.py"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     first = archive.read_bytes()

@@ -210,7 +210,7 @@ class Jobs:
     ) -> Job:
         """`tarry-spark compact` with two tasks at once; started."""
         where = ("--master", master) if engine == "spark" else ("--parallelism", "2")
-        command = (sys.executable, "-m", "compaction.main", *self.arguments(*options, "--engine", engine, *where))
+        command = (sys.executable, "-m", "job_commands.entry", *self.arguments(*options, "--engine", engine, *where))
         return self.start(engine, command, action=action, environment=environment)
 
     def submit(

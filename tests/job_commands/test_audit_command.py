@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from compaction import main
-from compaction.commands import output
+from job_commands import entry, terminal
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory import MemoryStore
 from tests.audit.audits import MANIFESTS, keys, sound_root
@@ -34,7 +33,17 @@ def place(written: MemoryStore, tmp_path: Path) -> Path:
 
 
 def run(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "compaction.main", "audit", "--store", str(place), "--engine", "local", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "job_commands.entry",
+        "audit",
+        "--store",
+        str(place),
+        "--engine",
+        "local",
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
@@ -87,8 +96,8 @@ def test_a_topic_is_audited_alone(place: Path) -> None:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """Runs it in this process; for what ends before any task begins."""
-    monkeypatch.setattr(output, "configure", lambda *, quiet: None)
-    return lambda *arguments: CliRunner().invoke(main.cli, ["audit", "--engine", "local", *map(str, arguments)])
+    monkeypatch.setattr(terminal, "configure", lambda *, quiet: None)
+    return lambda *arguments: CliRunner().invoke(entry.cli, ["audit", "--engine", "local", *map(str, arguments)])
 
 
 def test_what_cannot_run_ends_with_1_and_says_why(command: Callable[..., Result], place: Path, tmp_path: Path) -> None:

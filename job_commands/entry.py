@@ -2,7 +2,7 @@
 
 Owns: which commands there are, and the exit status of an error: 1, 2 for a wrong option or setting, 130 when
 it is interrupted.
-Does not own: the commands (`commands`), whose modules are imported when they are asked for.
+Does not own: the commands, whose modules are imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 """Of a command that has no more to say when it is interrupted."""
 
 _COMMANDS = {
-    "audit": "compaction.commands.audit",
-    "compact": "compaction.commands.compact",
-    "forecast": "compaction.commands.forecast",
+    "audit": "job_commands.audit",
+    "compact": "job_commands.compact",
+    "forecast": "job_commands.forecast",
 }
 """Where the command of each name is: a function of that name in this module."""
 

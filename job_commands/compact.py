@@ -19,11 +19,11 @@ import click
 import ulid
 from rich import filesize
 
-from compaction import job, job_metrics, merge, plan, summary, tally
-from compaction.commands import options, output
-from compaction.commands.options import Shared
+from compaction import job, job_metrics, merge_task, plan, summary, tally
 from compaction.summary import Summary
 from compaction.tally import Advance
+from job_commands import options, terminal
+from job_commands.options import Shared
 from jobs.engine_port import Engine
 from jobs.root import Root
 from jobs.store_of import store_of
@@ -178,13 +178,13 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
     with contextlib.ExitStack() as stack:
         engine = None
         if not dry_run:
-            engine = stack.enter_context(shared.open_engine("compact", preload=("compaction.merge",)))
+            engine = stack.enter_context(shared.open_engine("compact", preload=("compaction.merge_task",)))
             if shared.engine == "spark":
                 _start_workers(engine)
         root = Root.open(store_of(shared.settings))
         # After the engine: Spark sets handlers of its own.
         stack.enter_context(_signals(stop))
-        show = stack.enter_context(output.progress("planning", shown=not shared.quiet))
+        show = stack.enter_context(terminal.progress("planning", shown=not shared.quiet))
         return job.compact(
             root,
             engine,
@@ -198,7 +198,7 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
 
 def _start_workers(engine: Engine) -> None:
     """Spark starts its workers with the first tasks that they get; those of the job find them there."""
-    for _ in engine.run(merge.ready, range(engine.parallelism), lambda ended: None):
+    for _ in engine.run(merge_task.ready, range(engine.parallelism), lambda ended: None):
         pass
 
 
@@ -238,9 +238,9 @@ def _write_metrics(path: Path, done: Summary | None) -> None:
 
 def _show(done: Summary, shared: Shared) -> None:
     if shared.as_json:
-        output.print_json(done)
+        terminal.print_json(done)
         return
-    to = output.results()
+    to = terminal.results()
     to.print(summary.plan_table(done) if done.dry_run else summary.table(done))
     for line in summary.lines(done):
         to.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -13,10 +13,10 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner, Result
 
-from compaction import main
 from forecast import files as forecast_files
 from forecast import forecast_job
 from forecast.steps import HOUR_MS
+from job_commands import entry
 from storage_backends.formats import bucket, names
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
@@ -43,7 +43,7 @@ def fill(store: LocalDirectory, topic: str) -> str:
 
 
 def run(root: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main.cli, ["forecast", "--engine", "local", "--store", str(root), *arguments])
+    return CliRunner().invoke(entry.cli, ["forecast", "--engine", "local", "--store", str(root), *arguments])
 
 
 def test_it_shows_draws_and_writes(store: LocalDirectory, root: Path, tmp_path: Path) -> None:

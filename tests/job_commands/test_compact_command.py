@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from compaction.commands.compact import Duration, Size
-from compaction.main import cli
+from job_commands.compact import Duration, Size
+from job_commands.entry import cli
 from jobs.root import Root
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
 from tests.jobs import roots
 from tests.jobs.roots import StoredTopic
 from tests.support.moto_server import moto_server
-
-
-@pytest.fixture(autouse=True)
-def _logging() -> Iterator[None]:
-    """A command sets logging up for its process, and this one goes on."""
-    root, ours = logging.getLogger(), logging.getLogger("compaction")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], root.level, ours.level = before
 
 
 @pytest.fixture
@@ -155,14 +144,14 @@ def test_sigterm_ends_the_command_after_the_commit_under_way(tmp_path: Path, top
 
 _SIGNALLED = """
 import os, signal
-from compaction import main
+from job_commands import entry
 from storage_backends import crash_points
 def hook(name):
     if name == "compaction.before_commit":
         os.kill(os.getpid(), signal.SIGTERM)
 if __name__ == "__main__":
     with crash_points.intercepted(hook):
-        main.main()
+        entry.main()
 """
 
 

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from audit import driver
 from audit.findings import MEANING, Kind, Report, Severity
-from compaction.commands import options, output
-from compaction.commands.options import Shared
+from job_commands import options, terminal
+from job_commands.options import Shared
 from jobs.store_of import store_of
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     try:
         with (
             shared.open_engine("audit", preload=[driver.__name__]) as engine,
-            output.progress("audit", shown=not shared.quiet) as show,
+            terminal.progress("audit", shown=not shared.quiet) as show,
         ):
             report = driver.audit(
                 store,
@@ -91,7 +91,7 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     if output_file is not None:
         output_file.write_bytes(msgspec.json.format(msgspec.json.encode(report.as_json()), indent=2) + b"\n")
     if shared.as_json:
-        output.print_json(report.as_json())
+        terminal.print_json(report.as_json())
     else:
         _show(report)
     ctx.exit(1 if report.errors else 0)
@@ -104,7 +104,7 @@ def _name_of(shared: Shared) -> str:
 
 def _show(report: Report) -> None:
     """The report for people."""
-    to = output.results()
+    to = terminal.results()
     tally = report.tally
     read = Table("object", "read", "bytes", title=f"{report.store}: {report.shards} shards, {report.topics} topics")
     for column in read.columns[1:]:

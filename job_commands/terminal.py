@@ -8,12 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import click
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOMS: Final = ("audit", "compaction", "forecast", "job_commands", "jobs")
+"""The packages whose messages people want to see; of all others only warnings and errors."""
 
 
 def results() -> Console:
@@ -22,13 +25,14 @@ def results() -> Console:
 
 
 def configure(*, quiet: bool) -> None:
-    """Messages of the package to standard error: from INFO on, with `quiet` from WARNING on."""
+    """Messages of the jobs to standard error: from INFO on, with `quiet` from WARNING on."""
     destination = _ToConsole(Console(stderr=True))
     destination.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [destination]
     root.setLevel(logging.WARNING)
-    logging.getLogger("compaction").setLevel(logging.WARNING if quiet else logging.INFO)
+    for room in ROOMS:
+        logging.getLogger(room).setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 class _ToConsole(logging.Handler):

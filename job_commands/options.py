@@ -1,7 +1,7 @@
 """The options that all commands have.
 
 Owns: their names and help, and what they stand for: settings, and an engine that is not running yet.
-Does not own: the options of one command alone, and what is shown (`output`).
+Does not own: the options of one command alone, and what is shown (`terminal`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import click
 
-from compaction.commands import output
+from job_commands import terminal
 from jobs import job_settings, local_engine
 from jobs.engine_port import Engine
 from jobs.job_settings import Settings
@@ -116,7 +116,7 @@ def shared(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if engine == "local" and master is not None:
             raise click.UsageError("--master is Spark's: it goes with --engine spark")
-        output.configure(quiet=quiet)
+        terminal.configure(quiet=quiet)
         said = Shared(
             settings=job_settings.load(config, overrides, store=store),
             engine=engine,

@@ -15,12 +15,12 @@ from types import FrameType
 
 import click
 
-from compaction.commands import options, output
 from forecast import forecast_job
 from forecast import text as forecast_text
 from forecast.files import OutputFile, Unwritable
 from forecast.result import STEP_NAMES, Forecast
 from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, STEPS_MAX, Steps
+from job_commands import options, terminal
 from jobs.root import Root
 from jobs.store_of import store_of
 
@@ -89,9 +89,9 @@ def forecast(shared: options.Shared, *, days: int, step: str, parquet: Path | No
         except Unwritable as error:
             raise click.ClickException(str(error)) from error
     if shared.as_json:
-        output.print_json(forecast_text.document(found, top) | {"seconds": round(seconds, 3)})
+        terminal.print_json(forecast_text.document(found, top) | {"seconds": round(seconds, 3)})
     else:
-        forecast_text.print_forecast(found, top, output.results())
+        forecast_text.print_forecast(found, top, terminal.results())
     damaged = [each for each in found.unread if each.damaged]
     if damaged:
         raise click.ClickException(f"{len(damaged)} buckets or topics are damaged, and not in the forecast")
@@ -150,7 +150,7 @@ def _forecast(shared: options.Shared, steps: Steps) -> tuple[Forecast, float]:
     places = root.topics(shared.topics) if shared.topics else None
     with (
         shared.open_engine("forecast", preload=("forecast.counting_tasks",)) as engine,
-        output.progress("counting", shown=not shared.quiet) as progress,
+        terminal.progress("counting", shown=not shared.quiet) as progress,
     ):
         begun_s = time.monotonic()
         found = forecast_job.run(root, shared.settings, steps, places, engine, progress)
