@@ -20,6 +20,7 @@ ARG EXTRAS=""
 # The libraries first: they change less often than the code.
 COPY pyproject.toml uv.lock README.md LICENSE ./
 COPY client/pyproject.toml client/README.md client/LICENSE client/
+COPY storage_backends/pyproject.toml storage_backends/README.md storage_backends/LICENSE storage_backends/
 RUN uv sync --locked --no-dev --no-install-workspace ${EXTRAS}
 COPY audit audit
 COPY client client

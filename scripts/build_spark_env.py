@@ -72,6 +72,8 @@ def write_code(output: Path) -> Path:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
         for package in PACKAGES:
             for path in files_of(REPOSITORY / package):
+                if path.suffix != ".py":
+                    continue
                 entry = zipfile.ZipInfo(path.relative_to(REPOSITORY).as_posix(), ZIP_TIME)
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)

@@ -3,5 +3,6 @@
 Owns: reading, conditional writing and listing of objects in memory, in a local directory or on S3, and the forms of
 what is stored (`storage_backends.formats`).
 
-Does not own: what a daemon does with it. It knows neither `daemon` nor `compaction`, which both stand above it.
+Does not own: what daemons and jobs do with it. It knows neither, nor gRPC, and is a distribution of its own,
+`tarry-storage`, so that others may depend on it.
 """

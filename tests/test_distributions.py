@@ -1,0 +1,157 @@
+"""The three distributions: each declares what it imports and nothing else, and all code of ours is in one of them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import build_spark_env
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Several distributions are in the package `google`.
+OF_GOOGLE = {"google.protobuf": "protobuf", "google.rpc": "googleapis-common-protos"}
+# Not of a distribution: what a checkout has beside them.
+BESIDE = {"benchmarks", "client", "examples", "tests"}
+# Spark needs it for columns, and brings it not.
+NOT_IMPORTED = {"tarryd": {"pandas"}}
+# In these versions they are a part of Spark, which is declared.
+BROUGHT_ALONG = {"py4j": "pyspark"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """`packages`: folders of its import packages; `requires`: what it always needs; `extras`: what these need."""
+
+    name: str
+    packages: tuple[Path, ...]
+    requires: frozenset[str]
+    extras: frozenset[str]
+
+
+def distribution(folder: Path, packages: tuple[Path, ...]) -> Distribution:
+    project: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = [each for extra in project.get("optional-dependencies", {}).values() for each in extra]
+    return Distribution(project["name"], packages, names(project["dependencies"]), names(optional))
+
+
+def names(requirements: list[str]) -> frozenset[str]:
+    return frozenset(normal(re.split(r"[\s<>=!~;\[]", each, maxsplit=1)[0]) for each in requirements)
+
+
+def normal(name: str) -> str:
+    """The form in which two spellings of a distribution's name are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def packages_of_the_daemon_and_its_jobs() -> tuple[Path, ...]:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    listed: list[str] = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    return tuple(REPOSITORY / name for name in listed)
+
+
+DISTRIBUTIONS = (
+    distribution(REPOSITORY / "client", (REPOSITORY / "client" / "src" / "tarry",)),
+    distribution(REPOSITORY / "storage_backends", (REPOSITORY / "storage_backends",)),
+    distribution(REPOSITORY, packages_of_the_daemon_and_its_jobs()),
+)
+OURS: Mapping[str, str] = {package.name: each.name for each in DISTRIBUTIONS for package in each.packages}
+by_name = pytest.mark.parametrize("one", DISTRIBUTIONS, ids=[each.name for each in DISTRIBUTIONS])
+
+
+@functools.cache
+def installed() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def of_others(source: str, own: str) -> Iterator[str]:
+    """The distributions of what a module imports when it runs, but for Python's own and that of the name `own`."""
+    for module in imported(ast.parse(source)):
+        top = module.partition(".")[0]
+        if top in sys.stdlib_module_names:
+            continue
+        for prefix, found in OF_GOOGLE.items():
+            if module == prefix or module.startswith(f"{prefix}."):
+                yield found
+                break
+        else:
+            found = OURS[top] if top in OURS else normal(installed()[top][0])
+            if found != own:
+                yield BROUGHT_ALONG.get(found, found)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """What is imported, anywhere in the module but under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{each.name}" for each in node.names if node.module == "google")
+        yield from imported(node)
+
+
+def imports_of(folder: Path, own: str) -> frozenset[str]:
+    sources = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    return frozenset(found for source in sources for found in of_others(source, own))
+
+
+@by_name
+def test_a_distribution_declares_what_it_imports_and_nothing_else(one: Distribution) -> None:
+    found = frozenset[str]().union(*(imports_of(package, one.name) for package in one.packages))
+    assert found == (one.requires | one.extras) - NOT_IMPORTED.get(one.name, set())
+
+
+def test_the_daemon_runs_without_the_extras() -> None:
+    whole = DISTRIBUTIONS[-1]
+    assert imports_of(REPOSITORY / "daemon", whole.name) <= whole.requires
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import yaml", ["pyyaml"]),
+        ("def late():\n    from yaml import safe_load", ["pyyaml"]),
+        ("from google.protobuf import message", ["protobuf"]),
+        ("from google.rpc import status_pb2", ["googleapis-common-protos"]),
+        ("from storage_backends.formats import names", ["tarry-storage"]),
+        ("import os\nfrom daemon import errors", []),
+        ("if TYPE_CHECKING:\n    import yaml", []),
+    ],
+)
+def test_what_an_import_needs_is_found(source: str, found: list[str]) -> None:
+    assert list(of_others(source, "tarryd")) == found
+
+
+def test_every_package_is_in_one_distribution() -> None:
+    folders = {path.parent for path in REPOSITORY.glob("*/__init__.py")} | {REPOSITORY / "client" / "src" / "tarry"}
+    packages = [package for each in DISTRIBUTIONS for package in each.packages]
+    assert sorted(packages) == sorted(folder for folder in folders if folder.name not in BESIDE)
+
+
+def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
+    packages = {path.name for path in packages_of_the_daemon_and_its_jobs()} | {"storage_backends"}
+    copied = re.findall(r"^COPY (\w+) \1$", (REPOSITORY / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    allowed = re.findall(r"^!(\w+)/$", (REPOSITORY / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(copied) == set(allowed) == packages | {"client"}
+    assert set(build_spark_env.PACKAGES) == packages - {"daemon"}
+
+
+@by_name
+def test_every_dependency_has_its_reason(one: Distribution) -> None:
+    page = (REPOSITORY / "docs" / "DEPENDENCIES.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {one.name}$\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    listed = re.findall(r"^\| ([\w.-]+)(?: \(extra `\w+`\))? \| ", section, re.MULTILINE)
+    assert sorted(set(listed) - {"distribution"}) == sorted(one.requires | one.extras)
