@@ -19,7 +19,7 @@ from audit.row_tasks import LeftoversRun, Unnamed
 from audit.slot_task import SlotRun
 from jobs.root import Root
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
-from storage_backends.listing import Listed
+from storage_backends.shard_listing import Listed
 
 MANIFESTS_BYTES: Final = 32 << 20
 """So much of manifests makes a run: what they have in common is decoded once in each."""

@@ -37,8 +37,8 @@ from jobs.root import Root
 from storage_backends import object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
-from storage_backends.listing import Listed
 from storage_backends.object_store import ObjectStore
+from storage_backends.shard_listing import Listed
 
 OBJECTS_AT_ONCE: Final = 500_000
 """Shards are looked at together until they have so many objects: the driver knows the keys of all of them."""

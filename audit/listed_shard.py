@@ -1,7 +1,7 @@
 """What a listing of a shard shows an audit, and how reading it is split.
 
 Owns: the listing with everything in it: manifests, objects, slots, and what is none of these; and portions of work.
-Does not own: the reading of listed keys (`storage_backends.listing`), tasks and their order (`driver`).
+Does not own: the reading of listed keys (`storage_backends.shard_listing`), tasks and their order (`driver`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final, TypeVar
 
 from jobs.root import Root
 from storage_backends.formats import errors, names
-from storage_backends.listing import ShardListing
 from storage_backends.object_store import ListedObject
+from storage_backends.shard_listing import ShardListing
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from audit import reading as audit_reading
 from audit.findings import Finding, Flaw, Kind, Severity, Tally
 from audit.reading import Named, Place, Read, WallClock
 from jobs.root import Root
-from storage_backends import bucket_objects, object_store
+from storage_backends import bucket_reading, object_store
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import CheckpointReference, LiveBucket, ObjectReference
 
@@ -144,7 +144,7 @@ class _Run:
         if item.live is None:
             raise ValueError(f"{item.key} is no live bucket: it is read in full")
         try:
-            table, metadata = bucket_objects.open_bucket(self._root.store, item.live)
+            table, metadata = bucket_reading.open_bucket(self._root.store, item.live)
         except object_store.NotFound:
             self._open[item.place].append((item, Flaw(Kind.MISSING, "it is not there")))
         except object_store.Damaged as error:

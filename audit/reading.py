@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 from jobs.root import Root, TopicPlace
-from storage_backends import listing, object_store, topic_manifest
+from storage_backends import object_store, shard_listing, topic_manifest
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
@@ -134,7 +134,7 @@ class Named:
 def named_in(tip: TopicManifest | ShardManifest) -> Named:
     """What the manifest names."""
     buried = frozenset(each.object.name for each in tip.tombstones)
-    named = listing.named_by_shard(tip) if isinstance(tip, ShardManifest) else topic_manifest.names_in(tip)
+    named = shard_listing.named_by_shard(tip) if isinstance(tip, ShardManifest) else topic_manifest.names_in(tip)
     return Named(frozenset(named) - buried, buried)
 
 

@@ -24,7 +24,7 @@ from audit.findings import Finding, Kind, Severity, Tally
 from audit.held import HeldRows
 from audit.reading import Place, WallClock
 from jobs.root import Root
-from storage_backends import bucket_objects, object_store, progress_objects, topic_manifest
+from storage_backends import bucket_reading, object_store, progress_objects, topic_manifest
 from storage_backends.formats import bucket, errors, index_ids, merge, position_bitmap
 from storage_backends.formats.manifest import LiveBucket, Progress, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
@@ -122,7 +122,7 @@ def _overlapping(buckets: Sequence[LiveBucket]) -> Iterator[LiveBucket]:
 
 def _waiting(root: Root, live: LiveBucket, progress: Progress) -> PositionSet:
     """The positions of a bucket that are not gone."""
-    _, metadata = bucket_objects.open_bucket(root.store, live)
+    _, metadata = bucket_reading.open_bucket(root.store, live)
     return PositionSet.of(metadata.positions) - merge.bits_of(live.object.name, metadata.kept, progress).gone
 
 
@@ -316,7 +316,7 @@ class _Leftovers:
             return
         for live in tip.live:
             if live.subscription_id in wanted:
-                _, metadata = bucket_objects.open_bucket(self._root.store, live)
+                _, metadata = bucket_reading.open_bucket(self._root.store, live)
                 yield live.subscription_id, PositionSet.of(metadata.positions)
         for tombstone in tip.tombstones:
             if object_task.what_of(tombstone.object.name) != "bucket":

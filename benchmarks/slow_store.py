@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from daemon import main as tarryd
-from storage_backends import local_directory, object_store, opening
+from storage_backends import local_directory, object_store, store_opening
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
 
 DELAY_MS = 50

@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Callable
 
 from jobs.root import Root, TopicPlace
-from storage_backends import bucket_objects, commit
+from storage_backends import bucket_reading, commit
+from storage_backends.bucket_merging import WrittenMerge
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
-from storage_backends.merging import WrittenMerge
 from storage_backends.object_store import Damaged
 
 Tip = commit.Tip[TopicManifest]
@@ -64,7 +64,7 @@ class TopicCommits:
         size_bytes = self._store.head(bucket.object.name).size_bytes
         if size_bytes != bucket.object.size_bytes:
             raise Damaged(bucket.object.name, f"it has {size_bytes} bytes; {bucket.object.size_bytes} were written")
-        bucket_objects.open_bucket(self._store, bucket)
+        bucket_reading.open_bucket(self._store, bucket)
 
     def commit(self, written: WrittenMerge, *, now_ms: int, grace_ms: int) -> None:
         """The sources may be deleted when the grace is over. Raises what `storage_backends.commit.commit` raises, and

@@ -31,7 +31,7 @@ from jobs.engine_port import Engine
 from jobs.job_settings import Settings
 from jobs.root import Root, TopicPlace
 from storage_backends import commit, merge_hints
-from storage_backends import settings as sections
+from storage_backends import storage_settings as sections
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors
 from storage_backends.formats.manifest import TopicManifest

@@ -2,7 +2,7 @@
 
 Owns: what a worker must know for it, and what it reports.
 Does not own: the merge of the rows (`storage_backends.formats.merge`), reading and writing
-(`storage_backends.merging`), which run it is (`plan`), and its commit (`job`).
+(`storage_backends.bucket_merging`), which run it is (`plan`), and its commit (`job`).
 
 A worker knows of the topic's manifest only what names the sources. It may do a run twice, or die in the middle: each
 attempt writes an object of its own, and one that nobody commits is an orphan, which the daemon's collection removes.
@@ -24,8 +24,8 @@ import ulid
 from compaction.plan import Run
 from jobs.job_settings import Settings
 from jobs.store_of import store_of
-from storage_backends import merging
-from storage_backends import settings as sections
+from storage_backends import bucket_merging
+from storage_backends import storage_settings as sections
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import errors, merge, names
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
@@ -59,7 +59,7 @@ class Worker:
 class WrittenRun:
     """The object of a run is written. `read_s`, `merge_s`, `write_s`: what that took."""
 
-    written: merging.WrittenMerge
+    written: bucket_merging.WrittenMerge
     worker: Worker
     read_s: float
     merge_s: float
@@ -140,13 +140,13 @@ def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRu
     """Raises the store's errors, and what `merging.merged` raises."""
     tip = task.tip
     key = names.bucket_key(task.shard, tip.topic_id, tip.head.number, str(ulid.ULID()))
-    plan = merging.MergePlan(tip, tip.live, key)
+    plan = bucket_merging.MergePlan(tip, tip.live, key)
     begun_s = time.monotonic()
     sources = _read(store, plan.sources, READERS if task.settings.store.kind == "s3" else 1)
     progress = progress_by(task.settings, tip)
     read_s = time.monotonic()
     bucket = task.settings.bucket
-    made = merging.merged(
+    made = bucket_merging.merged(
         plan,
         sources,
         progress,
@@ -155,7 +155,7 @@ def _merge_run(store: ObjectStore, task: MergeTask, worker: Worker) -> WrittenRu
     )
     merged_s = time.monotonic()
     crash_point("compaction.before_put")
-    written = merging.write(
+    written = bucket_merging.write(
         store,
         plan,
         sources,
@@ -186,7 +186,7 @@ def _last_progress(settings: Settings) -> LastProgress:
 
 def _read(store: ObjectStore, sources: Sequence[LiveBucket], readers: int) -> list[merge.Source]:
     """The sources, in their order."""
-    read = functools.partial(merging.read_source, store)
+    read = functools.partial(bucket_merging.read_source, store)
     if readers == 1 or len(sources) == 1:
         return [read(live) for live in sources]
     with concurrent.futures.ThreadPoolExecutor(min(readers, len(sources))) as readers_pool:

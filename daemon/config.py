@@ -1,7 +1,7 @@
 """How the daemon is configured: by a TOML file, the environment and `--set` (`storage_backends.settings_file`).
 
 Owns: which sections there are, and which settings contradict each other: an error that names them.
-Does not own: the settings (`daemon.settings`, `storage_backends.settings`), reading them, and what they do.
+Does not own: the settings (`daemon.settings`, `storage_backends.storage_settings`), reading them, and what they do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from daemon.settings import (
     Redelivery,
 )
 from storage_backends import settings_file
-from storage_backends.settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
+from storage_backends.storage_settings import S3, Bucket, Collection, SettingsError, Store, check_bucket, check_store
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

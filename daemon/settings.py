@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from daemon.core.delay_levels import DEFAULT_TABLE
-from storage_backends.settings import S3, Section
+from storage_backends.storage_settings import S3, Section
 
 ADDRESS = r"^.+:[0-9]{1,5}\Z"
 # Without credentials, which would end up in logs, and without a fragment.

@@ -13,7 +13,7 @@ from forecast.result import Effort
 from forecast.steps import BucketCount, Counts, Steps
 from jobs.job_settings import Settings
 from jobs.store_of import store_of
-from storage_backends import bucket_objects
+from storage_backends import bucket_reading
 from storage_backends.formats.errors import FormatError
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionSet
@@ -81,11 +81,11 @@ def count(task: Task) -> Result:
 
 def count_bucket(store: ObjectStore, steps: Steps, live: LiveBucket, gone: PositionSet) -> tuple[Counts, Effort]:
     """The rows of one bucket that are not gone. Raises Damaged, NotFound and the store's other errors."""
-    table = bucket_objects.read_table(store, live)
+    table = bucket_reading.read_table(store, live)
     counting = BucketCount(steps, table.segments, gone)
     try:
         while run := counting.needed():
-            counting.read(run, bucket_objects.read_segments(store, live.object.name, run))
+            counting.read(run, bucket_reading.read_segments(store, live.object.name, run))
     except FormatError as error:
         raise Damaged(live.object.name, str(error)) from error
     effort = Effort(buckets_opened=1, segments=len(table.segments), segments_read=counting.segments_read)

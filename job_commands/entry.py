@@ -15,7 +15,7 @@ import click
 
 from jobs import engine_port, root
 from storage_backends.object_store import StoreError
-from storage_backends.settings import SettingsError
+from storage_backends.storage_settings import SettingsError
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 """Of a command that has no more to say when it is interrupted."""

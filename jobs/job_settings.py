@@ -1,8 +1,8 @@
 """The settings of the jobs: those sections of the daemon's own file that say where everything is and how buckets are
 written.
 
-Owns: which sections count here. Does not own: the settings in them (`storage_backends.settings`), how they are read
-(`storage_backends.settings_file`), nor the options of a command.
+Owns: which sections count here. Does not own: the settings in them (`storage_backends.storage_settings`), how they
+are read (`storage_backends.settings_file`), nor the options of a command.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from storage_backends import settings as sections
 from storage_backends import settings_file
-from storage_backends.settings import Bucket, Collection, SettingsError, Store
+from storage_backends import storage_settings as sections
+from storage_backends.storage_settings import Bucket, Collection, SettingsError, Store
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

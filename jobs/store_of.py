@@ -1,6 +1,6 @@
 """The store of a process, opened once: workers do many tasks.
 
-Owns: one open store for each place and process. Does not own: opening (`storage_backends.opening`).
+Owns: one open store for each place and process. Does not own: opening (`storage_backends.store_opening`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 from jobs.job_settings import Settings
-from storage_backends import opening
+from storage_backends import store_opening
 from storage_backends.object_store import NotFound, ObjectStore
-from storage_backends.settings import Store
+from storage_backends.storage_settings import Store
 
 _lock = threading.Lock()
 # A process that was forked has a lock file and connections of its own.
@@ -31,5 +31,5 @@ def store_of(settings: Settings) -> ObjectStore:
         if found is None:
             if place.kind == "local" and not Path(place.path).is_dir():
                 raise NotFound(place.path, "there is no such directory; --store or store.path names the daemon's")
-            found = _opened[os.getpid(), place] = opening.open_store(place)
+            found = _opened[os.getpid(), place] = store_opening.open_store(place)
         return found

@@ -20,7 +20,7 @@ from jobs.decisions import STORED_BITS_AT, STORED_ROWS_AT, Added, Decisions, Nac
 from jobs.root import Root, TopicPlace
 from jobs.shard_reading import ShardReading
 from jobs.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
-from storage_backends import bucket_objects, commit, progress_objects
+from storage_backends import bucket_reading, commit, progress_objects
 from storage_backends.formats import errors, index_ids, journal, merge, redelivery
 from storage_backends.formats.bucket import BucketMetadata
 from storage_backends.formats.checkpoint import CarriedSlot, TopicPart
@@ -291,7 +291,7 @@ class _TopicReading:
 
     def _open(self, wanted: Sequence[LiveBucket]) -> None:
         missing = [live for live in wanted if live.object.name not in self._opened]
-        opened = self._executor.map(lambda live: bucket_objects.open_bucket(self._store, live), missing)
+        opened = self._executor.map(lambda live: bucket_reading.open_bucket(self._store, live), missing)
         for live, (_, metadata) in zip(missing, opened, strict=True):
             self._opened[live.object.name] = metadata
 

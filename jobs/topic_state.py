@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jobs.root import TopicPlace
-from storage_backends import bucket_objects, commit
+from storage_backends import bucket_reading, commit
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import LiveBucket, Subscription, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
@@ -109,7 +109,7 @@ def rows_of(store: ObjectStore, bucket: BucketState) -> Rows:
     """
     if not bucket.present_rows:
         return Rows.empty()
-    _, rows = bucket_objects.read_bucket(store, bucket.live)
+    _, rows = bucket_reading.read_bucket(store, bucket.live)
     if not bucket.gone:
         return rows
     return rows.take(~bucket.gone.mask_of(rows.ledger_id, rows.entry_id))

@@ -46,7 +46,7 @@ from jobs.root import Root
 from jobs.store_of import store_of
 from spark_tables import pruning, tables
 from spark_tables.pruning import EVERYTHING, Ranges, Wanted
-from storage_backends.settings import SettingsError
+from storage_backends.storage_settings import SettingsError
 
 FORMAT: Final = "tarry"
 PUSHDOWN: Final = "spark.sql.python.filterPushdown.enabled"

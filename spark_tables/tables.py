@@ -22,7 +22,7 @@ from jobs.root import Root
 from jobs.topic_reading import read_states
 from jobs.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, rows_of
 from spark_tables.pruning import EVERYTHING, Wanted
-from storage_backends import bucket_objects
+from storage_backends import bucket_reading
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
@@ -234,9 +234,9 @@ def _rows_of(held: BucketState | UnsealedRows, store: ObjectStore, wanted: Wante
         for first in range(0, len(held.rows), BATCH_ROWS):
             yield held.rows.take(slice(first, first + BATCH_ROWS))
         return
-    table, _ = bucket_objects.open_bucket(store, held.live)
+    table, _ = bucket_reading.open_bucket(store, held.live)
     for run in _runs(table.segments, wanted):
-        rows = Rows.concat(bucket_objects.read_segments(store, held.live.object.name, run))
+        rows = Rows.concat(bucket_reading.read_segments(store, held.live.object.name, run))
         yield rows.take(~held.gone.mask_of(rows.ledger_id, rows.entry_id)) if held.gone else rows
 
 

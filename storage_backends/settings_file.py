@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from storage_backends.settings import SettingsError
+from storage_backends.storage_settings import SettingsError
 
 ENVIRONMENT_PREFIX = "TARRY_"
 

@@ -1,7 +1,7 @@
 """The manifests of a shard, as a sequence.
 
 Owns: which manifests are of a shard. Does not own: the operations of its owners (the daemon) and of collection
-(`collection`), and the stored form (`formats.manifest`).
+(`manifest_collection`), and the stored form (`formats.manifest`).
 """
 
 from __future__ import annotations

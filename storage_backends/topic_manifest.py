@@ -1,7 +1,7 @@
 """The operations of owners on a topic's manifest: what may follow what.
 
 Owns: precondition and effect of each of these operations, and how buckets leave a manifest.
-Does not own: merges (`topic_merge`), collection (`collection`), committing (`commit`), the stored form
+Does not own: merges (`topic_merge`), collection (`manifest_collection`), committing (`commit`), the stored form
 (`formats.manifest`), and when an operation is wanted.
 
 Every operation of an owner carries its epoch: an owner that was replaced is refused. An epoch has one owner, whose

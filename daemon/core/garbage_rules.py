@@ -2,8 +2,8 @@
 
 Owns: which tombstones are due, how far the orphan floor may move, which manifests have served, and when a pass would
 delete suspiciously much.
-Does not own: which objects are orphans (`storage_backends.listing`), reading, listing, deleting (`garbage`) and when
-that is done (`daemon.engine.collection_pass`).
+Does not own: which objects are orphans (`storage_backends.shard_listing`), reading, listing, deleting (`garbage`) and
+when that is done (`daemon.engine.collection_pass`).
 
 R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
 object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a
@@ -19,7 +19,7 @@ from typing import Final
 
 from daemon.core.object_count import NOTHING, ObjectCount
 from storage_backends.formats.manifest import Tombstone
-from storage_backends.listing import Listed
+from storage_backends.shard_listing import Listed
 
 FIRST_RETRY_MS: Final = 600_000
 LAST_RETRY_MS: Final = 6 * 3_600_000

@@ -1,7 +1,7 @@
 """Reading bucket objects, with the daemon's errors.
 
 Owns: what damage of a bucket is to the daemon.
-Does not own: which ranges are read, and that what is read is whole (`storage_backends.bucket_objects`).
+Does not own: which ranges are read, and that what is read is whole (`storage_backends.bucket_reading`).
 
 Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from daemon.errors import Corruption
-from storage_backends import bucket_objects, merging, object_store
+from storage_backends import bucket_merging, bucket_reading, object_store
 from storage_backends.formats import bucket, merge
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
@@ -25,25 +25,25 @@ class BucketMissing(Corruption):
 def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
     with _as_corruption():
-        return bucket_objects.open_bucket(store, live)
+        return bucket_reading.open_bucket(store, live)
 
 
 def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     with _as_corruption():
-        return bucket_objects.read_segments(store, key, segments)
+        return bucket_reading.read_segments(store, key, segments)
 
 
 def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
     """Entry 0 and all rows in due order, with one read of the whole object."""
     with _as_corruption():
-        return bucket_objects.read_bucket(store, live)
+        return bucket_reading.read_bucket(store, live)
 
 
 def read_source(store: object_store.ObjectStore, live: LiveBucket) -> merge.Source:
     """A source of a merge as a whole, every check of it made."""
     with _as_corruption():
-        return merging.read_source(store, live)
+        return bucket_merging.read_source(store, live)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from daemon.core.object_count import NOTHING, ObjectCount
 from storage_backends import collection, commit, listing, object_store, topic_manifest
 from storage_backends.formats import errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
-from storage_backends.listing import Listed
+from storage_backends.shard_listing import Listed
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class Collector(Generic[M]):
     def _drop(self, outcome: Outcome, tip: commit.Tip[M]) -> commit.Tip[M]:
         """Drops the tombstones of what is deleted or given up, and counts the attempts of what is neither."""
         while outcome.names:
-            operation: collection.CollectTombstones[M] = collection.CollectTombstones(
+            operation: manifest_collection.CollectTombstones[M] = manifest_collection.CollectTombstones(
                 deleted=outcome.deleted, failed=outcome.failed, given_up=outcome.given_up
             )
             try:
@@ -208,12 +208,12 @@ class Collector(Generic[M]):
         # Named is what a manifest names that was read after the floor: who brings in an object from here on is refused.
         floor = max(floor, tip.manifest.head.orphan_floor) if dry_run else tip.manifest.head.orphan_floor
         named = self._kind.named(tip.manifest) | given_up
-        found = listing.orphans(listed, named, floor)
+        found = shard_listing.orphans(listed, named, floor)
         return Orphans(tip, found, _count(found))
 
     def _move_floor(self, floor: int, tip: commit.Tip[M]) -> commit.Tip[M]:
         try:
-            return self._commit(collection.SetFloor(floor=floor), tip)
+            return self._commit(manifest_collection.SetFloor(floor=floor), tip)
         except commit.Refused as refused:
             if refused.tip is None:
                 raise
@@ -316,7 +316,7 @@ def _count(objects: Iterable[tuple[str, int]]) -> ObjectCount:
 
 
 TOPIC: Final[Kind[TopicManifest]] = Kind(named=topic_manifest.names_in, is_over=lambda newest: newest.deleted)
-SHARD: Final[Kind[ShardManifest]] = Kind(named=listing.named_by_shard, is_over=lambda newest: False)
+SHARD: Final[Kind[ShardManifest]] = Kind(named=shard_listing.named_by_shard, is_over=lambda newest: False)
 
 
 # ---- objects that were given up

@@ -1,6 +1,6 @@
 """The operations on a shard's manifest: who owns it, and where replay begins.
 
-Owns: precondition and effect of each operation but those of collection (`storage_backends.collection`).
+Owns: precondition and effect of each operation but those of collection (`storage_backends.manifest_collection`).
 Does not own: the sequence of them (`storage_backends.shard_manifests`), committing (`storage_backends.commit`), the
 order of a takeover (`takeover`), what a checkpoint holds.
 """

@@ -28,8 +28,8 @@ from daemon.errors import TarryError
 from storage_backends import commit
 from storage_backends.formats import errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
-from storage_backends.listing import Listed, ShardListing
 from storage_backends.object_store import Damaged, ListedObject, StoreError
+from storage_backends.shard_listing import Listed, ShardListing
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard

@@ -1,8 +1,8 @@
 """Merging the sealed buckets of one topic: above `max_num_buckets` of an index, or on request.
 
 Owns: when a merge is made and how it gives way, trying again, and what becomes of a damaged source.
-Does not own: which buckets are merged (`daemon.core.merging`), what is read and written (`storage_backends.merging`),
-and serving what was merged (`adoption`).
+Does not own: which buckets are merged (`daemon.core.merging`), what is read and written
+(`storage_backends.bucket_merging`), and serving what was merged (`adoption`).
 
 A merge is made from the manifest alone, by a thread of low priority, one at a time in the daemon; rows are served from
 the sources meanwhile. It is made known by its commit and no other way: this owner learns of its own merges as it does
@@ -29,10 +29,10 @@ from daemon.engine.manifests import TopicCommits
 from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
-from storage_backends import merging
+from storage_backends import bucket_merging
+from storage_backends.bucket_merging import MergePlan, WrittenMerge
 from storage_backends.formats import errors, merge, names
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.merging import MergePlan, WrittenMerge
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class BucketMerging:
             if not await self._is_calm():
                 return "given_up"
         made = await environment.pools.merges.run(
-            lambda: merging.merged(
+            lambda: bucket_merging.merged(
                 plan,
                 sources,
                 progress.of_manifest(environment.store, plan.tip),
@@ -320,7 +320,7 @@ class BucketMerging:
             return "given_up"
         delete_after_ms = environment.clock.now_ms() + environment.grace_ms
         written = await environment.pools.merges.run(
-            lambda: merging.write(
+            lambda: bucket_merging.write(
                 environment.store,
                 plan,
                 sources,

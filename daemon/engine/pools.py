@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from storage_backends.settings import Store
+from storage_backends.storage_settings import Store
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from daemon.core.mutable_bucket import SealLimits
 from daemon.core.quotas import QuotaLimits
 from daemon.engine.environment import Environment
 from daemon.errors import InvalidArgument
-from storage_backends import settings
+from storage_backends import storage_settings
 from storage_backends.formats.manifest import (
     KeySharedPolicy,
     NackOrder,
@@ -99,7 +99,7 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
     # A default gives way to what was set: a small bucket has no more rows than it may have.
     rows_min, rows_max = effective["min_index_count_per_bucket"], effective["bucket_rows_max"]
     effective["min_index_count_per_bucket"] = min(rows_min, rows_max)
-    segment_limits = settings.segment_limits(environment.config.bucket, policy)
+    segment_limits = storage_settings.segment_limits(environment.config.bucket, policy)
     effective["min_indexes_per_bucket_snapshot_segment"] = segment_limits.rows_min
     return TopicSettings(
         policy=policy,

@@ -18,7 +18,7 @@ from typing import Final
 from daemon import settings
 from daemon.core.deletions import metadata, object_names
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, LedgerStore, Step
-from storage_backends import opening
+from storage_backends import store_opening
 from storage_backends.formats.deletions import DeletionOutcome, OffloadContext, PendingDelete
 from storage_backends.local_directory import TEMPORARY_FOLDER
 from storage_backends.object_store import NotFound, ObjectInfo, ObjectStore, StoreError, StoreUnavailable
@@ -106,7 +106,7 @@ def open_existing(entry: settings.DeletionObjectStore) -> ObjectStore:
     """
     if entry.kind == "local" and not (Path(entry.path) / TEMPORARY_FOLDER).is_dir():
         raise StoreUnavailable(entry.path, "there is no store in this directory")
-    return opening.open_store(entry, deletions_survive=True)
+    return store_opening.open_store(entry, deletions_survive=True)
 
 
 def _name_of(delete: PendingDelete) -> object_names.OffloadedName | Answer:

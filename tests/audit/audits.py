@@ -20,7 +20,7 @@ from audit.reading import WallClock
 from daemon.engine import bucket_life
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject, ObjectInfo, ObjectStore
 from tests.daemon.engine.calling import cancel, reschedule
 from tests.support.engine_fixture import EPOCH_MS, Daemon, EngineFixture

@@ -14,7 +14,7 @@ from jobs.root import RootAbsent
 from storage_backends import topic_manifest
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import journal, manifest, names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
 from tests.audit.audits import (
     BUCKETS,

@@ -26,7 +26,7 @@ from daemon.engine.engine import Engine
 from daemon.errors import QuotaExceeded
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.audit.audits import (
     BUCKETS,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from audit.findings import Finding, Kind, Report, Severity
-from storage_backends import collection, commit, topic_manifest
+from storage_backends import commit, manifest_collection, topic_manifest
 from storage_backends.formats import bucket, journal, names
 from storage_backends.formats.bucket import SegmentLimits
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.formats.rows import Rows
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tests.audit.audits import (
     HOUR_MS,
     LIMITS,
@@ -94,7 +94,7 @@ def move_floor(store: MemoryStore, floor: int) -> None:
         jitter=lambda: 0.5,
         new_id=lambda: f"floor-{floor}",
     )
-    operation: collection.SetFloor[TopicManifest] = collection.SetFloor(floor=floor)
+    operation: manifest_collection.SetFloor[TopicManifest] = manifest_collection.SetFloor(floor=floor)
     commit.commit(log, operation, writer="test", created_ms=NOW_MS, deadline_s=1.0)
 
 

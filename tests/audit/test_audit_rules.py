@@ -15,7 +15,7 @@ from storage_backends.formats import bucket, manifest, names, position_bitmap
 from storage_backends.formats.bucket import SegmentLimits
 from storage_backends.formats.manifest import LiveBucket, ShardManifest, TopicManifest
 from storage_backends.formats.rows import Rows
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import CODEC
 from tests.audit.audits import (
     MANIFESTS,

@@ -23,13 +23,13 @@ import pytest
 
 from compaction.job import Options
 from compaction.summary import Outcome, Status
-from storage_backends import bucket_objects, collection, commit, crash_points, progress_objects
+from storage_backends import bucket_reading, commit, crash_points, manifest_collection, progress_objects
 from storage_backends.formats import merge, names
 from storage_backends.formats.errors import FormatError
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.rows import Rows
 from storage_backends.object_store import StoreError
-from storage_backends.settings import Bucket
+from storage_backends.storage_settings import Bucket
 from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, SetSubscriptions
 from tests.compaction.jobs_in_process import World
 from tests.jobs import roots
@@ -160,7 +160,7 @@ class Topic:
         tip = self.tip()
         if tip.head.number <= tip.head.orphan_floor:
             return
-        self.on_store.commit(collection.SetFloor[TopicManifest](floor=tip.head.number))
+        self.on_store.commit(manifest_collection.SetFloor[TopicManifest](floor=tip.head.number))
         tip = self.tip()
         self._floor = tip.head.orphan_floor
         self._named_before = {live.object.name for live in tip.live}
@@ -169,7 +169,7 @@ class Topic:
             if name in buried or names.number_of(name) < self._floor:
                 self._world.memory.delete(name)
         if buried:
-            self.on_store.commit(collection.CollectTombstones[TopicManifest](deleted=buried))
+            self.on_store.commit(manifest_collection.CollectTombstones[TopicManifest](deleted=buried))
 
     # ---- what must hold
 
@@ -203,7 +203,7 @@ class Topic:
     def _rows_of(self, live: LiveBucket) -> dict[Key, int]:
         """Those that are not gone by the manifest."""
         tip = self.tip()
-        metadata, rows = bucket_objects.read_bucket(self._world.memory, live)
+        metadata, rows = bucket_reading.read_bucket(self._world.memory, live)
         progress = progress_objects.progress_of(self._world.memory, tip)
         gone = merge.bits_of(live.object.name, metadata.kept, progress).gone
         left = rows.take(~gone.mask_of(rows.ledger_id, rows.entry_id))

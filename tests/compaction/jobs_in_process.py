@@ -21,9 +21,9 @@ from jobs.job_settings import Settings
 from jobs.root import Root, TopicPlace
 from storage_backends import commit, root_format, topic_manifest
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
-from storage_backends.settings import Collection, Store
+from storage_backends.storage_settings import Collection, Store
 from tests.jobs import roots
 from tests.jobs.roots import StoredTopic
 from tests.support.fault_store import FaultStore, Script

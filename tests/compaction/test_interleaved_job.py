@@ -12,11 +12,11 @@ import pytest
 from compaction import merge_task as worker
 from compaction import plan
 from compaction.committing import TopicCommits
-from storage_backends import commit, merging, topic_manifest, topic_merge
+from storage_backends import bucket_merging, commit, topic_manifest, topic_merge
+from storage_backends.bucket_merging import WrittenMerge
 from storage_backends.formats import merge
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import position_bitmaps, union_of
-from storage_backends.merging import WrittenMerge
 from tests.compaction import interleaved
 
 SEEDS, SEEDS_LONG = 40, 3_000
@@ -94,12 +94,12 @@ def _accept(patch: pytest.MonkeyPatch, accepted: Callable[[topic_merge.Merge, To
 
 def _of_workers(patch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -> None:
     """The steps of a merge as a worker does them; those of other processes stay."""
-    patch.setattr(worker, "merging", types.SimpleNamespace(**(vars(merging) | functions)))
+    patch.setattr(worker, "bucket_merging", types.SimpleNamespace(**(vars(bucket_merging) | functions)))
 
 
 def rows_are_dropped_that_no_manifest_says_are_gone(patch: pytest.MonkeyPatch) -> None:
     """A worker with a clock of its own drops what it takes for over."""
-    merged = merging.merged
+    merged = bucket_merging.merged
 
     def over(task_plan: Any, sources: Any, progress: Any, **others: Any) -> merge.Merged:
         first = sources[0]
@@ -114,7 +114,7 @@ def rows_are_dropped_that_no_manifest_says_are_gone(patch: pytest.MonkeyPatch) -
 
 
 def a_row_is_lost_and_nobody_counts(patch: pytest.MonkeyPatch) -> None:
-    read_source = merging.read_source
+    read_source = bucket_merging.read_source
 
     def one_less(store: Any, live: LiveBucket) -> merge.Source:
         source = read_source(store, live)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.s3 import S3Store
 from tests.support.fault_store import FaultStore

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import (
     AlreadyExists,
     Damaged,

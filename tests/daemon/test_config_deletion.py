@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from daemon import config, errors, settings
-from storage_backends import settings as storage_settings
+from storage_backends import storage_settings
 
 STORE = '[[deletion.object_stores]]\nname = "{name}"\ndrivers = ["{driver}"]\n'
 S3 = '[deletion.object_stores.s3]\nbucket = "{bucket}"\n'

@@ -21,7 +21,7 @@ from daemon.engine import pools
 from daemon.engine.engine import Engine
 from daemon.errors import Unavailable
 from storage_backends.formats import names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject
 from tests.support import real_engine
 

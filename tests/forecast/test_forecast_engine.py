@@ -33,7 +33,7 @@ from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import NotFound
-from storage_backends.settings import Store
+from storage_backends.storage_settings import Store
 from tests.support import real_engine
 
 T = TypeVar("T")

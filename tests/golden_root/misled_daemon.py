@@ -17,7 +17,7 @@ from typing import Any
 
 from daemon import main, process
 from daemon.engine import bucket_life, in_use_changing
-from storage_backends import object_store, opening
+from storage_backends import object_store, store_opening
 from tests.support.fault_store import Call, Fault, FaultStore
 
 CONTROL = "GOLDEN_CONTROL"
@@ -40,14 +40,14 @@ class _SteppingClock(process.SystemClock):
         return super().now_ms() + int(_control()["step_ms"])
 
 
-def _misled_store(place: opening.Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
+def _misled_store(place: store_opening.Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
     return FaultStore(_open_store(place, deletions_survive=deletions_survive), _decide)
 
 
-_open_store = opening.open_store
+_open_store = store_opening.open_store
 
 if __name__ == "__main__":
-    opening.open_store = _misled_store
+    store_opening.open_store = _misled_store
     process.SystemClock = _SteppingClock  # type: ignore[misc]
     bucket_life.INLINE_PROGRESS_BYTES = INLINE_PROGRESS_BYTES
     in_use_changing.LEDGERS_A_DECISION = LEDGERS_A_DECISION

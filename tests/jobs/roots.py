@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from storage_backends import bucket_objects, commit, progress_objects, root_format, topic_manifest
+from storage_backends import bucket_reading, commit, progress_objects, root_format, topic_manifest
 from storage_backends.formats import bucket, index_ids, manifest, merge, names
 from storage_backends.formats.bucket import SegmentLimits
 from storage_backends.formats.manifest import (
@@ -128,7 +128,7 @@ class StoredTopic:
         progress = progress_objects.progress_of(self.store, tip)
         found: list[tuple[int, int, int, int]] = []
         for live in tip.live:
-            metadata, rows = bucket_objects.read_bucket(self.store, live)
+            metadata, rows = bucket_reading.read_bucket(self.store, live)
             gone = merge.bits_of(live.object.name, metadata.kept, progress).gone
             left = rows.take(~gone.mask_of(rows.ledger_id, rows.entry_id))
             columns = (left.ledger_id.tolist(), left.entry_id.tolist(), left.deliver_at_ms.tolist())

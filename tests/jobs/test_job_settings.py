@@ -11,7 +11,7 @@ from jobs import job_settings
 from jobs.job_settings import Settings
 from jobs.store_of import store_of
 from storage_backends.object_store import NotFound
-from storage_backends.settings import SettingsError
+from storage_backends.storage_settings import SettingsError
 
 
 def test_the_daemons_own_file_is_read_and_its_other_sections_passed_over(tmp_path: Path) -> None:

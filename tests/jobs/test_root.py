@@ -6,7 +6,7 @@ import pytest
 
 from jobs.root import Root, RootAbsent, TopicPlace
 from storage_backends.formats import manifest, names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged
 from tests.jobs.roots import SHARDS, StoredTopic, make_root
 from tests.support.fault_store import Call, Fault, FaultStore

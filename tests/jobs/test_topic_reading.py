@@ -17,7 +17,7 @@ from storage_backends.formats import checkpoint, journal, names
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Subscription
 from storage_backends.formats.position_bitmap import position_bitmaps
 from storage_backends.formats.rows import U64, Rows
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
 from tests.jobs.roots import NOW_MS, StoredTopic, make_root

@@ -17,12 +17,12 @@ from daemon.durability import garbage, progress
 from daemon.engine.bucket_life import BucketLife
 from daemon.engine.merging import BucketMerging
 from daemon.engine.withdrawing import Withdrawing
-from storage_backends import listing, topic_manifest, topic_merge
+from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket import KeptRows
 from storage_backends.formats.journal import Record
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
-from storage_backends.listing import Listed
+from storage_backends.shard_listing import Listed
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
@@ -36,7 +36,7 @@ def an_orphan_is_deleted_without_a_floor(patch: pytest.MonkeyPatch) -> None:
     def orphans(listed: Listed, named: Any, floor: int) -> list[tuple[str, int]]:
         return [(key, size_bytes) for key, (_, size_bytes) in listed.unnamed(named).items()]
 
-    patch.setattr(listing, "orphans", orphans)
+    patch.setattr(shard_listing, "orphans", orphans)
 
 
 def a_tombstone_is_dropped_before_its_object_is_deleted(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from storage_backends import commit, merging
+from storage_backends import bucket_merging, commit
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import Damaged, NotFound, ObjectStore
 from tests.simulation.history import History
@@ -41,7 +41,7 @@ class Merger:
                 await asyncio.sleep(draw.random() * 2 * draw.choice(TAKES_S))
                 self._commit(written)
 
-    def _plan(self, draw: random.Random) -> merging.WrittenMerge | None:
+    def _plan(self, draw: random.Random) -> bucket_merging.WrittenMerge | None:
         """Everything but the commit; None when there is nothing to merge, or a source is damaged."""
         runs = self._process.runs(draw.choice((2, 2, 3, 5))) if self._process.is_there else []
         if not runs:
@@ -51,7 +51,7 @@ class Merger:
         except (Damaged, NotFound):
             return None
 
-    def _commit(self, written: merging.WrittenMerge) -> None:
+    def _commit(self, written: bucket_merging.WrittenMerge) -> None:
         try:
             self._process.commit(written)
         except commit.Refused as refused:

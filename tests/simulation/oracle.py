@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from daemon.settings import Deletion
 from storage_backends.formats import index_ids, journal, manifest, names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.deletion_truth import ShardDeletions
 from tests.simulation.history import History

@@ -21,7 +21,7 @@ from storage_backends.formats import names
 from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
 from tests.compaction import test_job, test_job_sigkill

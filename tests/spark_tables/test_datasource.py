@@ -23,7 +23,7 @@ from storage_backends.formats import index_ids, journal, names
 from storage_backends.formats.manifest import LiveBucket, Subscription
 from storage_backends.formats.rows import Rows
 from storage_backends.local_directory import LocalDirectory
-from storage_backends.settings import SettingsError
+from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
 from tests.compaction.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
 

@@ -16,7 +16,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import (
     NO_METADATA,
     AlreadyExists,

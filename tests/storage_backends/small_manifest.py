@@ -15,7 +15,7 @@ from collections.abc import Callable
 from storage_backends import commit
 from storage_backends.formats.errors import FormatError
 from storage_backends.formats.manifest import ManifestHead
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.support.fault_store import Call, Decide, Fault, FaultStore
 from tests.support.virtual_clock import VirtualClock

@@ -11,7 +11,7 @@ import pytest
 
 from storage_backends import commit
 from storage_backends.formats.manifest import LINEAGE_MAX
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, StoreRefused, StoreUnavailable
 from tests.storage_backends.small_manifest import (
     DAY_S,

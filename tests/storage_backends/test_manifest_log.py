@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from storage_backends import commit
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, StoreUnavailable
 from tests.storage_backends.small_manifest import (
     DAY_S,

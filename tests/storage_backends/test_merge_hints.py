@@ -6,7 +6,7 @@ import pytest
 
 from storage_backends import merge_hints
 from storage_backends.formats import names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import StoreUnavailable
 from tests.support.fault_store import Fault, FaultStore, Script

@@ -9,7 +9,7 @@ import pytest
 from storage_backends import object_store, progress_objects, topic_manifest
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import BucketProgress, Progress, TopicManifest
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tests.storage_backends import topic_manifests
 
 

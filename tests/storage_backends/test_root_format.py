@@ -13,7 +13,7 @@ import pytest
 from storage_backends import root_format
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import RootFormat
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, OutcomeUnknown, StoreUnavailable
 from tests.support.fault_store import Call, Fault, FaultStore, Script
 

@@ -13,7 +13,7 @@ import pytest
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged
 from storage_backends.topic_manifest import (
     Create,

@@ -17,7 +17,7 @@ import pytest
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
 from tests.storage_backends import interleavings
 from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from storage_backends import commit, topic_manifest
-from storage_backends.collection import SetFloor
 from storage_backends.formats import manifest, merge, names
 from storage_backends.formats.manifest import Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.memory import MemoryStore
+from storage_backends.manifest_collection import SetFloor
+from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import (
     Create,
     DeleteTopic,

@@ -37,7 +37,7 @@ from storage_backends.formats.manifest import (
     decode_shard_manifest,
     decode_topic_manifest,
 )
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.support.fault_store import Call, Decide, Fault, FaultStore, Pause, Script
 from tests.support.virtual_loop import Gate, InlineExecutor, Process, VirtualLoop

@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 
-from storage_backends import collection, commit, merge_hints, merging, progress_objects, topic_manifest
+from storage_backends import bucket_merging, commit, manifest_collection, merge_hints, progress_objects, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.segment import SegmentLimits
@@ -83,17 +83,19 @@ class MergingProcess:
         runs = [order[start : start + length] for start in range(len(order) - length + 1)]
         return [run for run in runs if len({live.subscription_id for live in run}) == 1]
 
-    def write(self, sources: Sequence[LiveBucket]) -> merging.WrittenMerge:
+    def write(self, sources: Sequence[LiveBucket]) -> bucket_merging.WrittenMerge:
         """Plans a merge from the tip and writes its object."""
         tip = self.tip()
         key = names.bucket_key(self._shard, self._topic_id, tip.head.number, self._new_id())
-        plan = merging.MergePlan(tip, tuple(sources), key)
-        read = [merging.read_source(self._store, live) for live in sources]
+        plan = bucket_merging.MergePlan(tip, tuple(sources), key)
+        read = [bucket_merging.read_source(self._store, live) for live in sources]
         progress_of = functools.partial(progress_objects.progress_of, self._store)
-        made = merging.merged(plan, read, progress_of(tip), limits=self._limits, compatible=False)
-        return merging.write(self._store, plan, read, made, progress_of=progress_of, delete_after_ms=self._now_ms())
+        made = bucket_merging.merged(plan, read, progress_of(tip), limits=self._limits, compatible=False)
+        return bucket_merging.write(
+            self._store, plan, read, made, progress_of=progress_of, delete_after_ms=self._now_ms()
+        )
 
-    def commit(self, written: merging.WrittenMerge) -> LiveBucket | None:
+    def commit(self, written: bucket_merging.WrittenMerge) -> LiveBucket | None:
         """The merged bucket, None when no row was left."""
         self._commit(written.operation)
         if self._hints:
@@ -121,7 +123,7 @@ class MergingProcess:
         """No object that was started before now may be named from now on."""
         for _ in range(2):
             # The floor is at most the tip before it.
-            operation = collection.SetFloor[TopicManifest](floor=self.tip().head.number)
+            operation = manifest_collection.SetFloor[TopicManifest](floor=self.tip().head.number)
             self._commit(operation)
 
     def collect(self, sources: Sequence[LiveBucket]) -> None:

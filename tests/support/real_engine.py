@@ -16,7 +16,7 @@ from daemon.engine.engine import Engine
 from daemon.engine.environment import Environment
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.process import SystemClock
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 
 

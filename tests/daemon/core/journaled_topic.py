@@ -37,7 +37,7 @@ from storage_backends.formats import journal, manifest
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.rows import U32
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tests.daemon.core.oracle import Claim
 from tests.support.virtual_loop import InlineExecutor
 

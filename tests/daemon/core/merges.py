@@ -15,7 +15,7 @@ from daemon.core.index import Index
 from daemon.core.merging import MergedBucket
 from daemon.core.positions import KeyedRows
 from daemon.durability import bucket_objects
-from storage_backends import merging, progress_objects, topic_merge
+from storage_backends import bucket_merging, progress_objects, topic_merge
 from storage_backends.formats.manifest import LiveBucket
 from tests.daemon.core.journaled_topic import JournaledTopic
 
@@ -27,7 +27,7 @@ class Planned:
     """A merge whose object is written. `sources`: the names of what it merges."""
 
     sources: tuple[str, ...]
-    written: merging.WrittenMerge
+    written: bucket_merging.WrittenMerge
 
 
 def runs(topic: JournaledTopic, length: int) -> list[list[LiveBucket]]:
@@ -39,13 +39,13 @@ def runs(topic: JournaledTopic, length: int) -> list[list[LiveBucket]]:
 
 def plan(topic: JournaledTopic, run: list[LiveBucket]) -> Planned:
     """Everything but the commit, from the manifest as it is now."""
-    planned = merging.MergePlan(topic.tip, tuple(run), f"buckets/merged-{next(_names):05}")
-    sources = [merging.read_source(topic.store, live) for live in run]
+    planned = bucket_merging.MergePlan(topic.tip, tuple(run), f"buckets/merged-{next(_names):05}")
+    sources = [bucket_merging.read_source(topic.store, live) for live in run]
     progress_of = functools.partial(progress_objects.progress_of, topic.store)
-    made = merging.merged(
+    made = bucket_merging.merged(
         planned, sources, progress_of(topic.tip), limits=topic._segment_limits, compatible=topic._compatible
     )
-    written = merging.write(topic.store, planned, sources, made, progress_of=progress_of, delete_after_ms=0)
+    written = bucket_merging.write(topic.store, planned, sources, made, progress_of=progress_of, delete_after_ms=0)
     return Planned(tuple(live.object.name for live in run), written)
 
 

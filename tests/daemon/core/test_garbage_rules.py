@@ -12,8 +12,8 @@ from daemon.core.object_count import ObjectCount
 from storage_backends import listing
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone
-from storage_backends.listing import Listed, ShardListing
 from storage_backends.object_store import ListedObject
+from storage_backends.shard_listing import Listed, ShardListing
 
 SHARD = 3
 TOPIC_ID = names.topic_id("flights")
@@ -54,9 +54,9 @@ def test_the_first_of_several_tombstones_says_when_to_look_again() -> None:
 def test_an_orphan_is_below_the_floor_and_named_nowhere() -> None:
     listed = Listed()
     listed.objects |= {"named": (1, 5), "below": (6, 6), "at": (7, 7), "above": (8, 8)}
-    assert listing.orphans(listed, {"named"}, 7) == [("below", 6)]
+    assert shard_listing.orphans(listed, {"named"}, 7) == [("below", 6)]
     listed.forget(["below", "unknown"])
-    assert listing.orphans(listed, {"named"}, 7) == []
+    assert shard_listing.orphans(listed, {"named"}, 7) == []
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=20), st.integers(0, 30))

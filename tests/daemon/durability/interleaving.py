@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from storage_backends import memory, object_store
+from storage_backends import memory_store, object_store
 
 T = TypeVar("T")
 DEADLOCK_S = 300.0
@@ -91,7 +91,7 @@ class Scheduler:
                 self._turn.notify_all()
 
 
-class SteppedStore(memory.MemoryStore):
+class SteppedStore(memory_store.MemoryStore):
     """A store whose every operation waits for its turn. `landed` hears of each successful conditional PUT."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from daemon.durability import checkpoint_store, slot_put
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.errors import InvariantViolated
-from storage_backends import memory, object_store
+from storage_backends import memory_store, object_store
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest, names
 from storage_backends.formats.rows import Rows
@@ -57,7 +57,7 @@ class Alarm:
 
 
 def test_a_checkpoint_is_named_after_the_manifest_it_was_started_from_and_read_back() -> None:
-    store, alarm = memory.MemoryStore(), Alarm()
+    store, alarm = memory_store.MemoryStore(), Alarm()
     reference = written(store, 40)
     assert reference.object.name == names.checkpoint_key(SHARD, 47, "U40")
     assert (reference.object.base, reference.object.size_bytes) == (47, len(store.get(reference.object.name)))
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_named_after_the_manifest_it_was_started_from_and_read_b
 
 
 def test_without_a_checkpoint_the_whole_journal_is_replayed() -> None:
-    loaded = checkpoint_store.read_newest(memory.MemoryStore(), tip_of(None), damaged=Alarm())
+    loaded = checkpoint_store.read_newest(memory_store.MemoryStore(), tip_of(None), damaged=Alarm())
     assert loaded == checkpoint_store.LoadedCheckpoint(None, 0)
 
 
@@ -103,7 +103,7 @@ def exchange_for_a_twin(store: object_store.ObjectStore, key: str) -> None:
 def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_an_alarm(
     damage: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, alarm = memory.MemoryStore(), Alarm()
+    store, alarm = memory_store.MemoryStore(), Alarm()
     newest, previous = written(store, 40), written(store, 30)
     assert callable(damage)
     damage(store, newest.object.name)
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_with_an_alarm(
 
 
 def test_the_whole_journal_stands_in_for_a_damaged_first_checkpoint() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     newest = written(store, 40)
     flip_last_bit(store, newest.object.name)
     loaded = checkpoint_store.read_newest(store, tip_of(newest), damaged=Alarm())
@@ -124,7 +124,7 @@ def test_the_whole_journal_stands_in_for_a_damaged_first_checkpoint() -> None:
 
 
 def test_two_damaged_checkpoints_refuse_the_shard() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     newest, previous = written(store, 40), written(store, 30)
     flip_last_bit(store, newest.object.name)
     flip_last_bit(store, previous.object.name)
@@ -133,7 +133,7 @@ def test_two_damaged_checkpoints_refuse_the_shard() -> None:
 
 
 def test_a_checkpoint_under_the_right_sum_but_of_another_slot_is_damaged() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     newest, previous = written(store, 40), written(store, 30)
     wrong = dataclasses.replace(newest, slot=41)
     loaded = checkpoint_store.read_newest(store, tip_of(wrong, previous), damaged=Alarm())
@@ -141,11 +141,11 @@ def test_a_checkpoint_under_the_right_sum_but_of_another_slot_is_damaged() -> No
 
 
 def test_an_unreachable_store_is_no_damage() -> None:
-    class Unreachable(memory.MemoryStore):
+    class Unreachable(memory_store.MemoryStore):
         def get_with_metadata(self, key: str) -> object:  # type: ignore[override]
             raise object_store.StoreUnavailable(key, "no route")
 
-    newest = written(memory.MemoryStore(), 40)
+    newest = written(memory_store.MemoryStore(), 40)
     with pytest.raises(object_store.StoreUnavailable):
         checkpoint_store.read_newest(Unreachable(), tip_of(newest), damaged=Alarm())
 
@@ -159,7 +159,7 @@ def deletes() -> Iterator[concurrent.futures.Executor]:
         yield executor
 
 
-class CountingStore(memory.MemoryStore):
+class CountingStore(memory_store.MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.lists = 0

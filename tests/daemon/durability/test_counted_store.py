@@ -7,7 +7,7 @@ import collections
 import pytest
 
 from daemon.durability.counted_store import CountedStore
-from storage_backends import memory, object_store
+from storage_backends import memory_store, object_store
 from tests.support.fault_store import Fault, FaultStore, Script
 
 
@@ -15,7 +15,7 @@ def test_failures_are_counted_and_answers_are_not() -> None:
     script = Script()
     counted: collections.Counter[tuple[str, str]] = collections.Counter()
     store = CountedStore(
-        FaultStore(memory.MemoryStore(), script), lambda operation, kind: counted.update([(operation, kind)])
+        FaultStore(memory_store.MemoryStore(), script), lambda operation, kind: counted.update([(operation, kind)])
     )
     store.put_if_absent("a", b"1", metadata={"commitid": "x"})
     with pytest.raises(object_store.AlreadyExists):

@@ -14,11 +14,11 @@ import pytest
 
 from daemon.durability import garbage
 from daemon.durability.garbage import Collector
-from storage_backends import commit, listing, topic_manifest
+from storage_backends import commit, shard_listing, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPolicy
-from storage_backends.listing import Listed, ShardListing
 from storage_backends.object_store import ObjectStore
+from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy
 from tests.daemon.durability.topic_with_garbage import BODY, LIMITS, SHARD
 from tests.storage_backends import interleavings
@@ -192,7 +192,7 @@ def everything_that_is_listed_and_not_named_is_an_orphan(patch: pytest.MonkeyPat
     def by_listing(listed: Listed, named: Any, floor: int) -> list[tuple[str, int]]:
         return [(key, size_bytes) for key, (_, size_bytes) in listed.unnamed(named).items()]
 
-    patch.setattr(listing, "orphans", by_listing)
+    patch.setattr(shard_listing, "orphans", by_listing)
 
 
 def whoever_brings_in_an_object_does_not_look_at_the_floor(patch: pytest.MonkeyPatch) -> None:

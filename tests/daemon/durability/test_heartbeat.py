@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from daemon.durability import heartbeat
-from storage_backends import memory, object_store
+from storage_backends import memory_store, object_store
 from storage_backends.formats import names
 from tests.support.virtual_clock import VirtualClock, settle
 
@@ -27,7 +27,7 @@ def beat_of(sequence: int, instance: str = "first") -> heartbeat.Heartbeat:
     )
 
 
-class FailingWrites(memory.MemoryStore):
+class FailingWrites(memory_store.MemoryStore):
     failing = False
 
     def put(self, key: str, body: bytes, *, metadata: object = None) -> None:
@@ -59,7 +59,7 @@ async def stop(task: asyncio.Task[None]) -> None:
 
 
 async def test_a_beat_is_written_at_once_and_every_three_seconds() -> None:
-    store, clock = memory.MemoryStore(), VirtualClock()
+    store, clock = memory_store.MemoryStore(), VirtualClock()
     beating = await start(store, clock)
     assert heartbeat.read_heartbeat(store, "north") == beat_of(1)
     await clock.advance(2.9)
@@ -88,7 +88,7 @@ async def test_an_outage_of_the_store_is_survived_and_logged_once(caplog: pytest
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"daemon_id": "north"}', b"\xff"])
 def test_a_heartbeat_that_cannot_be_read_counts_as_none(body: bytes) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     store.put(names.daemon_key("north"), body)
     assert heartbeat.read_heartbeat(store, "north") is None
 

@@ -15,7 +15,7 @@ import pytest
 from daemon.durability import journal_tail, ownership_lost, slot_put
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
-from storage_backends import journal_slots, memory, object_store
+from storage_backends import journal_slots, memory_store, object_store
 from storage_backends.formats import journal, names
 from storage_backends.formats.rows import Rows
 from tests.support.fault_store import Fault, FaultStore, Script
@@ -60,7 +60,7 @@ class ScriptedStore(FaultStore):
 
     def __init__(self) -> None:
         self.script = Script()
-        super().__init__(memory.MemoryStore(), self.script)
+        super().__init__(memory_store.MemoryStore(), self.script)
         self.bodies: list[bytes] = []
 
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
@@ -284,7 +284,7 @@ def read(store: object_store.ObjectStore, executor: concurrent.futures.Executor,
 
 @pytest.mark.parametrize("ahead", [1, 2, 4, 16])
 def test_the_tail_is_read_up_to_the_first_absent_slot(reads: concurrent.futures.Executor, ahead: int) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     for slot in range(1, 24):
         put_slot(store, slot, epoch=1)
     assert read(store, reads, ahead=ahead) == list(range(4, 24))
@@ -293,7 +293,7 @@ def test_the_tail_is_read_up_to_the_first_absent_slot(reads: concurrent.futures.
 @pytest.mark.parametrize("ahead", [1, 3])
 @pytest.mark.parametrize("portion", [1, 4, 5, 19, 20, 64])
 def test_portions_change_nothing_of_a_tail(reads: concurrent.futures.Executor, portion: int, ahead: int) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     for slot in range(1, 24):
         put_slot(store, slot, epoch=1)
     tail = journal_slots.read_tail(store, SHARD, 4, executor=reads, read_ahead=ahead, portion_slots=portion)
@@ -302,7 +302,7 @@ def test_portions_change_nothing_of_a_tail(reads: concurrent.futures.Executor, p
 
 @pytest.mark.parametrize("portion", [1, 3, 4])
 def test_a_slot_that_is_missing_between_portions_is_damage(reads: concurrent.futures.Executor, portion: int) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     for slot in (4, 5, 6, 8, 9, 10, 11, 12):
         put_slot(store, slot, epoch=1)
     with pytest.raises(object_store.Damaged, match="it is missing though a later slot exists") as damaged:
@@ -312,7 +312,7 @@ def test_a_slot_that_is_missing_between_portions_is_damage(reads: concurrent.fut
 
 @pytest.mark.parametrize("portion", [1, 3, 4])
 def test_slots_that_a_living_owner_writes_meanwhile_are_no_gap(portion: int) -> None:
-    class Written(memory.MemoryStore):
+    class Written(memory_store.MemoryStore):
         """The slots from 7 on are written right after the first look for slot 7."""
 
         def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
@@ -332,11 +332,11 @@ def test_slots_that_a_living_owner_writes_meanwhile_are_no_gap(portion: int) -> 
 
 
 def test_an_empty_journal_has_an_empty_tail(reads: concurrent.futures.Executor) -> None:
-    assert read(memory.MemoryStore(), reads) == []
+    assert read(memory_store.MemoryStore(), reads) == []
 
 
 def test_fences_are_part_of_the_tail(reads: concurrent.futures.Executor) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     put_slot(store, 4, epoch=1)
     put_slot(store, 5, epoch=3, kind=journal.SlotKind.FENCE)
     put_slot(store, 6, epoch=3)
@@ -344,7 +344,7 @@ def test_fences_are_part_of_the_tail(reads: concurrent.futures.Executor) -> None
 
 
 def test_a_damaged_slot_refuses_its_shard_by_name_and_offset(reads: concurrent.futures.Executor) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     for slot in (4, 5, 6):
         put_slot(store, slot, epoch=1)
     key = names.journal_slot_key(SHARD, 5)
@@ -359,7 +359,7 @@ def test_a_damaged_slot_refuses_its_shard_by_name_and_offset(reads: concurrent.f
 
 
 def test_a_slot_that_ends_too_early_is_damaged(reads: concurrent.futures.Executor) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     put_slot(store, 4, epoch=1)
     key = names.journal_slot_key(SHARD, 4)
     body = store.get(key)
@@ -370,7 +370,7 @@ def test_a_slot_that_ends_too_early_is_damaged(reads: concurrent.futures.Executo
 
 
 def test_a_slot_under_the_name_of_another_is_damaged(reads: concurrent.futures.Executor) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     put_slot(store, 4, epoch=1, shard=SHARD + 1)
     with pytest.raises(journal_tail.SlotDamaged, match=f"it is slot 4 of shard {SHARD + 1}"):
         read(store, reads)
@@ -378,7 +378,7 @@ def test_a_slot_under_the_name_of_another_is_damaged(reads: concurrent.futures.E
 
 @pytest.mark.parametrize("missing", [4, 5, 7])
 def test_a_slot_that_the_store_lost_is_not_taken_for_the_end(reads: concurrent.futures.Executor, missing: int) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     for slot in range(4, 9):
         if slot != missing:
             put_slot(store, slot, epoch=1)
@@ -387,7 +387,7 @@ def test_a_slot_that_the_store_lost_is_not_taken_for_the_end(reads: concurrent.f
 
 
 def test_an_epoch_that_falls_is_a_store_that_ignores_conditions(reads: concurrent.futures.Executor) -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     put_slot(store, 4, epoch=3)
     put_slot(store, 5, epoch=2)
     with pytest.raises(Corruption, match="slot 5 of epoch 2 follows slot 4 of epoch 3"):
@@ -395,7 +395,7 @@ def test_an_epoch_that_falls_is_a_store_that_ignores_conditions(reads: concurren
 
 
 def test_a_slot_written_while_the_tail_is_read_is_no_gap(reads: concurrent.futures.Executor) -> None:
-    class Living(memory.MemoryStore):
+    class Living(memory_store.MemoryStore):
         """Its owner writes slots 5 and 6 right after slot 5 was looked for."""
 
         def get_with_metadata(self, key: str) -> object:  # type: ignore[override]

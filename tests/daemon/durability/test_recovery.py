@@ -22,7 +22,7 @@ from storage_backends.formats import bucket, journal, manifest, merge, position_
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tests.support.virtual_loop import InlineExecutor
 
 Entries = Iterable[int]

@@ -9,7 +9,6 @@ import pytest
 
 from daemon.durability.shard_manifest import Claim, Release, WriteCheckpoint
 from storage_backends import commit, shard_manifests
-from storage_backends.collection import CollectTombstones, SetFloor
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import (
     CheckpointReference,
@@ -18,7 +17,8 @@ from storage_backends.formats.manifest import (
     ShardManifest,
     Tombstone,
 )
-from storage_backends.memory import MemoryStore
+from storage_backends.manifest_collection import CollectTombstones, SetFloor
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore
 from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock

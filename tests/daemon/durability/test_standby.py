@@ -12,7 +12,7 @@ import pytest
 
 from daemon.durability import heartbeat, standby
 from daemon.durability.candidacy import OwnerLock
-from storage_backends import commit, local_directory, memory, object_store
+from storage_backends import commit, local_directory, memory_store, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
 from tests.support.virtual_clock import VirtualClock
@@ -49,7 +49,7 @@ class Fixture:
     """The daemon south stands by for two shards."""
 
     def __init__(self) -> None:
-        self.store = memory.MemoryStore()
+        self.store = memory_store.MemoryStore()
         self.clock = VirtualClock()
         self.shards = [Shard("north"), Shard("north")]
         self.locks: dict[str, OwnerLock] = {}

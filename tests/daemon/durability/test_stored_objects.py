@@ -14,7 +14,7 @@ from storage_backends import commit, topic_manifest
 from storage_backends.formats import bucket, manifest, position_bitmap
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 
 BUCKET, PROGRESS = "buckets/b", "progress/p"
 

@@ -24,7 +24,7 @@ from daemon.durability.journal import JournalWriter
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.shard_claim import ShardClaim
 from daemon.errors import Corruption, NotOwner
-from storage_backends import commit, crash_points, memory, object_store, shard_manifests
+from storage_backends import commit, crash_points, memory_store, object_store, shard_manifests
 from storage_backends.formats import checkpoint as checkpoint_format
 from storage_backends.formats import journal, manifest, names
 from storage_backends.formats.rows import Rows
@@ -183,7 +183,7 @@ def kinds_in(store: object_store.ObjectStore) -> dict[int, journal.SlotHeader]:
 
 
 def test_the_first_owner_of_a_new_root_fences_slot_one_with_epoch_one() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     claim = take_over(store, "north")
     assert (claim.shard, claim.epoch, claim.fence_slot, claim.replay_from) == (SHARD, 1, 1, 0)
     assert (claim.slots, claim.checkpoint) == ((), None)
@@ -192,7 +192,7 @@ def test_the_first_owner_of_a_new_root_fences_slot_one_with_epoch_one() -> None:
 
 
 async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
     await first.write()
@@ -205,7 +205,7 @@ async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None
 
 
 async def test_replay_begins_behind_the_checkpoint() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
     first.checkpoint()
@@ -217,7 +217,7 @@ async def test_replay_begins_behind_the_checkpoint() -> None:
 
 
 async def test_a_damaged_checkpoint_is_made_up_for_by_the_slots_kept_for_its_predecessor() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     for _ in range(2):
         await first.write()
@@ -238,7 +238,7 @@ async def test_a_damaged_checkpoint_is_made_up_for_by_the_slots_kept_for_its_pre
 
 
 async def test_a_slot_missing_for_the_predecessor_of_a_damaged_checkpoint_refuses_the_shard() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
     first.checkpoint()
@@ -251,7 +251,7 @@ async def test_a_slot_missing_for_the_predecessor_of_a_damaged_checkpoint_refuse
 
 
 async def test_a_damaged_slot_refuses_the_shard_by_name_and_the_next_try_says_the_same() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
     key = names.journal_slot_key(SHARD, 2)
@@ -266,7 +266,7 @@ class Crash(BaseException):
 
 
 async def test_after_a_crash_between_claim_and_fence_the_next_claimant_repeats_with_a_higher_epoch() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
 
@@ -287,7 +287,7 @@ async def test_after_a_crash_between_claim_and_fence_the_next_claimant_repeats_w
 
 
 async def test_an_owner_that_writes_between_probe_and_fence_is_heard_and_then_fenced() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     first = Owner(store, take_over(store, "north"), "north")
     await first.write()
     late: list[int] = []
@@ -312,7 +312,7 @@ async def test_an_owner_that_writes_between_probe_and_fence_is_heard_and_then_fe
 @pytest.mark.parametrize("fault", [Fault.FAIL_AFTER, Fault.FAIL_BEFORE, Fault.ANSWER_EXISTS, Fault.REFUSE])
 def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
     script = Script()
-    store = FaultStore(memory.MemoryStore(), script)
+    store = FaultStore(memory_store.MemoryStore(), script)
 
     def fail_the_fence(name: str) -> None:
         if name == "takeover.after_probe":
@@ -326,7 +326,7 @@ def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
 
 def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
     script, clock = Script(), VirtualClock()
-    store = FaultStore(memory.MemoryStore(), script)
+    store = FaultStore(memory_store.MemoryStore(), script)
 
     def cut_off(name: str) -> None:
         if name == "takeover.after_probe":
@@ -339,7 +339,7 @@ def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
     assert (claim.epoch, claim.fence_slot) == (2, 2)
 
 
-class OvertakenInItsClaim(memory.MemoryStore):
+class OvertakenInItsClaim(memory_store.MemoryStore):
     """The answer to the first claim after `north` is lost, and before it is found out `west` has claimed as well."""
 
     def __init__(self) -> None:
@@ -374,7 +374,7 @@ async def test_a_claimant_overtaken_before_it_knows_of_its_claim_does_not_take_t
 
 
 def test_a_claimant_overtaken_before_its_fence_stops() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     overtaken = False
 
     def overtake(name: str) -> None:
@@ -390,7 +390,7 @@ def test_a_claimant_overtaken_before_its_fence_stops() -> None:
 
 
 def test_a_slot_of_an_epoch_that_was_never_given_refuses_the_shard() -> None:
-    store = memory.MemoryStore()
+    store = memory_store.MemoryStore()
     header = journal.SlotHeader(SHARD, 9, 1, DATA, 0)
     frozen = slot_put.FrozenSlot(header, journal.encode_slot(header, ()), "stray")
     store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)

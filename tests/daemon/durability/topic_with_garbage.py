@@ -14,9 +14,9 @@ from daemon.durability import garbage
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
-from storage_backends.listing import Listed, ShardListing
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
+from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import DeleteTopic, DropBuckets, Seal
 from tests.storage_backends.topic_manifests import CREATE, EPOCH, TOPIC_ID, Operation, bucket, progress
 from tests.support.virtual_clock import VirtualClock

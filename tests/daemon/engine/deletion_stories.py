@@ -28,7 +28,7 @@ from daemon.ledger_stores.owner import Owner
 from daemon.settings import Deletion, DeletionOwner
 from storage_backends.formats import journal
 from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.simulation.deletion_truth import OVER, ShardDeletions, Standing
 from tests.simulation.offloaded import check_deletion

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
-from storage_backends import commit, merging
+from storage_backends import bucket_merging, commit
 from storage_backends.formats.rows import U32
 from storage_backends.object_store import Damaged, NotFound
 from tests.daemon.engine.calling import trim, up_to
@@ -53,7 +53,7 @@ class Story:
             f"journal.checkpoint_slots={self.random.choice([3, 10, 10_000])}",
         )
         self.other = MergingProcess(machines.store)
-        self.written: list[merging.WrittenMerge] = []
+        self.written: list[bucket_merging.WrittenMerge] = []
         self.rows: dict[str, dict[Position, Owed]] = {SHARED: {}}
         self.since_ms: dict[str, int] = {}
         self.receivers: dict[str, Receiver] = {}

@@ -18,7 +18,7 @@ from daemon.engine.ledger_deleting import Attempt, ShardDeletions
 from daemon.errors import TarryError
 from daemon.ledger_stores.ledger_store import DeletionFailed
 from storage_backends.formats.deletions import DeletionAnswer, LedgerComponent
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tests.daemon.engine import test_ledger_deletion_crashes as crashes
 from tests.daemon.engine import test_ledger_deletion_faults as faults
 from tests.daemon.engine.deletion_stories import InObjects

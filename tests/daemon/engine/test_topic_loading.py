@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from daemon.engine import topic_loading
-from storage_backends import bucket_objects, commit, topic_manifest
+from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests.support.engine_fixture import Daemon, EngineFixture
 
 FAR_MS = 3_600_000
 # Read as a whole, and not.
-BUCKET_SIZES = [bucket_objects.READ_WHOLE_BYTES, 0]
+BUCKET_SIZES = [bucket_reading.READ_WHOLE_BYTES, 0]
 
 
 async def sealed(machines: EngineFixture, delays_ms: dict[str, int]) -> None:
@@ -55,7 +55,7 @@ def commit_of_the_former_owner(machines: EngineFixture, topic: str) -> int:
 async def test_a_topic_that_was_listed_is_read_in_one_request_for_each_thing_that_it_consists_of(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ) -> None:
-    monkeypatch.setattr(bucket_objects, "READ_WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(bucket_reading, "READ_WHOLE_BYTES", whole_bytes)
     await sealed(machines, {"t": FAR_MS})
     two = await machines.served_by("two")
     expected = [("get_with_metadata", "manifest"), ("put_if_absent", "manifest")]

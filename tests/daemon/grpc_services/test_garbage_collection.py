@@ -10,7 +10,7 @@ import pytest
 from daemon import config
 from daemon.engine.engine import Engine
 from storage_backends.formats import names
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2
 from tests.daemon.grpc_services.conftest import Edge

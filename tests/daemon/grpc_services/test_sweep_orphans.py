@@ -13,7 +13,7 @@ import pytest
 from daemon import config
 from daemon.engine.engine import Engine
 from storage_backends.formats.deletions import LedgerComponent
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ListedObject
 from tarry.v1 import ledger_deletion_pb2 as pb
 from tests.daemon.grpc_services import bad_deletions as bad

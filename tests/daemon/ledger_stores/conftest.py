@@ -16,8 +16,8 @@ from daemon.ledger_stores.offloaded import OffloadedLedgers, open_existing
 from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore
-from storage_backends.opening import open_store
-from storage_backends.settings import S3
+from storage_backends.storage_settings import S3
+from storage_backends.store_opening import open_store
 from tests.support import moto_server
 from tests.support.fault_store import FaultStore, Script
 

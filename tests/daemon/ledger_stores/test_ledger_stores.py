@@ -21,9 +21,9 @@ from storage_backends.formats.deletions import (
     OffloadContext,
     PendingDelete,
 )
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore, StoreUnavailable
-from storage_backends.settings import S3
+from storage_backends.storage_settings import S3
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.daemon.ledger_stores.scripted_owner import ScriptedOwner, answering, saying
 

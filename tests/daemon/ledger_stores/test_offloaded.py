@@ -19,7 +19,7 @@ from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent,
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore, StoreUnavailable
 from storage_backends.s3 import S3Store
-from storage_backends.settings import S3
+from storage_backends.storage_settings import S3
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
 from tests.support.fault_store import Fault
 from tests.support.lost_answer_proxy import Loss, lost_answer_proxy

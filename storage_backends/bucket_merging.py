@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from storage_backends import bucket_objects, object_store, topic_merge
+from storage_backends import bucket_reading, object_store, topic_merge
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.manifest import Progress
@@ -52,7 +52,7 @@ class WrittenMerge:
 
 def read_source(store: object_store.ObjectStore, live: manifest.LiveBucket) -> merge.Source:
     """A source as a whole, every check of it made. Raises Damaged, NotFound."""
-    metadata, rows = bucket_objects.read_bucket(store, live)
+    metadata, rows = bucket_reading.read_bucket(store, live)
     return merge.Source(live=live, metadata=metadata, rows=rows)
 
 

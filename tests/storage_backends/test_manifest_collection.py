@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import pytest
 
-from storage_backends import collection, commit
-from storage_backends.collection import CollectTombstones, SetFloor
+from storage_backends import commit, manifest_collection
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
+from storage_backends.manifest_collection import CollectTombstones, SetFloor
 from tests.storage_backends.test_topic_manifest_commits import FIRST_SEAL, log_of, put, with_topic
 from tests.storage_backends.topic_manifests import DELETED, DROP, FLOOR, TIP, tombstone
 from tests.support.fault_store import Fault, FaultStore, Script
@@ -181,6 +181,6 @@ def test_a_planted_bug_of_a_floor_is_found() -> None:
 
 
 def test_a_planted_bug_of_dropping_tombstones_is_found() -> None:
-    only_tombstones_are_dropped(collection.CollectTombstones)
+    only_tombstones_are_dropped(manifest_collection.CollectTombstones)
     with pytest.raises(pytest.fail.Exception):
         only_tombstones_are_dropped(DropsWhateverIsNamed)

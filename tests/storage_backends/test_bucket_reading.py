@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from storage_backends import bucket_objects, object_store
+from storage_backends import bucket_reading, object_store
 from storage_backends.formats import bucket
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.rows import Rows
 from storage_backends.formats.segment import SegmentLimits
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 
 KEY = "shards/00/topics/t/buckets/1"
 
@@ -40,7 +40,7 @@ def stored(first_ms: int) -> tuple[CountingStore, LiveBucket]:
 
 def test_the_table_alone_takes_one_read() -> None:
     store, live = stored(1_000)
-    table = bucket_objects.read_table(store, live)
+    table = bucket_reading.read_table(store, live)
     assert table == encoded(1_000).table
     assert store.ranges == 1
 
@@ -49,5 +49,5 @@ def test_the_table_of_a_bucket_that_is_due_at_other_times_is_damage() -> None:
     store, _ = stored(1_000)
     _, live = stored(1_001)
     with pytest.raises(object_store.Damaged, match="rows and the range of deliver_at_ms are"):
-        bucket_objects.read_table(store, live)
+        bucket_reading.read_table(store, live)
     assert store.ranges == 2

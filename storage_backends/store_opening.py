@@ -1,7 +1,7 @@
 """The object stores that settings name.
 
 Owns: the translation of settings into those of a store.
-Does not own: the settings (`settings`), the stores, and when one is opened and closed.
+Does not own: the settings (`storage_settings`), the stores, and when one is opened and closed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from storage_backends import local_directory, object_store
-from storage_backends.settings import S3
+from storage_backends.storage_settings import S3
 
 
 class Place(Protocol):
