@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from audit.findings import Flaw, Kind
-from storage_backends.formats import errors, names, position_bitmap
+from storage_backends.formats import format_errors, names, position_bitmap
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
     CheckpointReference,
@@ -118,7 +118,7 @@ def _base_of(name: str) -> int | None:
     """The number in a key; None when it has none. The manifests of a topic mostly name the same objects."""
     try:
         return names.number_of(name)
-    except errors.FormatError:
+    except format_errors.FormatError:
         return None
 
 

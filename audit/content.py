@@ -12,11 +12,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from audit.findings import Flaw, Kind
-from storage_backends.formats import bucket, checkpoint, errors, journal, manifest, position_bitmap, redelivery
-from storage_backends.formats.bucket import BucketMetadata
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    format_errors,
+    manifest,
+    position_bitmap,
+    redelivery_columns,
+    slot_format,
+)
+from storage_backends.formats.bucket_format import BucketMetadata
 from storage_backends.formats.manifest import LiveBucket, ObjectReference, Progress
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionBitmap, PositionSet
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -28,7 +36,7 @@ class BucketContent:
     rows: Rows | None = None
 
 
-def damaged(error: errors.FormatError) -> Flaw:
+def damaged(error: format_errors.FormatError) -> Flaw:
     return Flaw(Kind.DAMAGED, str(error), error.offset)
 
 
@@ -40,7 +48,7 @@ def bytes_flaw(reference: ObjectReference, body: bytes, what: str) -> Flaw | Non
     """Whether the bytes are those that the manifest names."""
     try:
         manifest.check_bytes(reference, body, what)
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         return damaged(error)
     return None
 
@@ -54,10 +62,10 @@ def bucket_content(
     """Everything that can be told of a bucket from its bytes and what its manifest says. `topic`: "" = not known."""
     named = bytes_flaw(reference, body, "bucket") if reference is not None else None
     try:
-        metadata, rows = bucket.decode_bucket(body)
+        metadata, rows = bucket_format.decode_bucket(body)
         positions = PositionSet.of(metadata.positions)
         kept = [PositionSet.of(each.positions) for each in metadata.kept]
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         return BucketContent((damaged(error),))
     if named is not None:
         # It is whole, and another one than the manifest names.
@@ -133,9 +141,9 @@ def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: by
 
 
 def _segments(body: bytes) -> int:
-    start, length = bucket.footer_range(len(body))
-    found = bucket.decode_footer(body[start : start + length], len(body))
-    return len(bucket.decode_table(body[found.offset : start], found).segments)
+    start, length = bucket_format.footer_range(len(body))
+    found = bucket_format.decode_footer(body[start : start + length], len(body))
+    return len(bucket_format.decode_table(body[found.offset : start], found).segments)
 
 
 # ---- progress and checkpoints
@@ -152,18 +160,18 @@ def progress_flaws(progress: Progress) -> Iterator[Flaw]:
             _decode(level.positions)
         for each in progress.redeliveries:
             for nacked in each.nacked:
-                redelivery.decode_nacked(nacked)
+                redelivery_columns.decode_nacked(nacked)
             for plane in each.counts:
                 _decode(plane.positions)
             if each.dead_letters is not None:
-                redelivery.decode_dead_letters(each.dead_letters)
-    except errors.FormatError as error:
+                redelivery_columns.decode_dead_letters(each.dead_letters)
+    except format_errors.FormatError as error:
         yield damaged(error)
 
 
 def _decode(bitmaps: Sequence[PositionBitmap]) -> None:
     if not position_bitmap.in_order(bitmaps):
-        raise errors.FormatError("progress", 0, "the bitmaps of positions do not ascend by ledger and page")
+        raise format_errors.FormatError("progress", 0, "the bitmaps of positions do not ascend by ledger and page")
     PositionSet.of(bitmaps)
 
 
@@ -171,13 +179,13 @@ def checkpoint_flaws(body: bytes, *, shard: int, reference: manifest.CheckpointR
     """Decodes everything, what is carried over included. `reference`: what the manifest says, None when none does."""
     named = None if reference is None else bytes_flaw(reference.object, body, "checkpoint")
     try:
-        found = checkpoint.decode_checkpoint(body)
+        found = checkpoint_format.decode_checkpoint(body)
         for part in found.topics:
             for carried in part.carried:
                 for record in carried.records:
-                    if isinstance(record, journal.StoredRecord):
+                    if isinstance(record, slot_format.StoredRecord):
                         record.decoded()
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         yield damaged(error)
         return
     if named is not None:

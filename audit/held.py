@@ -17,8 +17,19 @@ from typing import TypeAlias
 from audit import reading as audit_reading
 from jobs.root import Root
 from storage_backends import object_store, progress_objects
-from storage_backends.formats import checkpoint, errors, index_ids, journal, names, position_bitmap, redelivery
-from storage_backends.formats.journal import (
+from storage_backends.formats import (
+    checkpoint_format,
+    format_errors,
+    index_ids,
+    names,
+    position_bitmap,
+    redelivery_columns,
+    slot_format,
+)
+from storage_backends.formats.manifest import Progress, ShardManifest, TopicManifest
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionBitmap, PositionSet
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
     DeadLetterRecord,
@@ -30,9 +41,6 @@ from storage_backends.formats.journal import (
     RescheduleRecord,
     WaiveRecord,
 )
-from storage_backends.formats.manifest import Progress, ShardManifest, TopicManifest
-from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionBitmap, PositionSet
-from storage_backends.formats.rows import Rows
 
 Bitmaps: TypeAlias = dict[tuple[str, int], list[PositionBitmap]]
 
@@ -65,7 +73,7 @@ class HeldRows:
 
     # ---- filling
 
-    def take_checkpoint(self, found: checkpoint.Checkpoint, wanted: Set[str]) -> None:
+    def take_checkpoint(self, found: checkpoint_format.Checkpoint, wanted: Set[str]) -> None:
         """Raises FormatError."""
         for part in found.topics:
             if part.topic_id not in wanted:
@@ -77,7 +85,7 @@ class HeldRows:
                 self._wait(part.topic_id, sealing.subscription_id, sealing.rows)
             for carried in part.carried:
                 for record in carried.records:
-                    self.take(record.decoded() if isinstance(record, journal.StoredRecord) else record)
+                    self.take(record.decoded() if isinstance(record, slot_format.StoredRecord) else record)
 
     def take(self, record: Record) -> None:
         """What a decision says of rows."""
@@ -114,7 +122,7 @@ def _dead_letters(progress: Progress, index_id: int) -> Iterable[PositionBitmap]
     for each in progress.redeliveries:
         if each.dead_letters is None or not index_ids.serves(index_id, each.subscription_id):
             continue
-        letters = redelivery.decode_dead_letters(each.dead_letters)
+        letters = redelivery_columns.decode_dead_letters(each.dead_letters)
         yield from position_bitmap.position_bitmaps(letters.ledger_id, letters.entry_id)
 
 
@@ -145,10 +153,10 @@ def _read_checkpoint(root: Root, tip: ShardManifest | None, found: HeldRows, wan
         return True
     key = tip.checkpoint.object.name
     try:
-        found.take_checkpoint(checkpoint.decode_checkpoint(root.store.get(key)), wanted)
+        found.take_checkpoint(checkpoint_format.decode_checkpoint(root.store.get(key)), wanted)
     except object_store.NotFound:
         return False
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         raise object_store.Damaged(key, str(error)) from error
     return True
 
@@ -164,8 +172,8 @@ def _read_slots(root: Root, shard: int, found: HeldRows, wanted: Set[str]) -> No
         if each.body is None:
             raise object_store.Damaged(each.key, each.damage or each.failure)
         try:
-            for record in journal.read_slot(each.body).records:
+            for record in slot_format.read_slot(each.body).records:
                 if record.topic_id in wanted:
                     found.take(record.decoded())
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise object_store.Damaged(each.key, str(error)) from error

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from jobs.root import Root
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.object_store import ListedObject
 from storage_backends.shard_listing import ShardListing
 
@@ -45,7 +45,7 @@ class ListedShard:
         try:
             if parts[0] == "topics":
                 names.topic_id_of(entry.key)
-        except errors.FormatError:
+        except format_errors.FormatError:
             self.foreign.append(entry.key)
             return
         try:
@@ -66,7 +66,7 @@ class ListedShard:
                 case _:
                     self.foreign.append(entry.key)
                     return
-        except errors.FormatError:
+        except format_errors.FormatError:
             (self.astray if "manifest" in parts[:-1] else self.foreign).append(entry.key)
             return
         self.listing.add([entry])

@@ -20,7 +20,7 @@ from audit.reading import Place, Read
 from jobs.root import Root
 from storage_backends import object_store, progress_objects
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import errors, manifest, names
+from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 
 Manifest: TypeAlias = TopicManifest | ShardManifest
@@ -123,7 +123,7 @@ class _Run:
         try:
             progress = progress_objects.progress_of(self._root.store, was)
             yield from audit_chain.flaws_of_dropped(was, made, progress)
-        except (object_store.StoreError, errors.FormatError):
+        except (object_store.StoreError, format_errors.FormatError):
             # A progress object that has been replaced since may be gone; a damaged one has a finding of its own.
             return
 
@@ -137,7 +137,7 @@ class _Run:
             return None
         try:
             body, decoded = audit_reading.decoded(self._root.store, found, found.body, self._decoded)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             if report:
                 self._report(number, None, [audit_content.damaged(error)])
             return None
@@ -157,11 +157,11 @@ class _Run:
         if self._place.topic_id:
             topic = self._decoder.decode(body)
             if topic.topic_id != self._place.topic_id:
-                raise errors.FormatError("topic manifest", 0, f"it is of topic {topic.topic!r}")
+                raise format_errors.FormatError("topic manifest", 0, f"it is of topic {topic.topic!r}")
             return topic
         shard = manifest.decode_shard_manifest(body)
         if shard.shard != self._place.shard:
-            raise errors.FormatError("shard manifest", 0, f"it is of shard {shard.shard}")
+            raise format_errors.FormatError("shard manifest", 0, f"it is of shard {shard.shard}")
         return shard
 
     def _own_flaws(self, number: int, decoded: Manifest, commit_id: str) -> Iterator[Flaw]:

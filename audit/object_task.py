@@ -23,7 +23,7 @@ from audit.findings import Finding, Flaw, Kind, Severity, Tally
 from audit.reading import Named, Place, Read, WallClock
 from jobs.root import Root
 from storage_backends import bucket_reading, object_store
-from storage_backends.formats import errors, manifest, names
+from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import CheckpointReference, LiveBucket, ObjectReference
 
 GRACE_SLACK_MS: Final = 300_000
@@ -181,7 +181,7 @@ class _Run:
         self.tally.saw("dead object", len(found.body))
         try:
             record = manifest.decode_dead_object(found.body)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             self._find(item, audit_content.damaged(error), Severity.WARNING)
             return
         if names.dead_object_key(record.object) != item.key:
@@ -250,7 +250,7 @@ class _Run:
 def _progress_flaws(body: bytes) -> list[Flaw]:
     try:
         progress = manifest.decode_progress(body)
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         return [audit_content.damaged(error)]
     return [*audit_content.progress_flaws(progress)]
 

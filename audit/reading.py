@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from jobs.root import Root, TopicPlace
 from storage_backends import object_store, shard_listing, topic_manifest
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
 
@@ -98,7 +98,7 @@ def decoded(store: ObjectStore, found: Read, body: bytes, decode: Callable[[byte
     """The body of an object that was read, and what it is. Raises FormatError when two reads have found the damage."""
     try:
         return body, decode(body)
-    except errors.FormatError:
+    except format_errors.FormatError:
         again = _read(store, found.key).body
         if again is None or again == body:
             raise

@@ -25,10 +25,10 @@ from audit.held import HeldRows
 from audit.reading import Place, WallClock
 from jobs.root import Root
 from storage_backends import bucket_reading, object_store, progress_objects, topic_manifest
-from storage_backends.formats import bucket, errors, index_ids, merge, position_bitmap
+from storage_backends.formats import bucket_format, format_errors, index_ids, merge, position_bitmap
 from storage_backends.formats.manifest import LiveBucket, Progress, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 TRIES_MAX: Final = 5
 """So often a topic or shard that changes meanwhile is looked at again; then it is counted as moved on."""
@@ -72,7 +72,7 @@ def _look_for_twice(root: Root, place: Place, tally: Tally) -> None:
             found = [*_twice(root, place, tip.manifest)]
         except object_store.NotFound:
             continue
-        except (object_store.StoreError, errors.FormatError):
+        except (object_store.StoreError, format_errors.FormatError):
             return
         for each in found:
             tally.find(each)
@@ -260,7 +260,7 @@ class _Leftovers:
                 # A newer manifest has taken its place, most likely.
                 newer = self._tip(place)
                 tip = newer if isinstance(newer, TopicManifest) else tip
-            except (object_store.StoreError, errors.FormatError):
+            except (object_store.StoreError, format_errors.FormatError):
                 # That is a finding of its own; the rows may be there.
                 return
             else:
@@ -284,8 +284,8 @@ class _Leftovers:
         if body is None:
             return None
         try:
-            metadata, rows = bucket.decode_bucket(body)
-        except errors.FormatError:
+            metadata, rows = bucket_format.decode_bucket(body)
+        except format_errors.FormatError:
             return None
         positions = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
         return _Left(found, metadata.subscription_id, rows, positions)
@@ -304,7 +304,7 @@ class _Leftovers:
             return True
         try:
             then = topic_manifest.CODEC.decode(base)
-        except errors.FormatError:
+        except format_errors.FormatError:
             return True
         return then.incarnation == tip.incarnation and not then.deleted
 
@@ -325,9 +325,9 @@ class _Leftovers:
             if body is None:
                 continue
             try:
-                metadata, _ = bucket.decode_bucket(body)
+                metadata, _ = bucket_format.decode_bucket(body)
                 yield metadata.subscription_id, PositionSet.of(metadata.positions)
-            except errors.FormatError:
+            except format_errors.FormatError:
                 continue
 
     def _find_unaccounted(self, place: Place, tip: TopicManifest, left: _Left) -> None:

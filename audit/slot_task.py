@@ -20,7 +20,7 @@ from audit.findings import Finding, Flaw, Kind, Severity, Tally
 from audit.reading import Read
 from jobs.root import Root
 from storage_backends import object_store
-from storage_backends.formats import errors, journal, names
+from storage_backends.formats import format_errors, names, slot_format
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import ObjectStore
 
@@ -47,7 +47,7 @@ class SlotRun:
 
     def run(self, root: Root) -> SlotsSeen:
         seen = SlotsSeen()
-        last: journal.SlotHeader | None = None
+        last: slot_format.SlotHeader | None = None
         if self.before is not None:
             last = self._header(
                 root.store, audit_reading.read(root.store, self._key(self.before)), self.before, SlotsSeen()
@@ -66,7 +66,7 @@ class SlotRun:
     def _key(self, slot: int) -> str:
         return names.journal_slot_key(self.shard, slot)
 
-    def _header(self, store: ObjectStore, found: Read, slot: int, seen: SlotsSeen) -> journal.SlotHeader | None:
+    def _header(self, store: ObjectStore, found: Read, slot: int, seen: SlotsSeen) -> slot_format.SlotHeader | None:
         """The header of a slot that is whole, and has its number."""
         if found.body is None:
             if found.damage:
@@ -76,14 +76,14 @@ class SlotRun:
             return None
         try:
             body, header = audit_reading.decoded(store, found, found.body, _decoded)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             self._report(seen, slot, [audit_content.damaged(error)])
             return None
         seen.tally.saw("journal slot", len(body))
         if (header.shard, header.slot) != (self.shard, slot):
             self._report(seen, slot, [Flaw(Kind.JOURNAL_RULE, f"it is slot {header.slot} of shard {header.shard}")])
             return None
-        if header.kind is journal.SlotKind.FENCE and header.records:
+        if header.kind is slot_format.SlotKind.FENCE and header.records:
             self._report(seen, slot, [Flaw(Kind.JOURNAL_RULE, f"it is a fence and has {header.records} records")])
         return header
 
@@ -101,19 +101,19 @@ class SlotRun:
             )
 
 
-def _decoded(body: bytes) -> journal.SlotHeader:
+def _decoded(body: bytes) -> slot_format.SlotHeader:
     """The header, when every record can be decoded. Raises FormatError."""
-    stored = journal.read_slot(body)
+    stored = slot_format.read_slot(body)
     for record in stored.records:
         record.decoded()
     return stored.header
 
 
-def _flaws_of_following(before: journal.SlotHeader, after: journal.SlotHeader) -> list[Flaw]:
+def _flaws_of_following(before: slot_format.SlotHeader, after: slot_format.SlotHeader) -> list[Flaw]:
     if after.epoch < before.epoch:
         detail = f"its epoch is {after.epoch}, the slot before it has {before.epoch}: a fence did not hold"
         return [Flaw(Kind.JOURNAL_RULE, detail)]
-    if after.epoch > before.epoch and after.kind is not journal.SlotKind.FENCE:
+    if after.epoch > before.epoch and after.kind is not slot_format.SlotKind.FENCE:
         return [Flaw(Kind.JOURNAL_RULE, f"it is the first one of epoch {after.epoch}, and no fence")]
     return []
 

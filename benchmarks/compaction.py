@@ -29,7 +29,7 @@ from benchmarks.job_process import DRIVER, JVM, WORKER
 from examples import processes
 from jobs import topic_reading, topic_state
 from jobs.root import Root
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 
 NAME = "compaction"

@@ -19,7 +19,7 @@ from daemon.core.fifo_runs import RUNS_MAX
 from daemon.core.indexes import Indexes
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.segments import SegmentCache
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 NAME = "fifo"
 WITH, WITHOUT = "with runs", "without"

@@ -28,9 +28,9 @@ from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
-from storage_backends.formats.journal import AddRecord
 from storage_backends.formats.manifest import Subscription
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AddRecord
 
 CONSUMERS, KEYS, PLANNED_AT_ONCE = 100, 30_000, 1_000
 PLANS_OF_ONE_STATE = 20

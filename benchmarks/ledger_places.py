@@ -27,7 +27,7 @@ from daemon import settings
 from daemon.ledger_stores import ledger_stores, owner
 from examples import processes
 from storage_backends import envelope, local_directory, object_store, s3
-from storage_backends.formats import deletions
+from storage_backends.formats import deletion_format
 
 TOPIC = "persistent://public/default/flights"
 METADATA: Mapping[str, str] = {
@@ -218,8 +218,8 @@ class AtOwner(Place):
         with contextlib.closing(owner.Owner(entry)) as asking:
 
             def delete(ledger: Ledger) -> None:
-                record = deletions.PendingDelete(
-                    deletions.LedgerComponent.MANAGED_LEDGER, deletions.LedgerType.LEDGER, ledger.ledger_id
+                record = deletion_format.PendingDelete(
+                    deletion_format.LedgerComponent.MANAGED_LEDGER, deletion_format.LedgerType.LEDGER, ledger.ledger_id
                 )
                 asking.delete(TOPIC, record, lambda: None, ledger_stores.no_step)
 

@@ -28,7 +28,7 @@ from daemon import memory
 from daemon.core.nack_tracker import NackTracker, rounded_up
 from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.redelivery_counts import RedeliveryCounts
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 
 NAME = "nack-memory"
 RATES_PER_MS = (1, 10, 100)

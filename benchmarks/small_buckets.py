@@ -18,10 +18,10 @@ import tarry
 from benchmarks import life, load, workbench
 from jobs.root import Root
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import bucket, manifest, names
+from storage_backends.formats import bucket_format, manifest, names
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, ObjectReference, Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.local_directory import LocalDirectory
 
@@ -71,7 +71,7 @@ def _buckets(
     for number, first in enumerate(range(0, len(rows), each)):
         part = slice(first, first + each)
         columns = Rows(rows.deliver_at_ms[part], rows.ledger_id[part], rows.entry_id[part])
-        encoded = bucket.encode_bucket(
+        encoded = bucket_format.encode_bucket(
             columns.sorted_by_due(), topic=tip.topic, subscription_id=0, limits=SegmentLimits(), compatible=False
         )
         key = names.bucket_key(shard, tip.topic_id, tip.head.number, f"{_WRITER}-{number:06}")

@@ -33,7 +33,7 @@ from jobs.root import Root, TopicPlace
 from storage_backends import commit, merge_hints
 from storage_backends import storage_settings as sections
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import errors
+from storage_backends.formats import format_errors
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import Damaged, NotFound, StoreError
@@ -49,7 +49,7 @@ many that what Spark takes for a wave by itself, half a second, is little.
 
 ATTEMPTS_MAX: Final = 3
 
-_Look = tuple[Tip, list[Run]] | StoreError | errors.FormatError | None
+_Look = tuple[Tip, list[Run]] | StoreError | format_errors.FormatError | None
 """A topic's tip and what may be merged, None when it is no topic, or why it cannot be read."""
 
 
@@ -208,7 +208,7 @@ class _Job:
         try:
             tip = self._root.tip(place)
             return None if tip is None or tip.manifest.deleted else (tip, self._runs(tip.manifest, frozenset()))
-        except (StoreError, errors.FormatError) as error:
+        except (StoreError, format_errors.FormatError) as error:
             return error
 
     def _runs(self, tip: TopicManifest, left_out: frozenset[str]) -> list[Run]:
@@ -255,7 +255,7 @@ class _Job:
         try:
             topic.commits.look()
             runs = self._runs(topic.commits.manifest, frozenset(topic.left_out))
-        except (StoreError, errors.FormatError) as error:
+        except (StoreError, format_errors.FormatError) as error:
             self._cannot_read(place, error)
         self._waves.offer(place, runs)
 
@@ -402,7 +402,7 @@ class _Job:
             topic.left_out |= work.run.names | made
             self._unhinted.add(work.topic)
             self._end(work, Outcome.UNKNOWN, str(error), written=report)
-        except (Damaged, errors.FormatError) as error:
+        except (Damaged, format_errors.FormatError) as error:
             self._give_up(work, str(error), left_out=work.run.names, written=report)
         except StoreError as error:
             self._again(work, str(error), Outcome.FAILED, written=report)

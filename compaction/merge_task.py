@@ -27,7 +27,7 @@ from jobs.store_of import store_of
 from storage_backends import bucket_merging
 from storage_backends import storage_settings as sections
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import errors, merge, names
+from storage_backends.formats import format_errors, merge, names
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.progress_objects import LastProgress
@@ -132,7 +132,7 @@ def merge_run(task: MergeTask) -> WrittenRun | FailedRun:
         return FailedRun(failure=Failure.MISSING, key=error.key, reason=error.reason, worker=worker)
     except StoreError as error:
         return FailedRun(failure=Failure.UNAVAILABLE, key=error.key, reason=error.reason, worker=worker)
-    except (errors.FormatError, merge.NotConserved) as error:
+    except (format_errors.FormatError, merge.NotConserved) as error:
         return FailedRun(failure=Failure.INCONSISTENT, key="", reason=str(error), worker=worker)
 
 

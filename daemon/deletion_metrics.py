@@ -14,7 +14,7 @@ from enum import Enum
 import prometheus_client
 from prometheus_client.registry import CollectorRegistry
 
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 
 _ENDED = (
     DeletionOutcome.DELETED,

@@ -14,7 +14,7 @@ from forecast.steps import BucketCount, Counts, Steps
 from jobs.job_settings import Settings
 from jobs.store_of import store_of
 from storage_backends import bucket_reading
-from storage_backends.formats.errors import FormatError
+from storage_backends.formats.format_errors import FormatError
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionSet
 from storage_backends.object_store import Damaged, NotFound, ObjectStore

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from storage_backends.formats import errors
-from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
+from storage_backends.formats import format_errors
+from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
@@ -177,7 +177,7 @@ class BucketCount:
         Raises FormatError when what is gone is not all in the bucket.
         """
         if self._gone_left and self._next == len(self._segments):
-            raise errors.FormatError("bucket", 0, f"{self._gone_left} of its rows that are gone are not in it")
+            raise format_errors.FormatError("bucket", 0, f"{self._gone_left} of its rows that are gone are not in it")
         if self._gone_left and self._first_step[self._next] != self._last_step[-1]:
             return self._run(self._next, len(self._segments))
         split = np.flatnonzero(self._first_step[self._next :] != self._last_step[self._next :]) + self._next

@@ -17,7 +17,7 @@ from jobs.topic_state import SubscriptionState, TopicState
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 # Counts of one index that are kept apart until they are added up.
 _PARTS_MAX = 32

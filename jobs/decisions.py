@@ -20,7 +20,7 @@ import numpy as np
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import Subscription, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap, positions_of
-from storage_backends.formats.records import (
+from storage_backends.formats.record_columns import (
     AcknowledgeRecord,
     AddRecord,
     DeadLetterRecord,
@@ -32,8 +32,8 @@ from storage_backends.formats.records import (
     RescheduleRecord,
     WaiveRecord,
 )
-from storage_backends.formats.redelivery import DeadLetterColumns
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.redelivery_columns import DeadLetterColumns
+from storage_backends.formats.row_columns import U64, Rows
 
 # Rows of the stored state, and what is stored of them.
 STORED_ROWS_AT: Final = 0

@@ -25,7 +25,7 @@ from jobs.topic_state import BucketState, NackedRows, UnsealedRows
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import Subscription
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 I64 = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.intp]

@@ -17,7 +17,7 @@ from typing import Final
 import ulid
 
 from storage_backends import commit, root_format, shard_manifests, topic_manifest
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
 from storage_backends.object_store import ObjectStore
 
@@ -85,7 +85,7 @@ class Root:
         for entry in self.store.list(names.topics_prefix(shard)):
             try:
                 yield names.topic_id_of(entry.key)
-            except errors.FormatError:
+            except format_errors.FormatError:
                 continue
 
     def log(self, place: TopicPlace) -> commit.ManifestLog[TopicManifest]:

@@ -21,13 +21,13 @@ from jobs.root import Root, TopicPlace
 from jobs.shard_reading import ShardReading
 from jobs.topic_state import BucketState, NackedRows, SubscriptionState, TopicState, UnsealedRows
 from storage_backends import bucket_reading, commit, progress_objects
-from storage_backends.formats import errors, index_ids, journal, merge, redelivery
-from storage_backends.formats.bucket import BucketMetadata
-from storage_backends.formats.checkpoint import CarriedSlot, TopicPart
+from storage_backends.formats import format_errors, index_ids, merge, redelivery_columns, slot_format
+from storage_backends.formats.bucket_format import BucketMetadata
+from storage_backends.formats.checkpoint_format import CarriedSlot, TopicPart
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress, TopicManifest
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, positions_of
-from storage_backends.formats.records import Record
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.record_columns import Record
+from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_tails import NOTHING, TopicTail, counting_part, still_sealing
 
@@ -151,7 +151,7 @@ class _TopicReading:
             buckets = self._stored_buckets(stored, part, decisions)
             loose = {} if part is None else self._stored_rows(part, stored, decisions)
             self._stored_redeliveries(stored, decisions)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise Damaged(named, f"topic {manifest.topic}: {error}") from error
         for slot in self._tail.slots_above(manifest):
             decisions.apply(slot.slot, self._decoded(slot))
@@ -188,8 +188,8 @@ class _TopicReading:
 
     def _decoded(self, slot: CarriedSlot) -> list[Record]:
         try:
-            return [each.decoded() if isinstance(each, journal.StoredRecord) else each for each in slot.records]
-        except errors.FormatError as error:
+            return [each.decoded() if isinstance(each, slot_format.StoredRecord) else each for each in slot.records]
+        except format_errors.FormatError as error:
             raise Damaged(self._reading.slot_key(slot.slot), f"topic {self._manifest.topic}: {error}") from error
 
     # ---- the stored state
@@ -261,10 +261,10 @@ class _TopicReading:
                 continue
             for part in each.nacked:
                 if index_ids.serves(part.index_id, number):
-                    rows, redeliver_at_ms = redelivery.decode_nacked(part)
+                    rows, redeliver_at_ms = redelivery_columns.decode_nacked(part)
                     decisions.of(part.index_id).nacked.append(Nacked(STORED_BITS_AT, number, rows, redeliver_at_ms))
             if each.dead_letters is not None:
-                decisions.dead_letters[number].came(redelivery.decode_dead_letters(each.dead_letters))
+                decisions.dead_letters[number].came(redelivery_columns.decode_dead_letters(each.dead_letters))
 
     # ---- what happened since
 
@@ -286,7 +286,7 @@ class _TopicReading:
         self._open([bucket.live])
         try:
             return PositionSet.of(self._opened[bucket.live.object.name].positions)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise Damaged(bucket.live.object.name, str(error)) from error
 
     def _open(self, wanted: Sequence[LiveBucket]) -> None:

@@ -24,8 +24,8 @@ from storage_backends import bucket_reading, commit
 from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import LiveBucket, Subscription, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.formats.redelivery import DeadLetterColumns
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.redelivery_columns import DeadLetterColumns
+from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.object_store import ObjectStore
 
 

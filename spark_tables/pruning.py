@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 U64_MAX: Final = (1 << 64) - 1
 I64_MIN: Final = -(1 << 63)

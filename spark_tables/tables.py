@@ -24,9 +24,9 @@ from jobs.topic_state import BucketState, TopicState, UnsealedRows, owed_mask, r
 from spark_tables.pruning import EVERYTHING, Wanted
 from storage_backends import bucket_reading
 from storage_backends.formats import index_ids
-from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.object_store import ObjectStore
 
 PART_ROWS: Final = 200_000

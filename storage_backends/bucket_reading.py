@@ -1,7 +1,7 @@
 """Reading bucket objects: what a bucket holds, and its segments.
 
 Owns: which ranges are read, and that what is read is whole.
-Does not own: the format (`formats.bucket`), and what is kept in memory.
+Does not own: the format (`formats.bucket_format`), and what is kept in memory.
 
 Everything here is synchronous. Damage raises object_store.Damaged with the object's key and the offset, a missing
 object NotFound: when two reads, one after the other, have found it. What follows from it cannot be undone.
@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from storage_backends import object_store
-from storage_backends.formats import bucket, errors, manifest, segment
+from storage_backends.formats import bucket_format, format_errors, manifest, segment
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 log = logging.getLogger(__name__)
 
@@ -28,22 +28,26 @@ T = TypeVar("T")
 READ_WHOLE_BYTES = 64 * 1024
 
 
-def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+def open_bucket(
+    store: object_store.ObjectStore, live: LiveBucket
+) -> tuple[bucket_format.BucketTable, bucket_format.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
     return _twice_damaged(lambda: _open(store, live))
 
 
-def read_table(store: object_store.ObjectStore, live: LiveBucket) -> bucket.BucketTable:
+def read_table(store: object_store.ObjectStore, live: LiveBucket) -> bucket_format.BucketTable:
     """The table of a live bucket alone: one ranged read. It has as many rows, due when the manifest says."""
     return _twice_damaged(lambda: _table(store, live))
 
 
-def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+def read_segments(
+    store: object_store.ObjectStore, key: str, segments: Sequence[bucket_format.SegmentInfo]
+) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     return _twice_damaged(lambda: _read(store, key, segments))
 
 
-def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
     """Entry 0 and all rows in due order, with one read of the whole object."""
     return _twice_damaged(lambda: _whole(store, live))
 
@@ -56,14 +60,16 @@ def _twice_damaged(read: Callable[[], T]) -> T:
         return read()
 
 
-def _open(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+def _open(
+    store: object_store.ObjectStore, live: LiveBucket
+) -> tuple[bucket_format.BucketTable, bucket_format.BucketMetadata]:
     size_bytes = live.object.size_bytes
     with _naming(live.object.name):
         read = _reader(store, live)
-        table = bucket.decode_tail(read(*bucket.tail_range(size_bytes, live.segments)), size_bytes)
+        table = bucket_format.decode_tail(read(*bucket_format.tail_range(size_bytes, live.segments)), size_bytes)
         entry = read(table.metadata.offset, table.metadata.length)
-        metadata = bucket.decode_metadata(entry, table.metadata)
-        bucket.check_head(metadata, table, live)
+        metadata = bucket_format.decode_metadata(entry, table.metadata)
+        bucket_format.check_head(metadata, table, live)
         return table, metadata
 
 
@@ -76,37 +82,39 @@ def _reader(store: object_store.ObjectStore, live: LiveBucket) -> Callable[[int,
     return lambda offset, length: whole[offset : offset + length]
 
 
-def _table(store: object_store.ObjectStore, live: LiveBucket) -> bucket.BucketTable:
+def _table(store: object_store.ObjectStore, live: LiveBucket) -> bucket_format.BucketTable:
     key = live.object.name
     with _naming(key):
-        offset, length = bucket.tail_range(live.object.size_bytes, live.segments)
-        table = bucket.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
-        bucket.check_table(table, live)
+        offset, length = bucket_format.tail_range(live.object.size_bytes, live.segments)
+        table = bucket_format.decode_tail(store.get_range(key, offset, length), live.object.size_bytes)
+        bucket_format.check_table(table, live)
         return table
 
 
-def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+def _read(store: object_store.ObjectStore, key: str, segments: Sequence[bucket_format.SegmentInfo]) -> list[Rows]:
     with _naming(key):
         start = segments[0].offset
         data = memoryview(store.get_range(key, start, segments[-1].offset + segments[-1].length - start))
         zstd = segment.decompressor()
         return [
-            bucket.decode_segment(bytes(data[info.offset - start : info.offset - start + info.length]), info, zstd)
+            bucket_format.decode_segment(
+                bytes(data[info.offset - start : info.offset - start + info.length]), info, zstd
+            )
             for info in segments
         ]
 
 
-def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+def _whole(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
     with _naming(live.object.name):
         # A manifest names it: that it exists need not be concluded, which a local directory would synchronise for.
         body = store.get_range(live.object.name, 0, live.object.size_bytes)
         manifest.check_bytes(live.object, body, "bucket")
-        return bucket.decode_bucket(body)
+        return bucket_format.decode_bucket(body)
 
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
     try:
         yield
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         raise object_store.Damaged(key, str(error)) from error

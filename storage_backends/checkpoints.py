@@ -1,7 +1,7 @@
 """Reading the checkpoints of a shard.
 
 Owns: that what is read is whole, and falling back to the checkpoint before a damaged one.
-Does not own: writing one, the form of its bytes (`formats.checkpoint`), and the slots kept for the one before.
+Does not own: writing one, the form of its bytes (`formats.checkpoint_format`), and the slots kept for the one before.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable
 
 from storage_backends import object_store
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import errors, manifest, names
+from storage_backends.formats import checkpoint_format, format_errors, manifest, names
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def read_checkpoint(
     try:
         manifest.check_bytes(reference.object, body, "checkpoint")
         checkpoint = checkpoint_format.decode_checkpoint(body)
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         raise object_store.Damaged(key, str(error)) from error
     if (checkpoint.shard, checkpoint.slot) != (shard, reference.slot):
         raise object_store.Damaged(key, f"it is of slot {checkpoint.slot} of shard {checkpoint.shard}")

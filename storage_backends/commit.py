@@ -27,7 +27,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import LINEAGE_MAX, ManifestHead
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError, StoreRefused, StoreUnavailable
 
@@ -210,7 +210,7 @@ class ManifestLog(Generic[M]):
     def _number_of(self, key: str) -> int:
         try:
             number = names.number_of(key)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise Damaged(key, str(error)) from error
         if key != self.key(number):
             raise Damaged(key, "it lies among manifests, and its name is not a manifest's")
@@ -225,7 +225,7 @@ class ManifestLog(Generic[M]):
             return None
         try:
             manifest = self.codec.decode(body)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise Damaged(key, str(error)) from error
         if manifest.head.number != number:
             raise Damaged(key, f"it says that its number is {manifest.head.number}")

@@ -11,7 +11,7 @@ import concurrent.futures
 from typing import NamedTuple
 
 from storage_backends import object_store
-from storage_backends.formats import errors, journal, names
+from storage_backends.formats import format_errors, names, slot_format
 
 # Portions of a tail that are under way at once. Where a read is a request a portion is one slot, which takes a round
 # trip; elsewhere it is read by one call: to hand each slot from thread to thread would take longer than to read it.
@@ -32,9 +32,9 @@ class SlotDamaged(object_store.Damaged):
 class Slot(NamedTuple):
     """A slot as it was read; its records in the order in which they are applied, those on topics not decoded yet."""
 
-    header: journal.SlotHeader
-    records: tuple[journal.StoredRecord, ...]
-    deletions: tuple[journal.DeletionRecord, ...]
+    header: slot_format.SlotHeader
+    records: tuple[slot_format.StoredRecord, ...]
+    deletions: tuple[slot_format.DeletionRecord, ...]
     size_bytes: int
 
 
@@ -56,14 +56,14 @@ def read_run(store: object_store.ObjectStore, shard: int, slots: range) -> list[
 
 def _decoded(shard: int, slot: int, key: str, body: bytes) -> Slot:
     try:
-        header, records, deletions = journal.read_slot(body)
-    except errors.FormatError as error:
+        header, records, deletions = slot_format.read_slot(body)
+    except format_errors.FormatError as error:
         raise SlotDamaged(key, error.offset, error.detail) from error
     if (header.shard, header.slot) != (shard, slot):
         raise SlotDamaged(key, 0, f"it is slot {header.slot} of shard {header.shard}")
     for topic_id in {record.topic_id for record in records}:
         if not names.is_topic_id(topic_id):
-            raise SlotDamaged(key, journal.HEADER_BYTES, f"a record names topic id {topic_id!r}, which is none")
+            raise SlotDamaged(key, slot_format.HEADER_BYTES, f"a record names topic id {topic_id!r}, which is none")
     return Slot(header, records, deletions, len(body))
 
 
@@ -118,7 +118,7 @@ def _continued(slots: list[Slot], more: list[Slot]) -> list[Slot]:
     return slots
 
 
-def check_epochs(earlier: journal.SlotHeader, later: journal.SlotHeader) -> None:
+def check_epochs(earlier: slot_format.SlotHeader, later: slot_format.SlotHeader) -> None:
     """Raises Damaged when the epoch falls from a slot to the next: a fence should have made that impossible."""
     if later.epoch < earlier.epoch:
         raise object_store.Damaged(

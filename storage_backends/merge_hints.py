@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.object_store import NotFound, ObjectStore
 
 WRITERS = 16
@@ -61,7 +61,7 @@ def listed(store: ObjectStore) -> tuple[list[MergeHint], list[str]]:
     for entry in store.list(names.MERGE_HINTS_PREFIX):
         try:
             hints.append(MergeHint(*names.merge_hint_of(entry.key)))
-        except errors.FormatError:
+        except format_errors.FormatError:
             foreign.append(entry.key)
     return hints, foreign
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from storage_backends import object_store
-from storage_backends.formats import errors, manifest
+from storage_backends.formats import format_errors, manifest
 from storage_backends.formats.manifest import ObjectReference, Progress, TopicManifest
 
 
@@ -25,7 +25,7 @@ def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress
     try:
         manifest.check_bytes(tip.progress_object, body, "progress")
         return manifest.decode_progress(body)
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         raise object_store.Damaged(key, str(error)) from error
 
 

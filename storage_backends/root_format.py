@@ -7,7 +7,7 @@ Does not own: its bytes (`formats.manifest`).
 from __future__ import annotations
 
 from storage_backends import commit
-from storage_backends.formats import errors, manifest, names
+from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import RootFormat
 from storage_backends.object_store import (
     AlreadyExists,
@@ -69,7 +69,7 @@ def read(store: ObjectStore) -> RootFormat | None:
         return None
     try:
         found = manifest.decode_root_format(body)
-    except errors.FormatError as error:
+    except format_errors.FormatError as error:
         raise Damaged(names.FORMAT_KEY, str(error)) from error
     if found.format_version != manifest.FORMAT_VERSION:
         raise Damaged(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import array
 from collections.abc import Iterable, Sequence, Set
 
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import ListedObject
 
@@ -60,7 +60,7 @@ class ShardListing:
             parts = entry.key.removeprefix(self._prefix).split("/")
             try:
                 self._add(parts, entry)
-            except errors.FormatError:
+            except format_errors.FormatError:
                 continue
 
     def _add(self, parts: Sequence[str], entry: ListedObject) -> None:

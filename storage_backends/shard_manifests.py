@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from storage_backends import commit
-from storage_backends.formats import errors, framing, manifest, names
+from storage_backends.formats import format_errors, framing, manifest, names
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import ObjectStore
 
@@ -36,7 +36,7 @@ def shard_log(
     def decode(body: bytes) -> ShardManifest:
         found = CODEC.decode(body)
         if found.shard != shard:
-            raise errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
+            raise format_errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
         return found
 
     return commit.ManifestLog(

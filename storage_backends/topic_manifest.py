@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 
 from storage_backends import commit
-from storage_backends.formats import errors, framing, index_ids, manifest, names
+from storage_backends.formats import format_errors, framing, index_ids, manifest, names
 from storage_backends.formats.manifest import (
     LiveBucket,
     ObjectReference,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from storage_backends import topic_manifest
 from storage_backends.formats import merge
-from storage_backends.formats.bucket import KeptRows
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import LiveBucket, Progress, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from storage_backends.formats import checkpoint, journal, manifest
-from storage_backends.formats.checkpoint import CarriedSlot, SealingPart
+from storage_backends.formats import checkpoint_format, manifest, slot_format
+from storage_backends.formats.checkpoint_format import CarriedSlot, SealingPart
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -29,7 +29,7 @@ class TopicTail:
     above it, ascending. Most are never decoded: a later seal holds the rows.
     """
 
-    part: checkpoint.TopicPart | None = None
+    part: checkpoint_format.TopicPart | None = None
     slots: tuple[CarriedSlot, ...] = ()
 
     @property
@@ -46,13 +46,13 @@ NOTHING = TopicTail()
 
 
 def tails_of(
-    loaded: checkpoint.Checkpoint | None,
-    slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.AnyRecord]]],
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.AnyRecord]]],
     *,
     only: Container[str] | None = None,
 ) -> dict[str, TopicTail]:
     """By topic id, all topics that the checkpoint or the slots name; `only`: those among these."""
-    parts: dict[str, checkpoint.TopicPart] = {}
+    parts: dict[str, checkpoint_format.TopicPart] = {}
     above: dict[str, list[CarriedSlot]] = {}
     covered = 0 if loaded is None else loaded.slot
     for part in () if loaded is None else loaded.topics:
@@ -64,7 +64,7 @@ def tails_of(
     for header, records in slots:
         if header.slot <= covered:
             continue
-        named: dict[str, list[journal.AnyRecord]] = {}
+        named: dict[str, list[slot_format.AnyRecord]] = {}
         for record in records:
             if only is None or record.topic_id in only:
                 named.setdefault(record.topic_id, []).append(record)
@@ -73,7 +73,7 @@ def tails_of(
     return {topic_id: TopicTail(parts.get(topic_id), tuple(own)) for topic_id, own in above.items()}
 
 
-def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint.TopicPart | None:
+def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint_format.TopicPart | None:
     """The topic's part of the checkpoint, if it is newer than the manifest."""
     part = tail.part
     if part is None or tip.applied >= tail.part_slot or part.incarnation != tip.incarnation:
@@ -81,7 +81,7 @@ def counting_part(tip: manifest.TopicManifest, tail: TopicTail) -> checkpoint.To
     return part
 
 
-def still_sealing(tip: manifest.TopicManifest, part: checkpoint.TopicPart) -> Iterator[SealingPart]:
+def still_sealing(tip: manifest.TopicManifest, part: checkpoint_format.TopicPart) -> Iterator[SealingPart]:
     """The buckets of the part whose seal the manifest does not have: their rows are rows of the mutable bucket. Of the
     others the rows come from the bucket, and only the bits of the part's progress count.
     """

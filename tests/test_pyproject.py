@@ -13,9 +13,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 PURE = (
     "daemon/core/index.py",
-    "storage_backends/formats/rows.py",
+    "storage_backends/formats/row_columns.py",
     "tests/daemon/core/test_index.py",
-    "tests/storage_backends/formats/test_rows.py",
+    "tests/storage_backends/formats/test_row_columns.py",
 )
 IMPURE = ("daemon/durability/journal.py", "storage_backends/s3.py", "tests/wire/test_daemon.py", "examples/flights.py")
 

@@ -21,8 +21,8 @@ from daemon.core.key_shared.key_shared import KeyShared
 from daemon.core.positions import KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import SHARED, batch_parts_of, subscription_of
-from storage_backends.formats.journal import AcknowledgeRecord, DeadLetterRecord
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord
 
 
 class Acknowledging:

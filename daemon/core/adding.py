@@ -17,7 +17,7 @@ from daemon.core import limits
 from daemon.core.delay_levels import DelayLevels
 from daemon.core.index import Index
 from daemon.core.positions import bitmap_of, pages_of
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Raises when the rows, those of each index, may not be added now.
 Admit = Callable[[Sequence[Rows]], None]

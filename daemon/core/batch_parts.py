@@ -23,7 +23,7 @@ from storage_backends.formats.index_ids import (
     batch_parts_of,
     of_part,
 )
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 _PARTS = 1 << BATCH_BITS
 

@@ -19,7 +19,7 @@ from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, part_entry_id
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -20,7 +20,7 @@ from pyroaring import BitMap64
 from daemon.core.bucket import Bucket
 from daemon.core.index import Index
 from daemon.core.positions import PAGE_BITS, UNKNOWN_KEY, bitmap_of, keys_of
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # What one call looks at: rows of the index in ranges of the request. A range counts for some rows in any case, one of
 # many entries for more, as its rows are counted first; and so does each container (65,536 entries) that it spans.

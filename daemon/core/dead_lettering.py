@@ -18,8 +18,8 @@ from daemon.core.indexes import Indexes
 from daemon.core.positions import bitmap_of, contained, pages_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, is_of_batch_parts, of_part, part_entry_id
-from storage_backends.formats.journal import DeadLetterReason, DeadLetterRecord, PurgeRecord, ReplayRecord
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, ReplayRecord
 
 
 class DeadLettering:

@@ -22,7 +22,7 @@ from pyroaring import BitMap64
 from daemon.core.packed_column import PackedColumn
 from daemon.core.positions import bitmap_of, contained
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U32, U64, Index
+from storage_backends.formats.row_columns import U32, U64, Index
 
 CHUNK_ROWS = 4096
 # Rows that are looked at for one page, whatever the filter leaves of them.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.errors import InvalidArgument
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 # RocketMQ's.
 DEFAULT_TABLE = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"

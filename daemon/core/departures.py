@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pyroaring import BitMap64
 
 from daemon.core.positions import PageTable, halves, has_more_pages
-from storage_backends.formats.journal import GoneReason, GoneRecord, Record, WaiveRecord, size_max
+from storage_backends.formats.slot_format import GoneReason, GoneRecord, Record, WaiveRecord, size_max
 
 # What one slot may say of positions that leave: applying it, and reading it, is one turn of the event loop.
 SLOT_ROWS_MAX = 1_000_000

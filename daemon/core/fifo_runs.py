@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import Place, SortedRun, earliest
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 RUNS_MAX = 32
 # Rows of a run that are made ready to be taken at a time.

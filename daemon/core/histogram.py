@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from daemon.core.positions import KeyedRows
 from daemon.core.scan import MemoryPart, Part, SealedPart, of_ledgers
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 BARS_MAX = 10_000
 # So many bars are made where no width is asked for, about.

@@ -26,7 +26,7 @@ from pyroaring import BitMap64
 
 from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.runs import earliest, first_time_ms
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]

@@ -35,7 +35,7 @@ from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED, is_of_batch_parts
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 Places = npt.NDArray[np.intp]
 

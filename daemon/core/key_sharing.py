@@ -24,7 +24,7 @@ from daemon.core.runs import Place
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 
 
 class MakesReader(Protocol):

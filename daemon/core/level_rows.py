@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.positions import bitmap_of, contained
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 
 class LevelRows:

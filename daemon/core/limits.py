@@ -12,7 +12,7 @@ import numpy as np
 
 from daemon.errors import DelayTooLong, InvalidArgument
 from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, NO_BATCH_INDEX
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 PAGE_ROWS_DEFAULT = 1_000
 PAGE_ROWS_MAX = 10_000

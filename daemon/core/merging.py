@@ -23,7 +23,7 @@ from daemon.core.positions import PAGE_BITS, KeyedRows, PageTable, contained, pa
 from daemon.core.runs import SortedRun, earliest, in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.errors import InvariantViolated
-from storage_backends.formats.bucket import BucketMetadata, BucketTable, SegmentInfos
+from storage_backends.formats.bucket_format import BucketMetadata, BucketTable, SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
 
 # A run with rows that are about to be handed out counts as one with so many times its rows: much of what would be

@@ -27,7 +27,7 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, ke
 from daemon.core.runs import SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 # How far ahead of the clock rows are sorted, and how early the next stretch is.
 HORIZON_STEP_MS = 2_000

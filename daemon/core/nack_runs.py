@@ -15,7 +15,7 @@ from pyroaring import BitMap64
 
 from daemon.core.packed_rows import NackColumns, PackedRows, Place, due_order, pack
 from daemon.core.positions import PagePlaces, bitmap_of, contained
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 Mask = npt.NDArray[np.bool_]
 # How often it is guessed until when about as many rows are due as are asked for.

@@ -26,7 +26,7 @@ from daemon.core import nack_runs
 from daemon.core.nack_runs import Batch, Departed, Run, still_there
 from daemon.core.packed_rows import NackColumns, PackedRows, Place, due_order, pack
 from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 _U64_MAX = (1 << 64) - 1
 # Rows in any order that are sorted and packed at once.

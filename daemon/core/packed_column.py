@@ -2,7 +2,7 @@
 
 Owns: the form in memory: offsets from the smallest value, of 0, 1, 2, 4 or 8 bytes each; rows are read without
 unpacking the others.
-Does not own: stored forms (`storage_backends.formats.columns`).
+Does not own: stored forms (`storage_backends.formats.column_format`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from storage_backends.formats.rows import U64, Index
+from storage_backends.formats.row_columns import U64, Index
 
 _WIDTHS = ((8, np.uint8), (16, np.uint16), (32, np.uint32), (64, np.uint64))
 

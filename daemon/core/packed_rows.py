@@ -23,7 +23,7 @@ from pyroaring import BitMap64
 
 from daemon.core.packed_column import PackedColumn, Unsigned, narrowed
 from daemon.core.positions import LOW_MASK, PAGE_BITS, KeyedRows, PagePlaces, bitmap_of, distinct, keys_of
-from storage_backends.formats.rows import U32, U64, Index, Rows
+from storage_backends.formats.row_columns import U32, U64, Index, Rows
 
 _SHIFT = np.uint64(PAGE_BITS)
 _KEY_BITS = 64

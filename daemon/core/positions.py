@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U32, U64, Index, Rows
+from storage_backends.formats.row_columns import U32, U64, Index, Rows
 
 PAGE_BITS = 32
 _LOW = (1 << PAGE_BITS) - 1

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 SECOND_MS = 1000
 # Rows come due, and a daemon counts its rows, about once a second.

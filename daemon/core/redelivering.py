@@ -39,8 +39,8 @@ from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
-from storage_backends.formats.journal import DeadLetterReason, NackRecord, Record
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, Record
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

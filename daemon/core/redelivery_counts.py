@@ -13,7 +13,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.positions import bitmap_of, keys_of
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 
 class RedeliveryCounts:

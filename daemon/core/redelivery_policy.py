@@ -19,7 +19,7 @@ import numpy.typing as npt
 from daemon.core.delay_levels import DelayLevels
 from daemon.errors import InvalidArgument
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 # n numbers, evenly from [0, 1).
 Draw = Callable[[int], npt.NDArray[np.float64]]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from daemon.core.positions import KeyedRows
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 Place = tuple[int, int, int]
 # No row comes at or after it.

@@ -27,7 +27,7 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, ke
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentTable
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 LAST_MS = (1 << 64) - 1
 _LAST_ID = (1 << 64) - 1

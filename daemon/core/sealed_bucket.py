@@ -1,7 +1,7 @@
 """A sealed, immutable bucket: its rows are on the object store, its sets in memory.
 
 Owns: what is known of a live bucket, and how far the index has passed its rows.
-Does not own: its object (`storage_backends.formats.bucket`) and the segments in memory (`segments`).
+Does not own: its object (`storage_backends.formats.bucket_format`) and the segments in memory (`segments`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.positions import KeyedRows, PageTable, pages_of
 from daemon.core.runs import Place, SortedRun
 from daemon.core.segments import SegmentCache, SegmentCursor, SegmentTable
-from storage_backends.formats.bucket import SegmentInfos
+from storage_backends.formats.bucket_format import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
 
 

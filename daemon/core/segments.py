@@ -13,7 +13,7 @@ import numpy as np
 
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import Place, SortedRun, behind
-from storage_backends.formats.bucket import SegmentInfos
+from storage_backends.formats.bucket_format import SegmentInfos
 
 # Three u64 columns and the keys; key hashes are counted with them.
 LOADED_ROW_BYTES = 36

@@ -34,7 +34,7 @@ from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest, first_time_ms
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeySharedPolicy, Subscription
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # As many rows IN_FLIGHT as there may ever be.
 NO_LIMIT_ROWS = 1 << 62

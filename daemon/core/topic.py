@@ -45,7 +45,9 @@ from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import Withdrawals
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED, subscription_of
-from storage_backends.formats.journal import (
+from storage_backends.formats.manifest import LiveBucket, Subscription
+from storage_backends.formats.row_columns import U64
+from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
     DeadLetterRecord,
@@ -58,8 +60,6 @@ from storage_backends.formats.journal import (
     RescheduleRecord,
     WaiveRecord,
 )
-from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.rows import U64
 
 
 class Topic:

@@ -17,8 +17,8 @@ from daemon.core.departures import Departure
 from daemon.core.index import Index
 from daemon.core.positions import PAGE_BITS, KeyRange, PageTable, within
 from storage_backends.formats.index_ids import BATCH_INDEX_MAX, BATCHED_ENTRY_ID_MAX, part_entry_id
-from storage_backends.formats.journal import GoneReason
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
+from storage_backends.formats.slot_format import GoneReason
 
 _U64_MAX = (1 << 64) - 1
 _PAGE_KEYS = 1 << PAGE_BITS

@@ -27,8 +27,8 @@ from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.index_ids import SHARED
-from storage_backends.formats.journal import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 
 Mask = npt.NDArray[np.bool_]
 

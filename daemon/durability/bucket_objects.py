@@ -13,28 +13,32 @@ from contextlib import contextmanager
 
 from daemon.errors import Corruption
 from storage_backends import bucket_merging, bucket_reading, object_store
-from storage_backends.formats import bucket, merge
+from storage_backends.formats import bucket_format, merge
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 
 class BucketMissing(Corruption):
     """The object of a bucket is not there. A manifest that is older than the tip may name it rightly."""
 
 
-def open_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketTable, bucket.BucketMetadata]:
+def open_bucket(
+    store: object_store.ObjectStore, live: LiveBucket
+) -> tuple[bucket_format.BucketTable, bucket_format.BucketMetadata]:
     """The table of a live bucket and its entry 0: two ranged reads, one of a small bucket."""
     with _as_corruption():
         return bucket_reading.open_bucket(store, live)
 
 
-def read_segments(store: object_store.ObjectStore, key: str, segments: Sequence[bucket.SegmentInfo]) -> list[Rows]:
+def read_segments(
+    store: object_store.ObjectStore, key: str, segments: Sequence[bucket_format.SegmentInfo]
+) -> list[Rows]:
     """The rows of consecutive segments, with one ranged read."""
     with _as_corruption():
         return bucket_reading.read_segments(store, key, segments)
 
 
-def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket.BucketMetadata, Rows]:
+def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
     """Entry 0 and all rows in due order, with one read of the whole object."""
     with _as_corruption():
         return bucket_reading.read_bucket(store, live)

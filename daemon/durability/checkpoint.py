@@ -13,7 +13,7 @@ from daemon.core.index import BucketBits, IndexCut
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
 from daemon.durability.sealing import SealCut
-from storage_backends.formats import checkpoint
+from storage_backends.formats import checkpoint_format
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -30,24 +30,24 @@ class TopicCut:
     redelivery: RedeliveryCut
 
 
-def part_of(cut: TopicCut) -> checkpoint.TopicPart:
+def part_of(cut: TopicCut) -> checkpoint_format.TopicPart:
     """The topic's part of the checkpoint. O(n): runs in an executor."""
     (_, shared), *own = cut.indexes
     bits = [each for _, index in cut.indexes for each in index.bits]
     bits.append(BucketBits("", (), shared.mutable.acknowledged))
     own_rows = ((number, index.mutable.kept().rows) for number, index in sorted(own, key=operator.itemgetter(0)))
-    return checkpoint.TopicPart(
+    return checkpoint_format.TopicPart(
         topic_id=cut.topic_id,
         topic=cut.topic,
         incarnation=cut.incarnation,
         mutable_rows=shared.mutable.kept().rows,
         sealing=tuple(map(_sealing_part, cut.sealing)),
         progress=progress.of_topic(shared.mutable.pages, bits, cut.redelivery),
-        own_rows=tuple(checkpoint.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
+        own_rows=tuple(checkpoint_format.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
     )
 
 
-def _sealing_part(cut: SealCut) -> checkpoint.SealingPart:
-    return checkpoint.SealingPart(
+def _sealing_part(cut: SealCut) -> checkpoint_format.SealingPart:
+    return checkpoint_format.SealingPart(
         bucket=cut.key, slot=cut.slot, rows=cut.rows.kept().rows, subscription_id=cut.index_id
     )

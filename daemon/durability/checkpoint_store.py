@@ -15,8 +15,7 @@ from daemon.errors import Corruption
 from storage_backends import checkpoints, object_store
 from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import manifest, names
+from storage_backends.formats import checkpoint_format, manifest, names
 
 
 class CheckpointDamaged(Corruption):

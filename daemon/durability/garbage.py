@@ -274,7 +274,7 @@ class Collector(Generic[M]):
         except object_store.NotFound:
             # Another collector has deleted it: it was old.
             return 0
-        except (object_store.Damaged, errors.FormatError) as error:
+        except (object_store.Damaged, format_errors.FormatError) as error:
             log.warning("manifest %s cannot be read: %s", key, error)
             return None
 
@@ -341,7 +341,7 @@ def retry_given_up(
         record = manifest.decode_dead_object(store.get(key))
     except object_store.NotFound:
         return NOTHING_DONE
-    except (object_store.Damaged, errors.FormatError) as error:
+    except (object_store.Damaged, format_errors.FormatError) as error:
         log.error("the record %s of an object that was given up cannot be read: %s", key, error)
         return Summary(failed=ObjectCount(1, 0))
     found = ObjectCount(1, record.size_bytes)

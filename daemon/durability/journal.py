@@ -19,7 +19,7 @@ from daemon.durability import backoff, slot_put
 from daemon.errors import InvariantViolated, OutcomeUnknown, Unavailable
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import journal
+from storage_backends.formats import slot_format
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class JournalWriter:
         if not self._ended.done():
             self._ended.set_result(None)
 
-    async def write(self, records: Sequence[journal.Record], deletions: Sequence[journal.DeletionRecord] = ()) -> int:
+    async def write(
+        self, records: Sequence[slot_format.Record], deletions: Sequence[slot_format.DeletionRecord] = ()
+    ) -> int:
         """Writes the records, on topics and on deletions, as the next slot and returns its number once that is certain.
 
         While the store cannot be reached this does not return. Raises Fenced when the shard is lost, OutcomeUnknown
@@ -117,7 +119,7 @@ class JournalWriter:
         return written.slot
 
     async def _write_until_certain(
-        self, records: tuple[journal.Record, ...], deletions: tuple[journal.DeletionRecord, ...]
+        self, records: tuple[slot_format.Record, ...], deletions: tuple[slot_format.DeletionRecord, ...]
     ) -> WrittenSlot:
         slot, first = await self._unless_ended(self._run(lambda: self._freeze_and_try(records, deletions)))
         latest = first
@@ -142,11 +144,11 @@ class JournalWriter:
         )
 
     def _freeze_and_try(
-        self, records: tuple[journal.Record, ...], deletions: tuple[journal.DeletionRecord, ...]
+        self, records: tuple[slot_format.Record, ...], deletions: tuple[slot_format.DeletionRecord, ...]
     ) -> tuple[slot_put.FrozenSlot, _Try]:
         count = len(records) + len(deletions)
-        header = journal.SlotHeader(self._shard, self._epoch, self._next_slot, journal.SlotKind.DATA, count)
-        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, records, deletions), self._new_id())
+        header = slot_format.SlotHeader(self._shard, self._epoch, self._next_slot, slot_format.SlotKind.DATA, count)
+        slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, records, deletions), self._new_id())
         return slot, self._try(slot, again=False)
 
     def _try(self, slot: slot_put.FrozenSlot, *, again: bool) -> _Try:

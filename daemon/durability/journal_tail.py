@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from daemon.errors import Corruption
 from storage_backends import journal_slots, object_store
-from storage_backends.formats import journal
+from storage_backends.formats import slot_format
 from storage_backends.journal_slots import READ_AHEAD
 from storage_backends.journal_slots import Slot as Slot
 
@@ -50,7 +50,7 @@ def read_tail(
         return journal_slots.read_tail(store, shard, from_slot, executor=executor, read_ahead=read_ahead)
 
 
-def check_epochs(earlier: journal.SlotHeader, later: journal.SlotHeader) -> None:
+def check_epochs(earlier: slot_format.SlotHeader, later: slot_format.SlotHeader) -> None:
     """Raises Corruption when the epoch falls from a slot to the next: a fence should have made that impossible."""
     with _refused():
         journal_slots.check_epochs(earlier, later)

@@ -21,7 +21,7 @@ from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.durability import slot_put
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store
-from storage_backends.formats import errors, journal, manifest, names
+from storage_backends.formats import format_errors, manifest, names, slot_format
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class JournalTruncation:
         shard: int,
         epoch: int,
         fence_slot: int,
-        known_kinds: Mapping[int, journal.SlotKind],
+        known_kinds: Mapping[int, slot_format.SlotKind],
         executor: concurrent.futures.Executor,
     ) -> None:
         self._store = store
@@ -121,7 +121,7 @@ class JournalTruncation:
             for entry in self._store.list(names.journal_prefix(self._shard)):
                 try:
                     slots.append(_Slot(names.number_of(entry.key), entry.size_bytes))
-                except errors.FormatError as error:
+                except format_errors.FormatError as error:
                     log.warning("shard %d: what is no slot is left alone: %s", self._shard, error)
             self._left_behind = collections.deque(slot for slot in sorted(slots) if slot.number < self._fence_slot)
         return self._left_behind
@@ -136,4 +136,4 @@ class JournalTruncation:
                 log.error("shard %d: a covered slot is not deleted: %s", self._shard, error)
                 return False
             kind = None if holder is None else holder.kind
-        return kind is journal.SlotKind.DATA
+        return kind is slot_format.SlotKind.DATA

@@ -20,7 +20,7 @@ from daemon.durability import redeliveries
 from daemon.errors import Corruption
 from storage_backends import object_store, progress_objects
 from storage_backends.formats import manifest, merge
-from storage_backends.formats.bucket import KeptRows
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress, Progress, SubscriptionProgress
 
 

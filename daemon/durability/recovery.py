@@ -30,10 +30,10 @@ from daemon.core.topic import Topic
 from daemon.durability import bucket_objects, progress, redeliveries, replay_runs
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import object_store, topic_tails
-from storage_backends.formats import bucket, checkpoint, errors, index_ids, journal, manifest
-from storage_backends.formats.checkpoint import CarriedSlot
+from storage_backends.formats import bucket_format, checkpoint_format, format_errors, index_ids, manifest, slot_format
+from storage_backends.formats.checkpoint_format import CarriedSlot
 from storage_backends.formats.manifest import BucketProgress
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.topic_tails import NOTHING as NOTHING
 from storage_backends.topic_tails import TopicTail as TopicTail
 from storage_backends.topic_tails import counting_part as counting_part
@@ -41,17 +41,17 @@ from storage_backends.topic_tails import tails_of as tails_of
 
 
 def deletion_records(
-    loaded: checkpoint.Checkpoint | None,
-    slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.DeletionRecord]]],
-) -> list[journal.DeletionRecord]:
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
+) -> list[slot_format.DeletionRecord]:
     """What was decided on the shard's deletions above the checkpoint, in order."""
     covered = 0 if loaded is None else loaded.slot
     return [record for header, records in slots if header.slot > covered for record in records]
 
 
 def deletions_of(
-    loaded: checkpoint.Checkpoint | None,
-    slots: Iterable[tuple[journal.SlotHeader, Sequence[journal.DeletionRecord]]],
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
 ) -> LedgerDeletions:
     """The deletions of the shard as of now. O(n): for a thread."""
     restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)
@@ -60,12 +60,14 @@ def deletions_of(
     return restored
 
 
-def carried_part(topic_id: str, tail: TopicTail) -> checkpoint.TopicPart:
+def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
     """What a checkpoint says of a topic that is not in memory; its slot is not below any of the tail's."""
     part = tail.part
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
-        part = checkpoint.TopicPart(topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0)
+        part = checkpoint_format.TopicPart(
+            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0
+        )
     return dataclasses.replace(part, carried=tail.slots)
 
 
@@ -75,7 +77,7 @@ class OpenedBucket:
     `damage` says how.
     """
 
-    head: tuple[bucket.BucketTable, bucket.BucketMetadata] | None
+    head: tuple[bucket_format.BucketTable, bucket_format.BucketMetadata] | None
     damage: str = ""
 
 
@@ -98,7 +100,7 @@ class TopicReads:
         self._buckets: dict[str, concurrent.futures.Future[OpenedBucket]] = {}
         self._progress: dict[str, concurrent.futures.Future[manifest.Progress]] = {}
 
-    def begin(self, tip: manifest.TopicManifest, part: checkpoint.TopicPart | None) -> None:
+    def begin(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> None:
         """Begins to read what the manifest names, as far as `part`, what counts of a checkpoint, does not hold it."""
         for live in tip.live:
             if live.object.name not in self._buckets:
@@ -107,7 +109,7 @@ class TopicReads:
             read = self._executor.submit(progress.of_manifest, self._store, tip)
             self._progress[tip.progress_object.name] = read
 
-    def objects(self, tip: manifest.TopicManifest, part: checkpoint.TopicPart | None) -> TopicObjects:
+    def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
         """What the manifest names. Raises Corruption when the progress is damaged, and the store's errors."""
         self.begin(tip, part)
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
@@ -129,7 +131,7 @@ def restore(
     topic: Topic,
     tip: manifest.TopicManifest,
     objects: TopicObjects,
-    part: checkpoint.TopicPart | None,
+    part: checkpoint_format.TopicPart | None,
     *,
     elapsed_ms: int,
 ) -> None:
@@ -170,8 +172,8 @@ def _index(topic: Topic, index_id: int) -> Index | None:
 def _sealed_bucket(
     pages: PageTable,
     live: manifest.LiveBucket,
-    table: bucket.BucketTable,
-    metadata: bucket.BucketMetadata,
+    table: bucket_format.BucketTable,
+    metadata: bucket_format.BucketMetadata,
     bits: BucketProgress | None,
 ) -> SealedBucket:
     rows = pages.from_stored(metadata.positions)
@@ -188,7 +190,7 @@ def _sealed_bucket(
 def _quarantined_bucket(
     pages: PageTable,
     live: manifest.LiveBucket,
-    metadata: bucket.BucketMetadata | None,
+    metadata: bucket_format.BucketMetadata | None,
     bits: BucketProgress | None,
 ) -> QuarantinedBucket:
     rows = None if metadata is None else pages.from_stored(metadata.positions)
@@ -262,8 +264,8 @@ def _few(topic: Topic, decided: Iterable[replay_runs.Decided]) -> Iterable[repla
     )
 
 
-def _decoded(slot: CarriedSlot) -> list[journal.Record]:
+def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:
     try:
-        return [each.decoded() if isinstance(each, journal.StoredRecord) else each for each in slot.records]
-    except errors.FormatError as error:
+        return [each.decoded() if isinstance(each, slot_format.StoredRecord) else each for each in slot.records]
+    except format_errors.FormatError as error:
         raise Corruption(f"slot {slot.slot}: {error}") from error

@@ -2,7 +2,7 @@
 
 Owns: that translation, both ways.
 Does not own: where it is written (`sealing`, `checkpoint`), what it means (`daemon.core.redelivering`), and the bytes
-of the columns (`storage_backends.formats.redelivery`).
+of the columns (`storage_backends.formats.redelivery_columns`).
 
 What is stored of an index that is no more, or of positions that have no row any more, is left out when it is read.
 """
@@ -22,8 +22,8 @@ from daemon.core.positions import PAGE_BITS, UNKNOWN_KEY, KeyedRows, PageTable, 
 from daemon.core.redelivery_cut import RedeliveryCut, SubscriptionCut
 from daemon.core.topic import Topic
 from daemon.errors import Corruption
-from storage_backends.formats import errors, index_ids, manifest, redelivery, segment
-from storage_backends.formats.rows import U64
+from storage_backends.formats import format_errors, index_ids, manifest, redelivery_columns, segment
+from storage_backends.formats.row_columns import U64
 
 # ---- writing
 
@@ -62,7 +62,7 @@ def _nacked(pages: PageTable, frozen: FrozenNacks, zstd: zstandard.ZstdCompresso
     stored = []
     for owner in np.unique(owners).tolist():
         here = owners == np.uint64(owner)
-        stored.append(redelivery.encode_nacked(owner, rows.rows.take(here), times[here], zstd))
+        stored.append(redelivery_columns.encode_nacked(owner, rows.rows.take(here), times[here], zstd))
     return tuple(stored)
 
 
@@ -70,7 +70,7 @@ def _dead_letters(frozen: FrozenDeadLetters, zstd: zstandard.ZstdCompressor) -> 
     rows = frozen.rows()
     if not len(rows):
         return None
-    columns = redelivery.DeadLetterColumns(
+    columns = redelivery_columns.DeadLetterColumns(
         rows.dead_letter_id,
         rows.ledger_id,
         rows.entry_id,
@@ -83,7 +83,7 @@ def _dead_letters(frozen: FrozenDeadLetters, zstd: zstandard.ZstdCompressor) -> 
         rows.text_index,
         rows.texts,
     )
-    return redelivery.encode_dead_letters(columns, zstd)
+    return redelivery_columns.encode_dead_letters(columns, zstd)
 
 
 def _levels(pages: PageTable, levels: Iterable[tuple[int, int, BitMap64]]) -> tuple[manifest.LevelRows, ...]:
@@ -122,7 +122,7 @@ def restore(topic: Topic, progress: manifest.Progress) -> None:
         try:
             nacked, times = _nacked_of(topic, stored)
             dead_letters = _dead_letters_of(stored)
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             raise Corruption(f"progress of subscription {stored.subscription_id}: {error}") from error
         planes = _planes_of(topic, stored)
         topic.redelivery.restore(
@@ -138,7 +138,7 @@ def _nacked_of(topic: Topic, stored: manifest.Redeliveries) -> tuple[KeyedRows, 
     """Those of pages that are known, and when they come back."""
     parts, times = [], [np.empty(0, np.uint64)]
     for each in stored.nacked:
-        rows, redeliver_at_ms = redelivery.decode_nacked(each)
+        rows, redeliver_at_ms = redelivery_columns.decode_nacked(each)
         pages = _pages(topic, stored.subscription_id, each.index_id)
         if pages is None:
             continue
@@ -161,7 +161,7 @@ def _planes_of(topic: Topic, stored: manifest.Redeliveries) -> list[BitMap64]:
 def _dead_letters_of(stored: manifest.Redeliveries) -> DeadLetterRows:
     if stored.dead_letters is None:
         return DeadLetterRows.empty()
-    return DeadLetterRows(*redelivery.decode_dead_letters(stored.dead_letters))
+    return DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
 
 
 def _pages(topic: Topic, subscription_id: int, index_id: int) -> PageTable | None:

@@ -18,9 +18,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from storage_backends.formats import journal
-from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import slot_format
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record
 
 # Records that are looked at together. More would hardly be faster, and are in memory twice.
 RUN_RECORDS_MAX = 5_000
@@ -56,9 +56,9 @@ def _as_few(run: Sequence[Decided]) -> Iterator[Decided]:
         groups: dict[tuple[object, ...], list[Record]] = {}
         for _, record in run:
             if isinstance(record, kind):
-                groups.setdefault(journal.merge_key(record), []).append(record)
+                groups.setdefault(slot_format.merge_key(record), []).append(record)
         for records in groups.values():
-            yield slot, journal.merged(records)
+            yield slot, slot_format.merged(records)
 
 
 def _first_added_again(run: Sequence[Decided]) -> int:

@@ -21,7 +21,7 @@ from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.durability import progress
 from storage_backends import object_store
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import bucket, index_ids, manifest
+from storage_backends.formats import bucket_format, index_ids, manifest
 from storage_backends.formats.segment import SegmentLimits
 
 
@@ -45,7 +45,7 @@ class WrittenBucket:
     """The object of a cut. `rows`: what it holds, in due order."""
 
     live: manifest.LiveBucket
-    table: bucket.BucketTable
+    table: bucket_format.BucketTable
     rows: KeyedRows
 
 
@@ -57,7 +57,7 @@ def write_bucket(
     if not len(kept):
         return None
     rows = kept.take(kept.rows.due_order())
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows.rows, topic=cut.topic, subscription_id=cut.index_id, limits=limits, compatible=compatible
     )
     crash_point("seal.before_bucket_put")

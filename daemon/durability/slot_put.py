@@ -16,7 +16,7 @@ from daemon.durability import ownership_lost
 from daemon.errors import Corruption
 from storage_backends import object_store
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import journal, names
+from storage_backends.formats import names, slot_format
 
 EPOCH = "epoch"
 KIND = "kind"
@@ -26,7 +26,7 @@ KIND = "kind"
 class FrozenSlot:
     """A slot as it is put, the same at each try. `commit_id` is unique for this slot of this writer."""
 
-    header: journal.SlotHeader
+    header: slot_format.SlotHeader
     body: bytes
     commit_id: str
 
@@ -86,7 +86,7 @@ class Holder:
 
     commit_id: str
     epoch: int
-    kind: journal.SlotKind
+    kind: slot_format.SlotKind
 
 
 def holder_of(store: object_store.ObjectStore, shard: int, slot: int) -> Holder | None:
@@ -99,12 +99,12 @@ def holder_of(store: object_store.ObjectStore, shard: int, slot: int) -> Holder 
     except object_store.Damaged as error:
         raise Corruption(f"slot {error}") from error
     try:
-        return Holder(metadata[COMMIT_ID], int(metadata[EPOCH]), journal.SlotKind[metadata[KIND].upper()])
+        return Holder(metadata[COMMIT_ID], int(metadata[EPOCH]), slot_format.SlotKind[metadata[KIND].upper()])
     except (KeyError, ValueError):
         raise Corruption(f"slot {key} has the metadata {dict(metadata)}, which is not that of a slot") from None
 
 
-def lost(header: journal.SlotHeader, occupied: Occupied) -> ownership_lost.Fenced | Corruption:
+def lost(header: slot_format.SlotHeader, occupied: Occupied) -> ownership_lost.Fenced | Corruption:
     """What it means for the owner that wrote `header` that a slot is occupied: the shard is lost.
 
     Only a later epoch can get there; anything else is a store that does not honour conditions.

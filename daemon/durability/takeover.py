@@ -232,8 +232,8 @@ class _Takeover:
 
     def _put_fence(self, fence_slot: int) -> None:
         """Raises Occupied, or OutcomeUnknown when the store stays silent."""
-        header = journal.SlotHeader(self._shard, self._epoch, fence_slot, journal.SlotKind.FENCE, 0)
-        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, ()), self._claimant.new_id())
+        header = slot_format.SlotHeader(self._shard, self._epoch, fence_slot, slot_format.SlotKind.FENCE, 0)
+        slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), self._claimant.new_id())
         deadline_s = self._claimant.clock() + DEADLINE_S
         reason = "it is absent"
         for delay_s in backoff.delays_s(self._claimant.jitter):

@@ -31,7 +31,7 @@ from daemon.engine.manifests import TopicCommits
 from daemon.errors import Corruption, InvariantViolated
 from storage_backends import topic_manifest
 from storage_backends.formats import index_ids
-from storage_backends.formats.bucket import BucketMetadata, BucketTable
+from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.object_store import StoreError
 

@@ -25,7 +25,7 @@ from daemon.core.scan import Place
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicDelayLevels, TopicPolicy
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 __all__ = [
     "AddBatch",

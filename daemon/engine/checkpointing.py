@@ -36,9 +36,8 @@ from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import TopicFailed
 from daemon.engine.topic_staging import Commits
 from storage_backends import commit
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import manifest
-from storage_backends.formats.journal import SlotKind
+from storage_backends.formats import checkpoint_format, manifest
+from storage_backends.formats.slot_format import SlotKind
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from daemon.engine import manifests
 from daemon.engine.environment import Environment
 from daemon.errors import TarryError
 from storage_backends import commit
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.object_store import Damaged, ListedObject, StoreError
 from storage_backends.shard_listing import Listed, ShardListing
@@ -286,7 +286,7 @@ class Pass:
             return shard_tip is None or name in garbage.SHARD.named(shard_tip.manifest)
         try:
             topic_id = names.topic_id_of(name)
-        except errors.FormatError:
+        except format_errors.FormatError:
             return True
         if not name.startswith((names.buckets_prefix(number, topic_id), names.progress_prefix(number, topic_id))):
             return True

@@ -29,8 +29,8 @@ from daemon.engine.environment import Environment
 from daemon.engine.topic_port import TopicPort
 from daemon.engine.topic_quotas import TopicQuotas
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
-from storage_backends.formats.journal import Record
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import Record
 
 log = logging.getLogger(__name__)
 

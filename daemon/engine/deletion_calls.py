@@ -1,8 +1,8 @@
 """What callers pass in and get back about deletions of ledgers.
 
 Owns: the shapes of the calls.
-Does not own: their meaning (`daemon.core.deletions`), what is stored (`storage_backends.formats.deletions`) and the
-wire (`daemon.grpc_services`).
+Does not own: their meaning (`daemon.core.deletions`), what is stored (`storage_backends.formats.deletion_format`) and
+the wire (`daemon.grpc_services`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import enum
 from typing import NamedTuple
 
 from daemon.core.deletions.orphans import OrphanedLedger, SweepCounts
-from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import Deletion, LedgerComponent, LedgerType
 
 __all__ = [
     "DeletionCount",

@@ -41,7 +41,7 @@ from daemon.engine.ledger_deleting import DeletingShard
 from daemon.engine.sweeping import Sweeping
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     ChangeInUse,
     InUseChange,
     InUseLedgers,

@@ -26,7 +26,7 @@ from daemon.engine.ledger_deleting import Attempt, DeletingShard, ShardDeletions
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from daemon.engine.redelivering import TopicRedelivery
 from daemon.engine.topic_port import TopicPort
 from daemon.engine.waiting_line import WaitingLine
 from daemon.errors import Unavailable
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 # The largest hand-out at once.
 MESSAGES_ROWS_MAX = 10_000

@@ -17,8 +17,8 @@ from daemon.durability.journal import JournalWriter
 from daemon.engine.environment import Environment
 from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
-from storage_backends.formats import deletions
-from storage_backends.formats.journal import DeletionRecord, Record, SlotBuilder, size_max
+from storage_backends.formats import deletion_format
+from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 
 # What may wait for its slot before requests are refused; four full slots by default.
 STAGED_SLOTS_MAX = 4
@@ -100,7 +100,7 @@ class GroupCommit:
 
     def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
         """As `stage`, of a decision on the shard's deletions; `patient`: as `stage_together`. Never cancel it."""
-        slot = self._slot_with_room(deletions.size_max(record))
+        slot = self._slot_with_room(deletion_format.size_max(record))
         slot.builder.append_deletions(record)
         self._staged.set()
         return slot.applied if patient else slot.certain

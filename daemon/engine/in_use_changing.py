@@ -16,7 +16,7 @@ from typing import Protocol
 
 from daemon.core.deletions.ledger_deletions import InUseChanged, LedgerDeletions
 from daemon.engine.environment import Environment
-from storage_backends.formats.deletions import ChangeInUse, InUseChange, InUseLedgers
+from storage_backends.formats.deletion_format import ChangeInUse, InUseChange, InUseLedgers
 
 # As many cost the loop as much as a delete that is recorded.
 LEDGERS_A_DELETE = 20

@@ -20,7 +20,7 @@ from daemon.engine.calls import Consumer, HandedOut, Nack, NackOutcome, Planned,
 from daemon.engine.dispatch import OpenStream, TopicOfStreams
 from daemon.engine.outbox import Outbox, Plan
 from daemon.errors import InvalidArgument, Unavailable
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 Outgoing: TypeAlias = HandedOut | Planned | TakenBack
 

@@ -29,7 +29,7 @@ from daemon.engine.dispatch import MESSAGES_ROWS_MAX, OpenStream
 from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream, TopicOfKeySharedStreams
 from daemon.errors import Conflict, InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 NAME_MAX_BYTES = 255
 ADDRESS_MAX_BYTES = 255

@@ -35,7 +35,7 @@ from daemon.engine.topic_settings import TopicSettings
 from daemon.errors import InvariantViolated, TarryError
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.crash_points import crash_point
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

@@ -31,7 +31,7 @@ from daemon.errors import Corruption, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from storage_backends import bucket_merging
 from storage_backends.bucket_merging import MergePlan, WrittenMerge
-from storage_backends.formats import errors, merge, names
+from storage_backends.formats import format_errors, merge, names
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import StoreError
 
@@ -274,7 +274,7 @@ class BucketMerging:
     async def _merge(self, run: Sequence[str]) -> MergeOutcome:
         try:
             return await self._made(self._plan(run))
-        except (errors.FormatError, merge.NotConserved) as error:
+        except (format_errors.FormatError, merge.NotConserved) as error:
             # Each of them is whole, and together they are not what the manifest says: no merge may hide that.
             log.error("topic %s: buckets are not merged: %s", self._topic.name, error)
             self._unmergeable.update(run)

@@ -28,7 +28,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.engine.key_sharing import KeySharing, TopicOfSharing
 from daemon.errors import InvalidArgument, QuotaExceeded
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 STREAMS_RETRY_MS = 5_000
 # The row that a claim is for, where it is for none.

@@ -16,7 +16,7 @@ import numpy as np
 
 from daemon.core.positions import KeyedRows
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 
 # With as many rows the stream is full until they were taken; nor are more of them one message.
 ROWS_MAX = 10_000

@@ -22,9 +22,9 @@ from daemon.engine.calls import Nack, NackOutcome
 from daemon.engine.environment import Environment
 from daemon.engine.topic_port import TopicPort
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError
-from storage_backends.formats.journal import DeadLetterReason, DeadLetterRecord, NackRecord, Record
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, NackRecord, Record
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from daemon.engine.served_topic import ServedTopic
 from daemon.engine.viewing import Viewing
 from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
 from daemon.topic_gauges import TopicNumbers
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 if TYPE_CHECKING:
     from daemon.engine.shard import ServedShard

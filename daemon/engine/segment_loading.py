@@ -18,7 +18,7 @@ from daemon.core.topic import Topic
 from daemon.durability import backoff, bucket_objects
 from daemon.engine.environment import Environment
 from daemon.errors import Corruption
-from storage_backends.formats.bucket import SegmentInfo
+from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)

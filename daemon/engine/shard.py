@@ -40,7 +40,7 @@ from daemon.engine.topic_staging import STALL_ANSWER_S, TopicStaging
 from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import manifest, names
-from storage_backends.formats.journal import AddRecord, DeletionRecord, Record
+from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
 from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolat
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from storage_backends import object_store
 from storage_backends.formats import names
-from storage_backends.formats.deletions import OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import OffloadContext, PendingDelete
 
 if TYPE_CHECKING:
     from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded

@@ -30,8 +30,8 @@ from daemon.engine.environment import Environment
 from daemon.engine.failure_scope import Failures, TopicFailed
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import errors, names
-from storage_backends.formats.checkpoint import TopicPart
+from storage_backends.formats import format_errors, names
+from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.object_store import Damaged, StoreError
 
@@ -268,7 +268,7 @@ class TopicLoading:
             number = 0
             if rest.startswith("manifest/"):
                 # What is no manifest's name is found when the topic is read.
-                with contextlib.suppress(errors.FormatError):
+                with contextlib.suppress(format_errors.FormatError):
                     number = names.number_of(entry.key)
             numbers[topic_id] = max(number, numbers.get(topic_id, 0))
         return numbers, sent_at_s
@@ -417,7 +417,7 @@ class TopicLoading:
             return self._restored(topic_log, tip, tail)
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
-        except errors.FormatError as error:
+        except format_errors.FormatError as error:
             # Of what is decoded only where it is needed.
             raise Corruption(str(error)) from error
 

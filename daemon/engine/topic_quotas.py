@@ -17,7 +17,7 @@ from daemon.core.quotas import Caller, ClientRates, DueSeconds, PendingRows, Quo
 from daemon.core.topic import Topic
 from daemon.engine.environment import Environment
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 # Somebody who is refused again and again does not have the rows counted more often.
 COUNT_INTERVAL_S = 0.5

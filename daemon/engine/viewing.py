@@ -34,7 +34,7 @@ from daemon.engine.environment import Environment
 from daemon.engine.served_topic import ServedTopic
 from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
 from storage_backends.formats import index_ids
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 from storage_backends.object_store import StoreError
 
 T = TypeVar("T")

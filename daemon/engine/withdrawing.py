@@ -24,8 +24,8 @@ from daemon.engine.topic_port import TopicPort
 from daemon.engine.topic_quotas import TopicQuotas
 from daemon.engine.topic_staging import STALL_ANSWER_S
 from daemon.errors import Unavailable
-from storage_backends.formats.journal import Record
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.slot_format import Record
 
 
 class TopicOfWithdrawals(TopicPort, Protocol):

@@ -20,7 +20,7 @@ from daemon import errors
 from daemon.engine import calls
 from daemon.grpc_services import parsing
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 # Of one `Messages`; at most 370 KB, which every limit on messages allows, also the 4 MiB of a gRPC client by default.

@@ -17,7 +17,7 @@ from google.protobuf import descriptor
 from daemon import errors
 from daemon.engine import deletion_calls
 from daemon.grpc_services import columns, parsing
-from storage_backends.formats import deletions as stored
+from storage_backends.formats import deletion_format as stored
 from tarry.v1 import ledger_deletion_pb2 as pb
 
 E = TypeVar("E", bound=enum.IntEnum)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from storage_backends.formats.deletions import DeletionOutcome, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, PendingDelete
 
 Guard: TypeAlias = Callable[[], None]
 """Raises `DeletionFailed` when nothing may be deleted now."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Self
 from daemon import config, errors, settings
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
 from daemon.ledger_stores.offloaded import BUCKET, OffloadedLedgers
-from storage_backends.formats.deletions import DeletionOutcome, LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ObjectStore, StoreError
 
 if TYPE_CHECKING:

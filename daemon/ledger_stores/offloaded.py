@@ -19,7 +19,7 @@ from daemon import settings
 from daemon.core.deletions import metadata, object_names
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, LedgerStore, Step
 from storage_backends import store_opening
-from storage_backends.formats.deletions import DeletionOutcome, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, OffloadContext, PendingDelete
 from storage_backends.local_directory import TEMPORARY_FOLDER
 from storage_backends.object_store import NotFound, ObjectInfo, ObjectStore, StoreError, StoreUnavailable
 

@@ -24,7 +24,7 @@ from urllib3 import exceptions
 from daemon import settings
 from daemon.core.deletions import metadata, object_names
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, InUseAnswer, LedgerStore, Step
-from storage_backends.formats.deletions import DeletionOutcome, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, PendingDelete
 
 ANSWER_BYTES_MAX: Final = 64 << 10
 TEXT_MAX: Final = 1000

@@ -2,7 +2,7 @@
 that were given up.
 
 Owns: magic, version, length and CRC32C of such an object, and CRC32C itself.
-Does not own: the frames of journal slots and buckets, which carry more (`journal`, `bucket`).
+Does not own: the frames of journal slots and buckets, which carry more (`slot_format`, `bucket_format`).
 
     magic 4 | u32 version | u64 payload length | payload | u32 CRC32C of all before it          little-endian
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import google_crc32c
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import errors
+from storage_backends.formats import format_errors
 
 M = TypeVar("M", bound=protobuf.Message)
 
@@ -38,7 +38,7 @@ def check_crc32c(data: bytes, stored: int, what: str, offset: int) -> None:
     """Raises FormatError, naming `what` and `offset`, when `stored` is not the CRC32C of `data`."""
     computed = crc32c(data)
     if computed != stored:
-        raise errors.FormatError(what, offset, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+        raise format_errors.FormatError(what, offset, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
 
 
 def frame(magic: bytes, version: int, payload: bytes) -> bytes:
@@ -49,16 +49,16 @@ def frame(magic: bytes, version: int, payload: bytes) -> bytes:
 def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
     """The payload. Raises FormatError, UnsupportedVersion when only another release can read it."""
     if len(data) < _HEADER.size + _TRAILER.size:
-        raise errors.FormatError(what, len(data), f"it ends after {len(data)} bytes, inside header or trailer")
+        raise format_errors.FormatError(what, len(data), f"it ends after {len(data)} bytes, inside header or trailer")
     found_magic, found_version, payload_bytes = _HEADER.unpack_from(data)
     if found_magic != magic:
-        raise errors.FormatError(what, 0, f"magic is {found_magic!r}, not {magic!r}")
+        raise format_errors.FormatError(what, 0, f"magic is {found_magic!r}, not {magic!r}")
     if found_version != version:
-        raise errors.UnsupportedVersion(what, 4, found=found_version, supported=version)
+        raise format_errors.UnsupportedVersion(what, 4, found=found_version, supported=version)
     end = _HEADER.size + payload_bytes
     if end + _TRAILER.size != len(data):
         detail = f"the payload length {payload_bytes} makes {end + _TRAILER.size} bytes, there are {len(data)}"
-        raise errors.FormatError(what, 8, detail)
+        raise format_errors.FormatError(what, 8, detail)
     (stored,) = _TRAILER.unpack_from(data, end)
     check_crc32c(data[:end], stored, what, end)
     return data[_HEADER.size : end]
@@ -70,12 +70,12 @@ def parse(message_class: type[M], payload: bytes, what: str, offset: int) -> M:
     try:
         message.ParseFromString(payload)
     except protobuf.DecodeError as error:
-        raise errors.FormatError(what, offset, f"not a {message_class.DESCRIPTOR.name}: {error}") from error
+        raise format_errors.FormatError(what, offset, f"not a {message_class.DESCRIPTOR.name}: {error}") from error
     if not message.IsInitialized():
-        raise errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field")
+        raise format_errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name} lacks a required field")
     check = _text_check(message_class.DESCRIPTOR)
     if check is not None and (field := check(message)):
-        raise errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name}: {field} is not UTF-8")
+        raise format_errors.FormatError(what, offset, f"{message_class.DESCRIPTOR.name}: {field} is not UTF-8")
     return message
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import errors, framing, mirror
+from storage_backends.formats import format_errors, framing, mirror
 from storage_backends.formats.generated import manifest_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 
@@ -279,7 +279,9 @@ class BucketProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NackedRows:
-    """Positions of the index `index_id` that wait for their redelivery; columns of `rows` rows (`redelivery`)."""
+    """Positions of the index `index_id` that wait for their redelivery; columns of `rows` rows
+    (`redelivery_columns`).
+    """
 
     index_id: int
     rows: int
@@ -301,7 +303,9 @@ class CountPlane:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetters:
-    """Dead letters by ascending id; columns of `rows` rows (`redelivery`). `text_index` is an index of `texts`."""
+    """Dead letters by ascending id; columns of `rows` rows (`redelivery_columns`). `text_index` is an index of
+    `texts`.
+    """
 
     rows: int
     dead_letter_id: bytes
@@ -430,7 +434,7 @@ class TopicManifestDecoder:
         what = "topic manifest"
         payload = framing.unframe(data, TOPIC_MAGIC, FORMAT_VERSION, what)
         message = framing.parse(manifest_pb2.TopicManifest, payload, what, framing.HEADER_BYTES)
-        with errors.reading(what, framing.HEADER_BYTES):
+        with format_errors.reading(what, framing.HEADER_BYTES):
             live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
             tombstones = tuple(_made_once(Tombstone, self._tombstones, part) for part in message.tombstones)
             message.ClearField("live")
@@ -468,11 +472,11 @@ def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:
     """For a full read: raises FormatError when the bytes are not those that the reference names."""
     if len(body) != reference.size_bytes:
         detail = f"it has {len(body)} bytes, the manifest says {reference.size_bytes}"
-        raise errors.FormatError(what, min(len(body), reference.size_bytes), detail)
+        raise format_errors.FormatError(what, min(len(body), reference.size_bytes), detail)
     found = hashlib.sha256(body).digest()
     if found != reference.sha256:
         detail = f"SHA-256 is {found.hex()}, the manifest says {reference.sha256.hex()}"
-        raise errors.FormatError(what, 0, detail)
+        raise format_errors.FormatError(what, 0, detail)
 
 
 def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
@@ -483,5 +487,5 @@ def _encode(magic: bytes, message: protobuf.Message, value: object) -> bytes:
 def _decode(cls: type[_Mirror], magic: bytes, message_class: type[protobuf.Message], what: str, data: bytes) -> _Mirror:
     payload = framing.unframe(data, magic, FORMAT_VERSION, what)
     message = framing.parse(message_class, payload, what, framing.HEADER_BYTES)
-    with errors.reading(what, framing.HEADER_BYTES):
+    with format_errors.reading(what, framing.HEADER_BYTES):
         return mirror.made_from(cls, message)

@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from storage_backends.formats import bucket, errors
-from storage_backends.formats.bucket import BucketMetadata, EncodedBucket, KeptRows, SegmentLimits
+from storage_backends.formats import bucket_format, format_errors
+from storage_backends.formats.bucket_format import BucketMetadata, EncodedBucket, KeptRows, SegmentLimits
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet
-from storage_backends.formats.rows import Rows, row_hash
+from storage_backends.formats.row_columns import Rows, row_hash
 
 _U64_MASK = (1 << 64) - 1
 
@@ -141,7 +141,7 @@ def merged(
     kept = _kept(parts)
     encoded = None
     if len(rows):
-        encoded = bucket.encode_bucket(
+        encoded = bucket_format.encode_bucket(
             rows,
             topic=topic,
             subscription_id=subscription_id,
@@ -192,7 +192,7 @@ def _part(source: Source, progress: Progress, subscription_id: int) -> _Part:
             f"it has {found[0]} rows, {found[1]} of them among the {expected[1]} positions to keep; the manifest says "
             f"{live.rows} rows, its metadata {len(positions)} positions"
         )
-        raise errors.FormatError(f"bucket {source.name}", 0, detail)
+        raise format_errors.FormatError(f"bucket {source.name}", 0, detail)
     if not dropped:
         return _Part(source, kept, dropped, rows, Rows.empty())
     return _Part(source, kept, dropped, rows.take(np.flatnonzero(mask)), rows.take(np.flatnonzero(~mask)))

@@ -1,7 +1,7 @@
 """Frozen dataclasses that mirror protobuf messages field by field.
 
 Owns: filling a message from its dataclass and making the dataclass from a message; fields are matched by name.
-Does not own: the dataclasses (`manifest`, `bucket`, `checkpoint`) and the frame (`framing`).
+Does not own: the dataclasses (`manifest`, `bucket_format`, `checkpoint_format`) and the frame (`framing`).
 
 A tuple stands for a repeated field, a tuple in it for a message of that many fields, in the order of their numbers. An
 absent field is None where the dataclass allows it; else a scalar has the message's default and a message the

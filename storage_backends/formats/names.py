@@ -27,7 +27,7 @@ import re
 
 import google_crc32c
 
-from storage_backends.formats import errors
+from storage_backends.formats import format_errors
 
 FORMAT_KEY = "FORMAT"
 DAEMONS_PREFIX = "daemons/"
@@ -139,7 +139,7 @@ def merge_hint_of(key: str) -> tuple[int, str]:
     """The shard and the topic id of a hint. Raises FormatError when the key is not of this layout."""
     match = _MERGE_HINT.fullmatch(key)
     if match is None or merge_hint_key(int(match[1]), match[2]) != key:
-        raise errors.FormatError(f"key {key!r}", 0, f"it is not {MERGE_HINTS_PREFIX}<ss>-<topic-id>")
+        raise format_errors.FormatError(f"key {key!r}", 0, f"it is not {MERGE_HINTS_PREFIX}<ss>-<topic-id>")
     return int(match[1]), match[2]
 
 
@@ -155,7 +155,7 @@ def number_of(key: str) -> int:
     start = key.rfind("/") + 1
     match = _NUMBERED.fullmatch(key, start)
     if match is None:
-        raise errors.FormatError(f"key {key!r}", start, "its last part is not a number of 20 digits")
+        raise format_errors.FormatError(f"key {key!r}", start, "its last part is not a number of 20 digits")
     return int(match[1])
 
 
@@ -163,5 +163,5 @@ def topic_id_of(key: str) -> str:
     """The topic id in the key of an object of a topic. Raises FormatError when the key is not of this layout."""
     parts = key.split("/")
     if len(parts) < 5 or parts[0] != "shards" or parts[2] != "topics" or not is_topic_id(parts[3]):
-        raise errors.FormatError(f"key {key!r}", 0, "it does not begin with shards/<ss>/topics/<topic-id>/")
+        raise format_errors.FormatError(f"key {key!r}", 0, "it does not begin with shards/<ss>/topics/<topic-id>/")
     return parts[3]

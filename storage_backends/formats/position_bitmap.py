@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pyroaring
 
-from storage_backends.formats import errors
-from storage_backends.formats.rows import U64
+from storage_backends.formats import format_errors
+from storage_backends.formats.row_columns import U64
 
 PAGE_BITS = 32
 _U16_MAX = np.uint64((1 << 16) - 1)
@@ -56,9 +56,9 @@ class PositionBitmap:
         try:
             bitmap = pyroaring.BitMap.deserialize(self.entries)
         except (ValueError, IndexError) as error:
-            raise errors.FormatError(what, 0, str(error)) from error
+            raise format_errors.FormatError(what, 0, str(error)) from error
         if self._array_rows() is None and len(bitmap.serialize()) != len(self.entries):
-            raise errors.FormatError(what, 0, f"{len(self.entries)} bytes are not one whole Roaring bitmap")
+            raise format_errors.FormatError(what, 0, f"{len(self.entries)} bytes are not one whole Roaring bitmap")
         return bitmap
 
     def count(self) -> int:

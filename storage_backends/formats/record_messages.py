@@ -1,7 +1,7 @@
 """Records as messages: the form that they have in a slot, and where a checkpoint carries them.
 
 Owns: that translation, both ways.
-Does not own: the records (`records`), slots and their checksum (`journal`).
+Does not own: the records (`record_columns`), slots and their checksum (`slot_format`).
 
 Columns are plain in a record; the rows of a checkpoint have the same message, dense.
 """
@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 import zstandard
 
-from storage_backends.formats import columns, errors, index_ids, mirror, position_bitmap
+from storage_backends.formats import column_format, format_errors, index_ids, mirror, position_bitmap
 from storage_backends.formats.generated import bucket_pb2, journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.records import (
+from storage_backends.formats.record_columns import (
     AcknowledgeRecord,
     AddRecord,
     DeadLetterReason,
@@ -30,7 +30,7 @@ from storage_backends.formats.records import (
     RescheduleRecord,
     WaiveRecord,
 )
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Messages that hold rows, with their key hashes.
 _RowsMessage: TypeAlias = (
@@ -91,17 +91,17 @@ def fill(message: journal_pb2.Record, record: Record) -> None:
             message.replay.subscription_id = record.subscription_id
             message.replay.index_id = record.index_id
             fill_rows(message.replay, record.rows)
-            message.replay.dead_letter_id = columns.encode_u64(record.dead_letter_id)
+            message.replay.dead_letter_id = column_format.encode_u64(record.dead_letter_id)
         case PurgeRecord():
             message.purge.subscription_id = record.subscription_id
-            message.purge.dead_letter_id = columns.encode_u64(record.dead_letter_id)
+            message.purge.dead_letter_id = column_format.encode_u64(record.dead_letter_id)
 
 
 def _fill_acknowledge(message: journal_pb2.Acknowledge, record: AcknowledgeRecord) -> None:
     message.subscription_id = record.subscription_id
-    message.deliver_at_ms = columns.encode_u64(record.rows.deliver_at_ms)
-    message.ledger_id = columns.encode_u64(record.rows.ledger_id)
-    message.entry_id = columns.encode_u64(record.rows.entry_id)
+    message.deliver_at_ms = column_format.encode_u64(record.rows.deliver_at_ms)
+    message.ledger_id = column_format.encode_u64(record.rows.ledger_id)
+    message.entry_id = column_format.encode_u64(record.rows.entry_id)
     if index_ids.is_of_batch_parts(record.index_id):
         message.of_batch_indexes = True
     elif record.index_id != index_ids.SHARED:
@@ -115,8 +115,8 @@ def _fill_nack(message: journal_pb2.NegativeAcknowledge, record: NackRecord) -> 
     if record.added:
         message.added = True
     fill_rows(message, record.rows)
-    message.redeliver_at_ms = columns.encode_u64(record.redeliver_at_ms)
-    message.redelivery_count = columns.encode_u32(record.redelivery_count)
+    message.redeliver_at_ms = column_format.encode_u64(record.redeliver_at_ms)
+    message.redelivery_count = column_format.encode_u32(record.redelivery_count)
 
 
 def _fill_dead_letter(message: journal_pb2.DeadLetter, record: DeadLetterRecord) -> None:
@@ -124,9 +124,9 @@ def _fill_dead_letter(message: journal_pb2.DeadLetter, record: DeadLetterRecord)
     if record.index_id != index_ids.SHARED:
         message.index_id = record.index_id
     fill_rows(message, record.rows)
-    message.redelivery_count = columns.encode_u32(record.redelivery_count)
-    message.dead_letter_id = columns.encode_u64(record.dead_letter_id)
-    message.dead_at_ms = columns.encode_u64(record.dead_at_ms)
+    message.redelivery_count = column_format.encode_u32(record.redelivery_count)
+    message.dead_letter_id = column_format.encode_u64(record.dead_letter_id)
+    message.dead_at_ms = column_format.encode_u64(record.dead_at_ms)
     message.reason = _DEAD_LETTER_REASONS[record.reason]
     if record.text:
         message.text = record.text
@@ -134,11 +134,11 @@ def _fill_dead_letter(message: journal_pb2.DeadLetter, record: DeadLetterRecord)
 
 def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor | None = None) -> None:
     """Sets the columns of rows: plain, or dense, with `zstd`."""
-    message.deliver_at_ms = columns.encode_u64(rows.deliver_at_ms, zstd)
-    message.ledger_id = columns.encode_u64(rows.ledger_id, zstd)
-    message.entry_id = columns.encode_u64(rows.entry_id, zstd)
+    message.deliver_at_ms = column_format.encode_u64(rows.deliver_at_ms, zstd)
+    message.ledger_id = column_format.encode_u64(rows.ledger_id, zstd)
+    message.entry_id = column_format.encode_u64(rows.entry_id, zstd)
     if rows.key_hash is not None:
-        message.key_hash = columns.encode_u32(rows.key_hash, zstd)
+        message.key_hash = column_format.encode_u32(rows.key_hash, zstd)
 
 
 # ---- reading
@@ -146,7 +146,7 @@ def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor 
 
 def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
     """The record of a message. `what` and `offset` (of the payload that holds it) are for the FormatError."""
-    with errors.reading(what, offset):
+    with format_errors.reading(what, offset):
         return _record_of(message, what, offset)
 
 
@@ -183,14 +183,14 @@ def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
             ids = _u64(message.purge.dead_letter_id, rows, f"{what} dead_letter_id", offset)
             return PurgeRecord(*head, message.purge.subscription_id, ids)
         case _:
-            raise errors.FormatError(what, offset, "its decision is of no kind that is known here")
+            raise format_errors.FormatError(what, offset, "its decision is of no kind that is known here")
 
 
 def _acknowledge_of(message: journal_pb2.Record, what: str, offset: int) -> AcknowledgeRecord:
     stored = message.acknowledge
     subscription_id = stored.subscription_id
     if stored.own_index and stored.of_batch_indexes:
-        raise errors.FormatError(what, offset, "its rows are of two indexes")
+        raise format_errors.FormatError(what, offset, "its rows are of two indexes")
     index_id = index_ids.SHARED
     if stored.of_batch_indexes:
         index_id = index_ids.batch_parts_of(subscription_id)
@@ -245,11 +245,11 @@ def rows_of(message: _RowsMessage, rows: int, what: str, offset: int) -> Rows:
 
 
 def _u64(data: bytes, rows: int, what: str, offset: int) -> U64:
-    return columns.decode_u64(data, rows, what=what, offset=offset)
+    return column_format.decode_u64(data, rows, what=what, offset=offset)
 
 
 def _u32(data: bytes, rows: int, what: str, offset: int) -> U32:
-    return columns.decode_u32(data, rows, what=what, offset=offset)
+    return column_format.decode_u32(data, rows, what=what, offset=offset)
 
 
 def _positions(
@@ -257,11 +257,11 @@ def _positions(
 ) -> tuple[PositionBitmap, ...]:
     positions = tuple(mirror.made_from(PositionBitmap, bitmap) for bitmap in stored)
     if not position_bitmap.in_order(positions):
-        raise errors.FormatError(what, offset, "its bitmaps do not ascend by ledger and page")
+        raise format_errors.FormatError(what, offset, "its bitmaps do not ascend by ledger and page")
     try:
         counts = [len(bitmap.bitmap()) for bitmap in positions]
-    except errors.FormatError as error:
-        raise errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
+    except format_errors.FormatError as error:
+        raise format_errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
     if sum(counts) != rows or 0 in counts:
-        raise errors.FormatError(what, offset, f"it says {rows} rows, its bitmaps have {counts}")
+        raise format_errors.FormatError(what, offset, f"it says {rows} rows, its bitmaps have {counts}")
     return positions

@@ -1,7 +1,7 @@
 """A segment: a time slice of a bucket's rows, and the payload of its entry.
 
 Owns: where a bucket is cut, and the two forms of a segment's payload: columnar, and compatible (PIP-195's rows).
-Does not own: the entries, the offset table and the metadata of the bucket (`bucket`).
+Does not own: the entries, the offset table and the metadata of the bucket (`bucket_format`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import columns, errors, framing
+from storage_backends.formats import column_format, format_errors, framing
 from storage_backends.formats.generated import bucket_pb2
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 # Higher levels cost time and save nothing: what is left after the planes are split is random.
 ZSTD_LEVEL = 1
@@ -66,12 +66,12 @@ def encode_columnar(rows: Rows, zstd: zstandard.ZstdCompressor) -> bytes:
     """The payload in columns: small and fast; a reader of PIP-195 sees a segment without rows."""
     message = bucket_pb2.SnapshotSegment(
         rows=len(rows),
-        deliver_at_ms=columns.encode_u64(rows.deliver_at_ms, zstd),
-        ledger_id=columns.encode_u64(rows.ledger_id, zstd),
-        entry_id=columns.encode_u64(rows.entry_id, zstd),
+        deliver_at_ms=column_format.encode_u64(rows.deliver_at_ms, zstd),
+        ledger_id=column_format.encode_u64(rows.ledger_id, zstd),
+        entry_id=column_format.encode_u64(rows.entry_id, zstd),
     )
     if rows.key_hash is not None:
-        message.key_hash = columns.encode_u32(rows.key_hash, zstd)
+        message.key_hash = column_format.encode_u32(rows.key_hash, zstd)
     return message.SerializeToString(deterministic=True)
 
 
@@ -127,18 +127,20 @@ def decode(
     message = framing.parse(bucket_pb2.SnapshotSegment, payload, what, offset)
     found = len(message.indexes) or message.rows
     if found != rows or message.rows != rows:
-        raise errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
+        raise format_errors.FormatError(what, offset, f"it holds {found} rows, the offset table says {rows}")
     if message.indexes:
-        with errors.reading(what, offset):
+        with format_errors.reading(what, offset):
             return _from_indexes(message)
     zstd = zstd or decompressor()
 
     def column(name: str, data: bytes) -> U64:
-        return columns.decode_u64(data, rows, what=f"{what} column {name}", offset=offset, zstd=zstd)
+        return column_format.decode_u64(data, rows, what=f"{what} column {name}", offset=offset, zstd=zstd)
 
     key_hash = None
     if message.HasField("key_hash"):
-        key_hash = columns.decode_u32(message.key_hash, rows, what=f"{what} column key_hash", offset=offset, zstd=zstd)
+        key_hash = column_format.decode_u32(
+            message.key_hash, rows, what=f"{what} column key_hash", offset=offset, zstd=zstd
+        )
     return Rows(
         column("deliver_at_ms", message.deliver_at_ms),
         column("ledger_id", message.ledger_id),

@@ -13,7 +13,7 @@ from audit.findings import Kind, Severity
 from jobs.root import RootAbsent
 from storage_backends import topic_manifest
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import journal, manifest, names
+from storage_backends.formats import manifest, names, slot_format
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
 from tests.audit.audits import (
@@ -272,8 +272,8 @@ def test_a_journal_whose_end_was_lost_is_found(store: MemoryStore) -> None:
 
 def rewritten(body: bytes, **changed: object) -> bytes:
     """A slot with another header, and a checksum that is right."""
-    header, records = journal.decode_slot(body)
-    return journal.encode_slot(dataclasses.replace(header, **changed), records)  # type: ignore[arg-type]
+    header, records = slot_format.decode_slot(body)
+    return slot_format.encode_slot(dataclasses.replace(header, **changed), records)  # type: ignore[arg-type]
 
 
 def test_an_epoch_that_falls_is_found(store: MemoryStore) -> None:

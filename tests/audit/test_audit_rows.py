@@ -11,10 +11,10 @@ import pytest
 
 from audit.findings import Finding, Kind, Report, Severity
 from storage_backends import commit, manifest_collection, topic_manifest
-from storage_backends.formats import bucket, journal, names
-from storage_backends.formats.bucket import SegmentLimits
+from storage_backends.formats import bucket_format, names, slot_format
+from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from tests.audit.audits import (
     HOUR_MS,
@@ -66,7 +66,7 @@ def put_bucket(
         np.full(count, ledger_id, np.uint64),
         np.array(entries, np.uint64),
     )
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows, topic=topic, subscription_id=index_id, limits=SegmentLimits(), compatible=False
     )
     tip = topic_tip(store, names.topic_id(topic))
@@ -185,7 +185,7 @@ def test_rows_that_wait_in_the_checkpoint_are_accounted_for(store: MemoryStore) 
     in_journal = {
         entry
         for key in keys(store, names.journal_prefix(0))
-        for record in journal.read_slot(store.get(key)).records
+        for record in slot_format.read_slot(store.get(key)).records
         if record.topic_id == names.topic_id("other")
         for entry in getattr(record.decoded(), "rows").entry_id.tolist()  # noqa: B009
     }

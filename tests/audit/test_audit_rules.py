@@ -11,10 +11,10 @@ import pytest
 from audit.findings import Kind, Severity
 from storage_backends import progress_objects
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import bucket, manifest, names, position_bitmap
-from storage_backends.formats.bucket import SegmentLimits
+from storage_backends.formats import bucket_format, manifest, names, position_bitmap
+from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import LiveBucket, ShardManifest, TopicManifest
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import CODEC
 from tests.audit.audits import (
@@ -256,7 +256,7 @@ def test_a_forged_number_with_right_checksums_is_found(store: MemoryStore, field
 def forged_bucket(store: MemoryStore, rows: Rows, **encoding: object) -> str:
     """One more live bucket with these rows; its key."""
     tip = topic_tip(store)
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows,
         **{"topic": "t", "subscription_id": 0, "limits": SegmentLimits(), "compatible": False, **encoding},  # type: ignore[arg-type]
     )
@@ -268,7 +268,7 @@ def forged_bucket(store: MemoryStore, rows: Rows, **encoding: object) -> str:
 
 
 def rows_of(store: MemoryStore, place: int) -> Rows:
-    return bucket.decode_bucket(store.get(topic_tip(store).live[place].object.name))[1]
+    return bucket_format.decode_bucket(store.get(topic_tip(store).live[place].object.name))[1]
 
 
 def moved(rows: Rows, by: int) -> Rows:
@@ -301,7 +301,7 @@ def test_a_position_twice_in_a_bucket_is_found(store: MemoryStore) -> None:
 def test_kept_rows_that_are_not_those_of_the_bucket_are_found(store: MemoryStore) -> None:
     rows = moved(rows_of(store, -1), 1000)
     other = position_bitmap.position_bitmaps(rows.ledger_id + 1, rows.entry_id)
-    key = forged_bucket(store, rows, kept=[bucket.KeptRows(source="x", positions=other)])
+    key = forged_bucket(store, rows, kept=[bucket_format.KeptRows(source="x", positions=other)])
     details = [each.detail for each in findings(audited(store)) if each.object == key]
     assert any("positions kept of x are not in it" in detail for detail in details)
     assert any("are kept of no source" in detail for detail in details)
@@ -321,14 +321,14 @@ def test_a_merge_that_makes_more_rows_than_there_were_is_found(store: MemoryStor
     tip = topic_tip(store)
     rows = Rows.concat([rows_of(store, -1), moved(rows_of(store, -1), 1000)]).sorted_by_due()
     source = tip.live[-1]
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows,
         topic="t",
         subscription_id=0,
         limits=SegmentLimits(),
         compatible=False,
         kept=[
-            bucket.KeptRows(
+            bucket_format.KeptRows(
                 source=source.object.name,
                 positions=position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id),
             )
@@ -367,13 +367,13 @@ def merged_without(store: MemoryStore, rows_left: int) -> str:
     source = tip.live[-1]
     rows = rows_of(store, -1).take(slice(0, rows_left))
     positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows,
         topic="t",
         subscription_id=0,
         limits=SegmentLimits(),
         compatible=False,
-        kept=[bucket.KeptRows(source=source.object.name, positions=positions)],
+        kept=[bucket_format.KeptRows(source=source.object.name, positions=positions)],
     )
     key = names.bucket_key(0, TOPIC_ID, tip.head.number, "merged")
     store.put(key, encoded.body)

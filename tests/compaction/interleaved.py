@@ -25,9 +25,9 @@ from compaction.job import Options
 from compaction.summary import Outcome, Status
 from storage_backends import bucket_reading, commit, crash_points, manifest_collection, progress_objects
 from storage_backends.formats import merge, names
-from storage_backends.formats.errors import FormatError
+from storage_backends.formats.format_errors import FormatError
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import StoreError
 from storage_backends.storage_settings import Bucket
 from storage_backends.topic_manifest import Create, DeleteTopic, DropBuckets, SetSubscriptions

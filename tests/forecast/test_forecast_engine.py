@@ -28,9 +28,9 @@ from jobs.engine_port import Engine as Workers
 from jobs.local_engine import LocalEngine
 from jobs.root import Root
 from jobs.store_of import store_of
-from storage_backends.formats import bucket, index_ids
+from storage_backends.formats import bucket_format, index_ids
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import NotFound
 from storage_backends.storage_settings import Store
@@ -351,8 +351,8 @@ async def test_what_is_damaged_is_left_out_and_named(served: Engine, job: job_se
     store = LocalDirectory(job.store.path)
     (key,) = [each.key for each in store.list(place.prefix) if "/buckets/" in each.key]
     body = bytearray(store.get(key))
-    footer = bucket.decode_footer(bytes(body[-bucket.FOOTER_BYTES :]), len(body))
-    table = bucket.decode_table(bytes(body[footer.offset : footer.offset + footer.length]), footer)
+    footer = bucket_format.decode_footer(bytes(body[-bucket_format.FOOTER_BYTES :]), len(body))
+    table = bucket_format.decode_table(bytes(body[footer.offset : footer.offset + footer.length]), footer)
     for segment in table.segments:
         body[segment.offset + 20] ^= 1
     store.put(key, bytes(body))

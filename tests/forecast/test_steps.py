@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from forecast import steps as forecast
 from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, BucketCount, Counts, Steps
-from storage_backends.formats import bucket, errors
+from storage_backends.formats import bucket_format, format_errors
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 
 NOW_MS = 1_700_000_000_000 - 1_700_000_000_000 % HOUR_MS + 17 * MINUTE_MS + 12_345
@@ -29,15 +29,17 @@ def positions(rows: Rows) -> PositionSet:
     return PositionSet.of(position_bitmaps(rows.ledger_id, rows.entry_id))
 
 
-def encoded(rows: Rows, *, segment_rows: int = 10) -> bucket.EncodedBucket:
+def encoded(rows: Rows, *, segment_rows: int = 10) -> bucket_format.EncodedBucket:
     limits = SegmentLimits(time_step_ms=HOUR_MS, rows_max=segment_rows, rows_min=1)
-    return bucket.encode_bucket(rows, topic="t", subscription_id=0, limits=limits, compatible=False)
+    return bucket_format.encode_bucket(rows, topic="t", subscription_id=0, limits=limits, compatible=False)
 
 
-def count(steps: Steps, body: bucket.EncodedBucket, gone: PositionSet = NO_POSITIONS) -> tuple[Counts, BucketCount]:
+def count(
+    steps: Steps, body: bucket_format.EncodedBucket, gone: PositionSet = NO_POSITIONS
+) -> tuple[Counts, BucketCount]:
     counting = BucketCount(steps, body.segments, gone)
     while run := counting.needed():
-        parts = [bucket.decode_segment(body.body[each.offset : each.offset + each.length], each) for each in run]
+        parts = [bucket_format.decode_segment(body.body[each.offset : each.offset + each.length], each) for each in run]
         counting.read(run, parts)
     return counting.counts(), counting
 
@@ -155,7 +157,7 @@ def test_where_the_rest_lies_in_one_step_what_is_gone_of_it_need_not_be_found(mo
 
 def test_a_bucket_that_lacks_a_row_that_is_gone_is_damaged() -> None:
     rows = rows_at([MINUTES.begin_ms(1) + 6_000 * number for number in range(100)])
-    with pytest.raises(errors.FormatError, match="1 of its rows that are gone are not in it"):
+    with pytest.raises(format_errors.FormatError, match="1 of its rows that are gone are not in it"):
         count(MINUTES, encoded(rows), PositionSet.of(position_bitmaps(*np.array([[77], [5]], np.uint64))))
 
 

@@ -14,7 +14,7 @@ import tarry
 from audit.findings import Kind
 from examples.processes import DaemonProcess, local_store
 from storage_backends import object_store
-from storage_backends.formats import bucket, checkpoint, deletions, journal, manifest
+from storage_backends.formats import bucket_format, checkpoint_format, deletion_format, manifest, slot_format
 from storage_backends.formats.generated import deletion_pb2, journal_pb2
 from storage_backends.local_directory import LocalDirectory
 from tests.audit import audits
@@ -111,8 +111,8 @@ class Stored:
                 self.damaged.append(listed.key)
         self.magics = {body[:4].decode() for body in bodies.values()}
         of = {kind: [body for key, body in bodies.items() if f"/{kind}/" in key] for kind in KINDS}
-        self.slots = [journal.read_slot(body) for body in of["journal"]]
-        self.checkpoints = [checkpoint.decode_checkpoint(body) for body in of["checkpoint"]]
+        self.slots = [slot_format.read_slot(body) for body in of["journal"]]
+        self.checkpoints = [checkpoint_format.decode_checkpoint(body) for body in of["checkpoint"]]
         self.progress_objects = [manifest.decode_progress(body) for body in of["progress"]]
         shards: list[tuple[str, bytes]] = []
         topics: list[tuple[str, bytes]] = []
@@ -124,7 +124,7 @@ class Stored:
         self.topic_tips = list(_tips(topics, manifest.decode_topic_manifest).values())
         self.topic_manifests = [manifest.decode_topic_manifest(body) for _, body in topics]
         live = {each.object.name for tip in self.topic_tips for each in tip.live if not each.quarantined}
-        self.buckets = [bucket.decode_bucket(bodies[key])[0] for key in live]
+        self.buckets = [bucket_format.decode_bucket(bodies[key])[0] for key in live]
         self.live = [each for tip in self.topic_tips for each in tip.live]
         self.keys = set(bodies)
         self.progress = [tip.progress for tip in self.topic_tips if tip.progress is not None] + self.progress_objects
@@ -159,22 +159,22 @@ def test_it_has_each_kind_of_record(stored: Stored) -> None:
 
 def test_it_has_each_form_of_a_record(stored: Stored) -> None:
     records = [record.decoded() for slot in stored.slots for record in slot.records]
-    gone = {each.reason for each in records if isinstance(each, journal.GoneRecord)}
-    assert gone == set(journal.GoneReason) - {journal.GoneReason.UNSPECIFIED}
-    dead = {each.reason for each in records if isinstance(each, journal.DeadLetterRecord)}
-    assert dead == set(journal.DeadLetterReason)
-    assert {each.added for each in records if isinstance(each, journal.NackRecord)} == {False, True}
-    adds = [each for each in records if isinstance(each, journal.AddRecord)]
+    gone = {each.reason for each in records if isinstance(each, slot_format.GoneRecord)}
+    assert gone == set(slot_format.GoneReason) - {slot_format.GoneReason.UNSPECIFIED}
+    dead = {each.reason for each in records if isinstance(each, slot_format.DeadLetterRecord)}
+    assert dead == set(slot_format.DeadLetterReason)
+    assert {each.added for each in records if isinstance(each, slot_format.NackRecord)} == {False, True}
+    adds = [each for each in records if isinstance(each, slot_format.AddRecord)]
     assert {bool(each.delay_level) for each in adds} == {False, True}
     assert {bool(each.subscription_id) for each in adds} == {False, True}
-    acknowledged = {_index_kind(each.index_id) for each in records if isinstance(each, journal.AcknowledgeRecord)}
+    acknowledged = {_index_kind(each.index_id) for each in records if isinstance(each, slot_format.AcknowledgeRecord)}
     assert acknowledged == {"shared", "own", "parts"}
     decided = [each for slot in stored.slots for each in slot.deletions]
-    changes = {each.change for each in decided if isinstance(each, deletions.ChangeInUse)}
-    assert changes == set(deletions.InUseChange)
-    answers = [each for one in decided if isinstance(one, deletions.AnswerDeletes) for each in one.answers]
+    changes = {each.change for each in decided if isinstance(each, deletion_format.ChangeInUse)}
+    assert changes == set(deletion_format.InUseChange)
+    answers = [each for one in decided if isinstance(one, deletion_format.AnswerDeletes) for each in one.answers]
     outcomes = {each.outcome for each in answers}
-    assert outcomes == set(deletions.DeletionOutcome) - {deletions.DeletionOutcome.PENDING}
+    assert outcomes == set(deletion_format.DeletionOutcome) - {deletion_format.DeletionOutcome.PENDING}
 
 
 def _index_kind(index_id: int) -> str:
@@ -182,10 +182,10 @@ def _index_kind(index_id: int) -> str:
 
 
 def test_it_has_slots_and_fences_of_two_owners_above_two_checkpoints(stored: Stored) -> None:
-    assert {slot.header.kind for slot in stored.slots} == set(journal.SlotKind)
+    assert {slot.header.kind for slot in stored.slots} == set(slot_format.SlotKind)
     for tip in stored.shard_tips:
         of_shard = [slot.header for slot in stored.slots if slot.header.shard == tip.shard]
-        assert len({header.epoch for header in of_shard if header.kind is journal.SlotKind.FENCE}) >= 2
+        assert len({header.epoch for header in of_shard if header.kind is slot_format.SlotKind.FENCE}) >= 2
     both = [tip for tip in stored.shard_tips if tip.checkpoint and tip.previous_checkpoint]
     assert len(both) >= 2
     tails = {

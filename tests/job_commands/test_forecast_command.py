@@ -17,8 +17,8 @@ from forecast import files as forecast_files
 from forecast import forecast_job
 from forecast.steps import HOUR_MS
 from job_commands import entry
-from storage_backends.formats import bucket, names
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import bucket_format, names
+from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 from tests.jobs.roots import StoredTopic, make_root
 
@@ -118,7 +118,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_written(store: LocalDirectory, 
     fill(store, "orders")
     key = fill(store, "mail")
     body = store.get(key)
-    store.put(key, body[: -bucket.FOOTER_BYTES] + bytes(bucket.FOOTER_BYTES))
+    store.put(key, body[: -bucket_format.FOOTER_BYTES] + bytes(bucket_format.FOOTER_BYTES))
     found = run(root, "--parquet", str(tmp_path / "due.parquet"))
     assert found.exit_code == 1
     assert "1 buckets or topics are damaged" in found.stderr

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from storage_backends import bucket_reading, commit, progress_objects, root_format, topic_manifest
-from storage_backends.formats import bucket, index_ids, manifest, merge, names
-from storage_backends.formats.bucket import SegmentLimits
+from storage_backends.formats import bucket_format, index_ids, manifest, merge, names
+from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import (
     BucketProgress,
     LiveBucket,
@@ -21,7 +21,7 @@ from storage_backends.formats.manifest import (
     TopicManifest,
 )
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import Claim, Create, Quarantine, Seal
 
@@ -101,7 +101,7 @@ class StoredTopic:
         """A bucket object that no manifest names yet."""
         base = self.tip().head.number
         key = names.bucket_key(self.shard, self.topic_id, base, f"s{next(self._numbers):08}")
-        encoded = bucket.encode_bucket(
+        encoded = bucket_format.encode_bucket(
             rows.sorted_by_due(), topic=self.name, subscription_id=index, limits=LIMITS, compatible=False
         )
         self.store.put(key, encoded.body)

@@ -13,10 +13,10 @@ from jobs.root import Root, TopicPlace
 from jobs.topic_reading import read_states
 from jobs.topic_state import TopicState, owed_mask, rows_of
 from storage_backends import commit, shard_manifests
-from storage_backends.formats import checkpoint, journal, names
+from storage_backends.formats import checkpoint_format, names, slot_format
 from storage_backends.formats.manifest import CheckpointReference, ShardManifest, Subscription
 from storage_backends.formats.position_bitmap import position_bitmaps
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
@@ -59,21 +59,23 @@ class Shard:
     def _commit(self, operation: commit.Operation[ShardManifest]) -> None:
         commit.commit(self._log, operation, writer="owner", created_ms=NOW_MS, deadline_s=1.0)
 
-    def write(self, *records: journal.Record) -> None:
+    def write(self, *records: slot_format.Record) -> None:
         self.slot += 1
-        header = journal.SlotHeader(self.topic.shard, 1, self.slot, journal.SlotKind.DATA, len(records))
-        self.topic.store.put(names.journal_slot_key(self.topic.shard, self.slot), journal.encode_slot(header, records))
+        header = slot_format.SlotHeader(self.topic.shard, 1, self.slot, slot_format.SlotKind.DATA, len(records))
+        self.topic.store.put(
+            names.journal_slot_key(self.topic.shard, self.slot), slot_format.encode_slot(header, records)
+        )
 
     def add(self, ledger: int, *entries: int, index: int = 0, incarnation: int = 1) -> None:
-        self.write(journal.AddRecord(self.topic.topic_id, incarnation, index, rows(ledger, *entries)))
+        self.write(slot_format.AddRecord(self.topic.topic_id, incarnation, index, rows(ledger, *entries)))
 
     def acknowledge(self, by: int, ledger: int, *entries: int) -> None:
-        self.write(journal.AcknowledgeRecord(self.topic.topic_id, 1, by, rows(ledger, *entries)))
+        self.write(slot_format.AcknowledgeRecord(self.topic.topic_id, 1, by, rows(ledger, *entries)))
 
     def checkpoint(self, mutable: Rows) -> None:
         """Everything up to now; what the checkpoint before covers leaves the journal."""
-        part = checkpoint.TopicPart(self.topic.topic_id, self.topic.name, 1, mutable)
-        written = checkpoint.Checkpoint(self.topic.shard, 1, self.slot, (part,))
+        part = checkpoint_format.TopicPart(self.topic.topic_id, self.topic.name, 1, mutable)
+        written = checkpoint_format.Checkpoint(self.topic.shard, 1, self.slot, (part,))
         tip = self._log.read_tip()
         assert tip is not None
         before = 0 if tip.manifest.checkpoint is None else tip.manifest.checkpoint.replay_from
@@ -154,7 +156,9 @@ def test_a_row_that_was_added_again_is_owed_to_everybody(store: WatchedStore) ->
     shard.add(7, 9)
     shard.acknowledge(S, 1, 0, 1)
     shard.write(
-        journal.GoneRecord(topic.topic_id, 1, 0, journal.GoneReason.CANCELLED, position_bitmaps(*rows_columns(1, 0)))
+        slot_format.GoneRecord(
+            topic.topic_id, 1, 0, slot_format.GoneReason.CANCELLED, position_bitmaps(*rows_columns(1, 0))
+        )
     )
     shard.add(1, 0)
     state = state_of(store)
@@ -228,7 +232,7 @@ def test_what_is_written_before_a_manifest_is_read_counts(store: WatchedStore) -
     shard.add(1, 0)
 
     def reschedule() -> None:
-        shard.write(journal.RescheduleRecord(topic.topic_id, 1, 0, rows(1, 0, due_ms=NOW_MS + 5)))
+        shard.write(slot_format.RescheduleRecord(topic.topic_id, 1, 0, rows(1, 0, due_ms=NOW_MS + 5)))
 
     store.before[names.topic_manifest_prefix(topic.shard, topic.topic_id)] = reschedule
     state = state_of(store)
@@ -337,8 +341,8 @@ def test_a_million_decisions_are_followed_by_columns(store: WatchedStore) -> Non
         entry_id = np.random.default_rng(ledger).permutation(100_000).astype(np.uint64)
         times = np.full(len(entry_id), NOW_MS, np.uint64)
         added = Rows(times, np.full(len(entry_id), ledger, np.uint64), entry_id)
-        shard.write(journal.AddRecord(topic.topic_id, 1, 0, added))
-        shard.write(journal.AcknowledgeRecord(topic.topic_id, 1, S, added.take(entry_id % 2 == 0)))
+        shard.write(slot_format.AddRecord(topic.topic_id, 1, 0, added))
+        shard.write(slot_format.AcknowledgeRecord(topic.topic_id, 1, S, added.take(entry_id % 2 == 0)))
     (loose,) = state_of(store).unsealed
     assert len(loose.rows) == 250_000
     assert (loose.rows.entry_id % 2 == 1).all()

@@ -11,7 +11,7 @@ from jobs.root import Root, TopicPlace
 from jobs.topic_reading import read_states
 from jobs.topic_state import TopicState, owed_mask, rows_of
 from storage_backends.formats.position_bitmap import PositionSet
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, StoreError
 from tests.simulation import run as simulation

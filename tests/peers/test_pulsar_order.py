@@ -10,7 +10,7 @@ import pytest
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import SortedRun, take_due
 from daemon.core.trimming import LedgerRanges
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import JournaledTopic, listed
 

@@ -19,9 +19,9 @@ from daemon.engine.merging import BucketMerging
 from daemon.engine.withdrawing import Withdrawing
 from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
-from storage_backends.formats.bucket import KeptRows
-from storage_backends.formats.journal import Record
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
+from storage_backends.formats.slot_format import Record
 from storage_backends.shard_listing import Listed
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble

@@ -18,8 +18,8 @@ from daemon.core.deletions.waiting import Waiting
 from daemon.engine.in_use_changing import InUseChanging
 from daemon.engine.ledger_deleting import Attempt, ShardDeletions
 from daemon.ledger_stores import offloaded
-from storage_backends.formats import journal
-from storage_backends.formats.deletions import (
+from storage_backends.formats import slot_format
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,
@@ -69,13 +69,13 @@ def _unheard(task: asyncio.Task[Any]) -> None:
 
 
 def answers_of_attempts_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
-    encode_slot = journal.encode_slot
+    encode_slot = slot_format.encode_slot
 
-    def without(header: journal.SlotHeader, records: Any, decided: Any = ()) -> bytes:
+    def without(header: slot_format.SlotHeader, records: Any, decided: Any = ()) -> bytes:
         kept = [record for record in decided if not isinstance(record, AnswerDeletes)]
         return encode_slot(dataclasses.replace(header, records=len(records) + len(kept)), records, kept)
 
-    patch.setattr(journal, "encode_slot", without)
+    patch.setattr(slot_format, "encode_slot", without)
 
 
 def a_checkpoint_forgets_that_attempts_have_begun(patch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from daemon.core.subscription import SubscriptionState
 from daemon.durability import checkpoint, redeliveries, sealing
 from daemon.engine import acknowledging as engine_acknowledging
 from daemon.engine.redelivering import TopicRedelivery
-from storage_backends.formats import journal, manifest
-from storage_backends.formats.journal import NackRecord, PurgeRecord, ReplayRecord
-from storage_backends.formats.rows import U64
+from storage_backends.formats import manifest, slot_format
+from storage_backends.formats.row_columns import U64
+from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
 from tests.planted.buckets import OVERTAKEN
 from tests.planted.bug import Bug
 from tests.planted.state import SELDOM
@@ -42,13 +42,13 @@ def purges_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without(patch: pytest.MonkeyPatch, kind: type[Any]) -> None:
-    encode_slot = journal.encode_slot
+    encode_slot = slot_format.encode_slot
 
-    def without(header: journal.SlotHeader, records: Any) -> bytes:
+    def without(header: slot_format.SlotHeader, records: Any) -> bytes:
         kept = [record for record in records if not isinstance(record, kind)]
         return encode_slot(dataclasses.replace(header, records=len(kept)), kept)
 
-    patch.setattr(journal, "encode_slot", without)
+    patch.setattr(slot_format, "encode_slot", without)
 
 
 def a_checkpoint_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:

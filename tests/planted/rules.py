@@ -20,7 +20,7 @@ from daemon.engine.acknowledging import Acknowledging
 from daemon.engine.group_commit import GroupCommit
 from daemon.engine.shard import ServedShard
 from storage_backends import object_store, topic_manifest
-from storage_backends.formats import journal, manifest, names
+from storage_backends.formats import manifest, names, slot_format
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
@@ -125,10 +125,10 @@ def slots_are_deleted_that_no_checkpoint_covers(patch: pytest.MonkeyPatch) -> No
 
 
 def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
-    async def write(self: JournalWriter, records: Sequence[journal.Record]) -> int:
+    async def write(self: JournalWriter, records: Sequence[slot_format.Record]) -> int:
         number, self._next_slot = self._next_slot, self._next_slot + 1
-        header = journal.SlotHeader(self._shard, self._epoch, number, journal.SlotKind.DATA, len(records))
-        slot = slot_put.FrozenSlot(header, journal.encode_slot(header, tuple(records)), self._new_id())
+        header = slot_format.SlotHeader(self._shard, self._epoch, number, slot_format.SlotKind.DATA, len(records))
+        slot = slot_put.FrozenSlot(header, slot_format.encode_slot(header, tuple(records)), self._new_id())
         delays_s = backoff.delays_s(self._jitter)
         result = await self._run(lambda: self._try(slot, again=False))
         while result.outcome is slot_put.Outcome.ABSENT:
@@ -153,7 +153,7 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
 def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
     append = GroupCommit._append
 
-    def answered(self: GroupCommit, records: Sequence[journal.Record]) -> Any:
+    def answered(self: GroupCommit, records: Sequence[slot_format.Record]) -> Any:
         slot = append(self, records)
         if not slot.certain.done():
             slot.certain.set_result(0)

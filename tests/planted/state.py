@@ -19,10 +19,9 @@ from daemon.durability import checkpoint, recovery, sealing, shard_manifest, tak
 from daemon.durability.shard_claim import ShardClaim
 from daemon.engine.bucket_life import BucketLife
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest
-from storage_backends.formats.journal import AcknowledgeRecord
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import checkpoint_format, manifest, slot_format
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord
 from storage_backends.object_store import StoreError
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
@@ -210,13 +209,13 @@ def a_checkpoint_counts_whatever_the_manifest_has_reached(patch: pytest.MonkeyPa
 
 
 def acknowledgements_are_not_journaled(patch: pytest.MonkeyPatch) -> None:
-    encode_slot = journal.encode_slot
+    encode_slot = slot_format.encode_slot
 
-    def without(header: journal.SlotHeader, records: Any) -> bytes:
+    def without(header: slot_format.SlotHeader, records: Any) -> bytes:
         kept = [record for record in records if not isinstance(record, AcknowledgeRecord)]
         return encode_slot(dataclasses.replace(header, records=len(kept)), kept)
 
-    patch.setattr(journal, "encode_slot", without)
+    patch.setattr(slot_format, "encode_slot", without)
 
 
 def replay_begins_at_the_manifest_and_not_above_the_checkpoint(patch: pytest.MonkeyPatch) -> None:

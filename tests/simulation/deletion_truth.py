@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from daemon.settings import Deletion as Settings
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

@@ -21,7 +21,7 @@ from daemon.engine.dispatch import StreamClosed
 from daemon.engine.key_shared_stream import KeySharedStream
 from daemon.errors import TarryError
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 from tests.simulation.columns import handed_of, held_positions, positions_of
 from tests.simulation.history import History
 from tests.simulation.key_promises import KeyPromises

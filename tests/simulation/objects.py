@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from storage_backends.formats import bucket, index_ids, journal, manifest, names, position_bitmap
+from storage_backends.formats import bucket_format, index_ids, manifest, names, position_bitmap, slot_format
 from tests.simulation.history import History
 
 Position = tuple[int, int]
@@ -59,7 +59,7 @@ class Objects:
     # ---- what lands
 
     def bucket_written(self, key: str, body: bytes) -> None:
-        metadata, rows = bucket.decode_bucket(body)
+        metadata, rows = bucket_format.decode_bucket(body)
         columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
         self.buckets[key] = Stored(
             tuple(((ledger_id, entry_id), time) for ledger_id, entry_id, time in zip(*columns, strict=True)),
@@ -74,8 +74,8 @@ class Objects:
         """An object is recorded as one that cannot be deleted."""
         self._given_up.add(key.removeprefix(names.dead_objects_prefix()))
 
-    def slot_landed(self, key: str, kind: journal.SlotKind) -> None:
-        if kind is journal.SlotKind.FENCE:
+    def slot_landed(self, key: str, kind: slot_format.SlotKind) -> None:
+        if kind is slot_format.SlotKind.FENCE:
             self._fences.add(key)
 
     def shard_landed(self, landed: manifest.ShardManifest) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from tests.simulation.deletion_truth import Recorded, ShardDeletions
 from tests.support.owned_ledgers import OwnedLedger

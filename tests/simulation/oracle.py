@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from daemon.settings import Deletion
-from storage_backends.formats import index_ids, journal, manifest, names
+from storage_backends.formats import index_ids, manifest, names, slot_format
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.deletion_truth import ShardDeletions
@@ -195,10 +195,10 @@ class Oracle:
             if self._slots.get(key) == body:
                 # One of several tries of a slot that was truncated since arrives late. It says nothing new.
                 return
-            stored = journal.read_slot(body)
+            stored = slot_format.read_slot(body)
             header = stored.header
             self.objects.slot_landed(key, header.kind)
-            again = key in self._slots and header.kind is journal.SlotKind.FENCE
+            again = key in self._slots and header.kind is slot_format.SlotKind.FENCE
             self._slots[key] = body
             if again and header.epoch < self.epochs[header.shard]:
                 # A claimant that was overtaken long ago fences where truncation has passed: it looks again, and stops.
@@ -273,7 +273,7 @@ class Oracle:
                     topic.missing[position] = topic.rows.pop(position)
         topic.buckets = {name: slot for name, slot in topic.buckets.items() if name in names_live}
 
-    def _slot(self, header: journal.SlotHeader, records: Iterable[journal.Record]) -> None:
+    def _slot(self, header: slot_format.SlotHeader, records: Iterable[slot_format.Record]) -> None:
         slot, epoch = self._journal.get(header.shard, (0, 0))
         if header.slot != slot + 1:
             self._history.breach(f"shard {header.shard}: slot {header.slot} lands after slot {slot}")
@@ -285,32 +285,32 @@ class Oracle:
             if record.incarnation == topic.incarnation:
                 self._record(topic, header, record)
 
-    def _record(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.Record) -> None:
+    def _record(self, topic: TopicTruth, header: slot_format.SlotHeader, record: slot_format.Record) -> None:
         slot = header.slot
         index = record.subscription_id
         if index and index_ids.subscription_of(index) not in topic.subscriptions:
             # The subscription is no more.
             return
-        if isinstance(record, journal.AddRecord):
+        if isinstance(record, slot_format.AddRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 position = in_index((ledger_id, entry_id), index)
                 self._add(topic, slot, position, deliver_at_ms, record.delay_level)
-        elif isinstance(record, journal.RescheduleRecord):
+        elif isinstance(record, slot_format.RescheduleRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 self._reschedule(topic, header, in_index((ledger_id, entry_id), index), deliver_at_ms)
-        elif isinstance(record, journal.AcknowledgeRecord):
+        elif isinstance(record, slot_format.AcknowledgeRecord):
             rows = record.rows
             columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
             for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
                 position = in_index((ledger_id, entry_id), record.index_id)
                 self.acknowledged(topic, slot, index, position, deliver_at_ms)
-        elif isinstance(record, journal.WaiveRecord):
+        elif isinstance(record, slot_format.WaiveRecord):
             self._waive(topic, slot, record)
-        elif isinstance(record, journal.GoneRecord):
+        elif isinstance(record, slot_format.GoneRecord):
             self._gone(topic, header, record)
         else:
             self._redeliveries.landed(topic, header, record)
@@ -331,7 +331,7 @@ class Oracle:
         topic.added[position] = slot
 
     def _reschedule(
-        self, topic: TopicTruth, header: journal.SlotHeader, position: Position, deliver_at_ms: int
+        self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, deliver_at_ms: int
     ) -> None:
         # That its bucket is quarantined may land between the decision and its slot.
         row = topic.rows.get(position) or topic.missing.get(position)
@@ -347,7 +347,7 @@ class Oracle:
         )
         topic.added[position] = header.slot
 
-    def _leave(self, topic: TopicTruth, header: journal.SlotHeader, position: Position, row: Row) -> None:
+    def _leave(self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, row: Row) -> None:
         """A row is cancelled or rescheduled."""
         if self.handed_out.get((topic.name, position, row.slot)) == header.epoch:
             self._history.breach(
@@ -382,13 +382,13 @@ class Oracle:
         if all(topic.subscriptions[number].created_slot >= slot for number in topic.owes(row)):
             self._remove(topic, slot, position)
 
-    def _gone(self, topic: TopicTruth, header: journal.SlotHeader, record: journal.GoneRecord) -> None:
+    def _gone(self, topic: TopicTruth, header: slot_format.SlotHeader, record: slot_format.GoneRecord) -> None:
         for stored in positions_of(record.positions):
             position = in_index(stored, record.subscription_id)
             row = topic.rows.get(position)
             if row is None:
                 missing = topic.missing.get(position)
-                if missing is not None and record.reason is journal.GoneReason.CANCELLED:
+                if missing is not None and record.reason is slot_format.GoneReason.CANCELLED:
                     self._leave(topic, header, position, missing)
                 elif missing is not None:
                     self._remove(topic, header.slot, position)
@@ -398,25 +398,27 @@ class Oracle:
                 self._history.breach(
                     f"topic {topic.name}: {position} is made gone ({record.reason.name}) and is owed to {owed}"
                 )
-            if record.reason is journal.GoneReason.CANCELLED:
+            if record.reason is slot_format.GoneReason.CANCELLED:
                 self._leave(topic, header, position, row)
             else:
                 self._remove(topic, header.slot, position)
 
-    def _may_go(self, topic: TopicTruth, reason: journal.GoneReason, position: Position, owed: Set[str | None]) -> bool:
+    def _may_go(
+        self, topic: TopicTruth, reason: slot_format.GoneReason, position: Position, owed: Set[str | None]
+    ) -> bool:
         asked = [each for each in self.removals.values() if each.topic == topic.name]
-        if reason is journal.GoneReason.CANCELLED:
+        if reason is slot_format.GoneReason.CANCELLED:
             return any(each.cancels and each.names(position) for each in asked)
         asked = [each for each in asked if not each.cancels]
-        if reason is journal.GoneReason.NOT_OWED:
+        if reason is slot_format.GoneReason.NOT_OWED:
             return not owed and bool(topic.subscriptions)
-        if reason is journal.GoneReason.NO_SUBSCRIPTION:
+        if reason is slot_format.GoneReason.NO_SUBSCRIPTION:
             deleted = {each.subscription for each in asked if each.positions is None}
             return owed <= deleted
         trimmed = {each.subscription for each in asked if each.names(position)}
         return None in trimmed or owed <= trimmed
 
-    def _waive(self, topic: TopicTruth, slot: int, record: journal.WaiveRecord) -> None:
+    def _waive(self, topic: TopicTruth, slot: int, record: slot_format.WaiveRecord) -> None:
         stored = topic.subscriptions[record.subscription_id]
         asked = [
             each.positions

@@ -22,7 +22,7 @@ from daemon.engine import in_use_changing, ledger_deleting
 from daemon.engine.deletion_calls import DeletionFilter, InUseRecorded
 from daemon.engine.deletion_requests import DeletionRequests
 from storage_backends.formats import names
-from storage_backends.formats.deletions import LedgerComponent, LedgerType, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
 from tests.simulation.deletion_truth import OVER, Standing
 from tests.simulation.history import History
 from tests.simulation.offloaded import OffloadedStore

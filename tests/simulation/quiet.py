@@ -17,7 +17,7 @@ from daemon.core.topic import Topic
 from daemon.engine.calls import View
 from daemon.errors import Corruption
 from storage_backends.formats.index_ids import subscription_of
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 from tests.simulation import quiet_redelivery
 from tests.simulation.columns import positions_of
 from tests.simulation.history import History

@@ -10,7 +10,7 @@ from collections import Counter
 
 from daemon.core.deletions.listing import ALL, ListedState
 from daemon.engine.ledger_deleting import ShardDeletions as Served
-from storage_backends.formats.deletions import Deletion, PendingDelete
+from storage_backends.formats.deletion_format import Deletion, PendingDelete
 from tests.simulation.deletion_truth import Recorded, ShardDeletions, Standing, ledger_of
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle

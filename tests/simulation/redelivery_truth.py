@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from daemon.core.dead_letters import DeadLetterFilter
-from storage_backends.formats.journal import (
+from storage_backends.formats.manifest import SubscriptionPolicy
+from storage_backends.formats.slot_format import (
     DeadLetterReason,
     DeadLetterRecord,
     NackRecord,
@@ -22,7 +23,6 @@ from storage_backends.formats.journal import (
     ReplayRecord,
     SlotHeader,
 )
-from storage_backends.formats.manifest import SubscriptionPolicy
 from tests.simulation.positions import Position, entry_of, in_index, is_part, named
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ import pytest
 from daemon.errors import NotFound, OutcomeUnknown, TarryError, Unavailable
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import names
-from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record, SlotHeader, SlotKind, encode_slot
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreRefused

@@ -19,9 +19,9 @@ from examples.processes import REPOSITORY
 from jobs import root as job_root
 from spark_tables import datasource, pruning, tables, u64
 from spark_tables.pruning import Wanted
-from storage_backends.formats import index_ids, journal, names
+from storage_backends.formats import index_ids, names, slot_format
 from storage_backends.formats.manifest import LiveBucket, Subscription
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
@@ -70,9 +70,9 @@ class Root:
     def _write_slot(self, topic: StoredTopic, added: Rows) -> None:
         """A slot behind the seal, and before it slots that it covers."""
         for slot in range(1, topic.slot + 2):
-            records = (journal.AddRecord(topic.topic_id, 1, 0, added),) if slot > topic.slot else ()
-            header = journal.SlotHeader(topic.shard, 1, slot, journal.SlotKind.DATA, len(records))
-            self.store.put(names.journal_slot_key(topic.shard, slot), journal.encode_slot(header, records))
+            records = (slot_format.AddRecord(topic.topic_id, 1, 0, added),) if slot > topic.slot else ()
+            header = slot_format.SlotHeader(topic.shard, 1, slot, slot_format.SlotKind.DATA, len(records))
+            self.store.put(names.journal_slot_key(topic.shard, slot), slot_format.encode_slot(header, records))
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from storage_backends.formats import bucket, merge, position_bitmap
-from storage_backends.formats.bucket import KeptRows, SegmentLimits
+from storage_backends.formats import bucket_format, merge, position_bitmap
+from storage_backends.formats.bucket_format import KeptRows, SegmentLimits
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress, TopicManifest
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.topic_merge import Merge, MergeSource, adjacent_order
 from tests.storage_backends.formats import examples
 from tests.storage_backends.topic_manifests import DELETE_AFTER_MS, TOPIC
@@ -54,7 +54,7 @@ class Buckets:
     def write(
         self, name: str, rows: Rows, *, base: int = 1, subscription_id: int = 0, kept: Sequence[KeptRows] = ()
     ) -> LiveBucket:
-        encoded = bucket.encode_bucket(
+        encoded = bucket_format.encode_bucket(
             rows.sorted_by_due(),
             topic=TOPIC,
             subscription_id=subscription_id,
@@ -64,12 +64,12 @@ class Buckets:
         )
         return self.put(name, encoded, base=base, subscription_id=subscription_id)
 
-    def put(self, name: str, encoded: bucket.EncodedBucket, *, base: int, subscription_id: int) -> LiveBucket:
+    def put(self, name: str, encoded: bucket_format.EncodedBucket, *, base: int, subscription_id: int) -> LiveBucket:
         self.bodies[name] = encoded.body
         return encoded.live_bucket(name, base=base, subscription_id=subscription_id)
 
     def source(self, live: LiveBucket) -> merge.Source:
-        return merge.Source(live, *bucket.decode_bucket(self.bodies[live.object.name]))
+        return merge.Source(live, *bucket_format.decode_bucket(self.bodies[live.object.name]))
 
     def merge(self, tip: TopicManifest, names: Sequence[str], name: str) -> Merge:
         """The merge of these live buckets, planned from `tip`; the object is written under `name`."""

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 from storage_backends import commit
-from storage_backends.formats.errors import FormatError
+from storage_backends.formats.format_errors import FormatError
 from storage_backends.formats.manifest import ManifestHead
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore

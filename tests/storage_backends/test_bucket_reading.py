@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from storage_backends import bucket_reading, object_store
-from storage_backends.formats import bucket
+from storage_backends.formats import bucket_format
 from storage_backends.formats.manifest import LiveBucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 
 KEY = "shards/00/topics/t/buckets/1"
 
 
-def encoded(first_ms: int) -> bucket.EncodedBucket:
+def encoded(first_ms: int) -> bucket_format.EncodedBucket:
     number = np.arange(100, dtype=np.uint64)
     rows = Rows(number + np.uint64(first_ms), number, number)
     limits = SegmentLimits(time_step_ms=1_000, rows_max=10, rows_min=1)
-    return bucket.encode_bucket(rows, topic="t", subscription_id=0, limits=limits, compatible=False)
+    return bucket_format.encode_bucket(rows, topic="t", subscription_id=0, limits=limits, compatible=False)
 
 
 class CountingStore(MemoryStore):

@@ -9,7 +9,7 @@ import pytest
 from storage_backends import commit, topic_merge
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
-from storage_backends.formats.rows import row_hash
+from storage_backends.formats.row_columns import row_hash
 from storage_backends.topic_merge import Merge, adjacent_order
 from tests.storage_backends.formats import examples
 from tests.storage_backends.merges import Buckets, gone, rows_at

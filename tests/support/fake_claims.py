@@ -18,7 +18,7 @@ from daemon import config, errors
 from daemon.core import limits
 from daemon.engine import calls, leases
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.support.fake_topic import EPOCH, DeadLetter, Lease, Row, Subscription, Topic
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import numpy as np
 from daemon import config, errors
 from daemon.core import limits
 from daemon.engine import calls, leases, topic_settings
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 from tests.support.fake_claims import FakeClaims, rows_of
 from tests.support.fake_dead_letters import FakeDeadLetters
 from tests.support.fake_levels import FakeLevels

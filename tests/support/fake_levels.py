@@ -7,7 +7,7 @@ import abc
 from daemon import config
 from daemon.core import delay_levels, limits
 from daemon.engine import calls
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 from tests.support.fake_topic import Topic
 
 

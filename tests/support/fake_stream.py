@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.engine import calls
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 from tests.support.fake_topic import EPOCH, Subscription
 
 if TYPE_CHECKING:

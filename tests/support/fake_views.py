@@ -15,7 +15,7 @@ import numpy as np
 from daemon import errors
 from daemon.engine import calls
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.support.fake_topic import EPOCH, Subscription, Topic
 
 PAGE_DEFAULT, PAGE_MAX, BARS_MAX = 1_000, 10_000, 10_000

@@ -27,7 +27,7 @@ from moto.s3.models import s3_backends
 
 from examples.processes import S3_CREDENTIALS, ChildProcess, free_port
 from storage_backends.envelope import Envelope
-from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from tests.support import moto_server
 from tests.support.owned_ledgers import DRIVER, OwnedLedger

@@ -15,7 +15,13 @@ import numpy as np
 from daemon import settings
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
-from storage_backends.formats.deletions import InUseLedgers, LedgerComponent, LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import (
+    InUseLedgers,
+    LedgerComponent,
+    LedgerType,
+    OffloadContext,
+    PendingDelete,
+)
 from storage_backends.object_store import ObjectStore
 from tests.support.fault_store import FaultStore
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from daemon.core.deletions.sorted_keys import Mask
-from storage_backends.formats.deletions import Deletion, InUseLedgers, LedgerType
-from storage_backends.formats.rows import U64
+from storage_backends.formats.deletion_format import Deletion, InUseLedgers, LedgerType
+from storage_backends.formats.row_columns import U64
 
 
 class DeletionsByLedger:

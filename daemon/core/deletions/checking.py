@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 
 from daemon.errors import InvalidArgument
-from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 
 # Deletes of one request.
 DELETES_MAX = 1_000

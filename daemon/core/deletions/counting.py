@@ -13,7 +13,7 @@ from sortedcontainers import SortedList
 
 from daemon.core.deletions import life
 from daemon.core.deletions.life import State
-from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import Deletion, LedgerComponent, LedgerType
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,14 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core.deletions.sorted_keys import Keys, Mask, SortedKeys, ascending, bytes_of, contained, joined, moved
-from storage_backends.formats.deletions import (
-    InUseChange,
-    InUseLedgers,
-    LedgerType,
-    PendingDelete,
-    TopicInUse,
-)
-from storage_backends.formats.rows import U64
+from storage_backends.formats.deletion_format import InUseChange, InUseLedgers, LedgerType, PendingDelete, TopicInUse
+from storage_backends.formats.row_columns import U64
 
 # Type, number of the topic, ledger[, UUID].
 _OF_TOPIC = struct.Struct(">BI")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from daemon.errors import InvariantViolated
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     Deletion,
     DeletionOutcome,
     LedgerComponent,

@@ -24,7 +24,7 @@ from daemon.core.deletions.life import State
 from daemon.core.deletions.listing import DeletionFilter, ListedState
 from daemon.core.deletions.recorded_ledgers import RecordedLedgers
 from daemon.core.deletions.waiting import Waiting
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,
@@ -38,7 +38,7 @@ from storage_backends.formats.deletions import (
     RecordDeletes,
     RetryDeletes,
 )
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # How many of those that ended are kept, for operators; held ones are not among them.
 ENDED_KEPT_MAX = 1_000

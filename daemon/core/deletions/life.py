@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from storage_backends.formats.deletions import Deletion, DeletionAnswer, DeletionOutcome, PendingDelete
+from storage_backends.formats.deletion_format import Deletion, DeletionAnswer, DeletionOutcome, PendingDelete
 
 IN_USE_TEXT = "recorded as in use"
 

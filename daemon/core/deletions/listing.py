@@ -14,7 +14,7 @@ from itertools import islice
 from pyroaring import BitMap64
 
 from daemon.core.deletions.kept import KeptDeletions, Kind
-from storage_backends.formats.deletions import Deletion, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import Deletion, LedgerComponent, LedgerType
 
 # Deletions that are looked at for one page, whatever the filter leaves of them.
 LOOKED_AT_MAX = 1_000

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from storage_backends.formats.deletions import LedgerComponent, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, PendingDelete
 
 APPLICATION_KEY: Final = "application"
 COMPONENT_KEY: Final = "component"

@@ -25,7 +25,7 @@ from daemon.core.deletions import checking, metadata, object_names
 from daemon.core.deletions.object_names import OffloadedName
 from daemon.core.object_count import NOTHING, ObjectCount
 from daemon.errors import InvalidArgument, QuotaExceeded
-from storage_backends.formats.deletions import LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
 
 ORPHANS_MAX: Final = 100_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from storage_backends.formats.deletions import PendingDelete
+from storage_backends.formats.deletion_format import PendingDelete
 
 _LEDGER = struct.Struct(">Q")
 _OBJECT = struct.Struct(">QQQ")

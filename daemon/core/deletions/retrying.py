@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from storage_backends.formats.deletions import Deletion, DeletionAnswer, DeletionOutcome
+from storage_backends.formats.deletion_format import Deletion, DeletionAnswer, DeletionOutcome
 
 # Of what a store says; it is kept in memory and in every checkpoint.
 TEXT_CHARACTERS_MAX = 300

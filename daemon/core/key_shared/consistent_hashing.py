@@ -26,7 +26,7 @@ from daemon.core.key_shared import slot_owners
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, Slots, slots_in
 from daemon.core.key_shared.slot_owners import Joiner
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 
 Places = npt.NDArray[np.intp]
 

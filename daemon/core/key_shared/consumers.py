@@ -18,7 +18,7 @@ import numpy.typing as npt
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared.hash_slots import U16, HashRange
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 
 I64 = npt.NDArray[np.int64]
 _ORDINALS_AT_FIRST = 16

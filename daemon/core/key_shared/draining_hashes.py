@@ -20,7 +20,7 @@ import numpy.typing as npt
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.errors import InvariantViolated
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 _ONE = np.uint32(1)
 _ATTEMPTS_MAX = np.uint32((1 << 32) - 1)

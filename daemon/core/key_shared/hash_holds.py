@@ -15,7 +15,7 @@ from daemon.core.key_shared.consumers import Consumers
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import slots_of
 from daemon.core.positions import KeyedRows, bitmap_of, contained
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 
 class HashHolds:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.errors import InvalidArgument
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 
 HASH_SLOTS = 1 << 16
 

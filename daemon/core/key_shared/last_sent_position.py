@@ -28,7 +28,7 @@ from daemon.core.in_flight import Mask, Places
 from daemon.core.key_order import KeyOrder
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.positions import PageTable
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 Position = tuple[int, int]
 

@@ -21,7 +21,7 @@ from daemon.core.in_flight import Mask
 from daemon.core.key_order import KeyOrder
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.positions import bitmap_of, contained, keys_of
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 _ONE = np.uint32(1)
 # Columns are packed when most of this many rows or more have left.

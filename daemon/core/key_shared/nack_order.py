@@ -16,7 +16,7 @@ from daemon.core.key_shared.hash_slots import U16, slots_of
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.key_shared.position_order import PositionOrder, are_greater
 from daemon.core.positions import KeyedRows, bitmap_of, contained
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 
 class BlockingNacks:

@@ -15,7 +15,7 @@ from pyroaring import BitMap64
 from daemon.core.in_flight import Mask
 from daemon.core.positions import PAGE_BITS, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # Pages without positions are looked for when there are so many more than after the last look.
 _PAGES_SLACK = 64

@@ -13,7 +13,7 @@ import numpy as np
 from daemon.core.in_flight import Mask
 from daemon.core.positions import KeyedRows, PagePlaces
 from storage_backends.formats.index_ids import are_of_batch_parts, of_part
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # (ledger_id, entry_id, batch index and 1, 0 of entries as a whole) of n rows.
 Columns = tuple[U64, U64, U64]

@@ -25,7 +25,7 @@ from daemon.core.key_shared.planning import before_refused
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import first_time_ms
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # Of rows, of which only some are there, who receives each: rows, which of them are there, the slots of these.
 Choose = Callable[[KeyedRows, Places, U16], U16]

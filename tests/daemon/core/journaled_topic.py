@@ -32,10 +32,9 @@ from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from daemon.durability import bucket_objects, checkpoint, recovery, sealing
 from storage_backends import topic_manifest
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest
+from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 from tests.daemon.core.oracle import Claim
@@ -130,7 +129,7 @@ class JournaledTopic:
         self.slots: list[bytes] = []
         self.checkpoint: bytes | None = None
         self.seals: collections.deque[_Seal] = collections.deque()
-        self.staged = journal.SlotBuilder()
+        self.staged = slot_format.SlotBuilder()
         self._budget_bytes = budget_bytes
         self._ready_rows_max = ready_rows_max
         self._segment_limits = segment_limits or SegmentLimits(time_step_ms=1_000, rows_max=4, rows_min=0)
@@ -209,10 +208,10 @@ class JournaledTopic:
         records = self.staged.freeze()
         if not records:
             return
-        self.staged = journal.SlotBuilder()
+        self.staged = slot_format.SlotBuilder()
         self.slot += 1
-        header = journal.SlotHeader(1, EPOCH, self.slot, journal.SlotKind.DATA, len(records))
-        self.slots.append(journal.encode_slot(header, records))
+        header = slot_format.SlotHeader(1, EPOCH, self.slot, slot_format.SlotKind.DATA, len(records))
+        self.slots.append(slot_format.encode_slot(header, records))
         self._changed_slot = self.slot
         for record in records:
             self.core.apply(record, self.slot, elapsed_ms=self.elapsed_ms)
@@ -258,7 +257,7 @@ class JournaledTopic:
                 self.commit_together(records)
         return sum(departure.rows for departure in departures)
 
-    def commit_together(self, records: Iterable[journal.Record]) -> None:
+    def commit_together(self, records: Iterable[slot_format.Record]) -> None:
         """They are in one slot, with whatever else is staged."""
         for record in records:
             self.staged.append(record)
@@ -272,14 +271,14 @@ class JournaledTopic:
 
     # ---- subscriptions that go
 
-    def gone_with(self, subscription_id: int) -> list[journal.GoneRecord]:
+    def gone_with(self, subscription_id: int) -> list[slot_format.GoneRecord]:
         """What deleting the subscription will make gone: first of its two steps."""
         self.commit()
         self.pass_all()
         return self.core.gone_with_subscription(subscription_id)
 
     def delete_subscription(
-        self, subscription_id: int, gone: Sequence[journal.GoneRecord], *, until: Until = Until.SERVED
+        self, subscription_id: int, gone: Sequence[slot_format.GoneRecord], *, until: Until = Until.SERVED
     ) -> None:
         for record in gone:
             self.staged.append(record)
@@ -454,15 +453,15 @@ class JournaledTopic:
 
     def crash_and_recover(self) -> None:
         self.seals.clear()
-        self.staged = journal.SlotBuilder()
+        self.staged = slot_format.SlotBuilder()
         # The new owner's fence.
         self.slot += 1
-        fence = journal.SlotHeader(1, EPOCH, self.slot, journal.SlotKind.FENCE, 0)
-        self.slots.append(journal.encode_slot(fence, ()))
+        fence = slot_format.SlotHeader(1, EPOCH, self.slot, slot_format.SlotKind.FENCE, 0)
+        self.slots.append(slot_format.encode_slot(fence, ()))
         self._changed_slot = self.slot
         self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         loaded = None if self.checkpoint is None else checkpoint_format.decode_checkpoint(self.checkpoint)
-        tails = recovery.tails_of(loaded, map(journal.decode_slot, self.slots))
+        tails = recovery.tails_of(loaded, map(slot_format.decode_slot, self.slots))
         tail = tails.get(TOPIC_ID, recovery.NOTHING)
         part = recovery.counting_part(self.tip, tail)
         objects = recovery.TopicReads(self.store, InlineExecutor()).objects(self.tip, part)

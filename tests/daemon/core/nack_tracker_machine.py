@@ -19,7 +19,7 @@ from pyroaring import BitMap64
 from daemon.core import nack_tracker, packed_rows
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 
 Position = tuple[int, int]
 FAR_MS = 1 << 45

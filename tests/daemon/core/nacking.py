@@ -16,8 +16,8 @@ from daemon.core.dead_letters import DeadLetterRows
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
-from storage_backends.formats.journal import AcknowledgeRecord, DeadLetterRecord, NackRecord, Record, ReplayRecord
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, claims_of
 from tests.daemon.core.oracle import Claim, Place
 from tests.daemon.core.redelivery_oracle import DeadLetter, Nack

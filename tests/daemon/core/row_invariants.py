@@ -14,7 +14,7 @@ from daemon.core.indexes import Indexes
 from daemon.core.positions import keys_of
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 from tests.daemon.core.journaled_topic import JournaledTopic
 from tests.daemon.core.oracle import Oracle, Place
 

@@ -17,8 +17,8 @@ from hypothesis.stateful import initialize, precondition, rule
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentRange
 from storage_backends.formats import position_bitmap
-from storage_backends.formats.journal import GoneRecord, WaiveRecord
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.slot_format import GoneRecord, WaiveRecord
 from tests.daemon.core.journaled_topic import (
     JournaledTopic,
     Position,

@@ -11,7 +11,7 @@ from daemon.core.bucket_counts import BucketCounts
 from daemon.core.indexes import Indexes
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentCache
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 INDEXES = (0, 7, 9)
 

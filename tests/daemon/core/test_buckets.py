@@ -15,8 +15,8 @@ from daemon.core.mutable_bucket import HORIZON_STEP_MS, MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import take_due
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentCursor, SegmentRange, SegmentTable
-from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos
+from storage_backends.formats.row_columns import Rows
 from tests.daemon.core.journaled_topic import key_hashes_of, listed
 
 NOW_MS = 1_000_000

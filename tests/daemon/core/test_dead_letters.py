@@ -13,7 +13,7 @@ from daemon.core import dead_letters
 from daemon.core.dead_letters import ALL, DeadLetterFilter, DeadLetterRows, DeadLetters
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 Letter = tuple[int, int, int, int, int, int, int, int, int, str]
 TEXTS = ("", "no such order", "broken")

@@ -16,7 +16,7 @@ from daemon.core.fifo_runs import FifoRuns, Ranges
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import Place, SortedRun
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 START_MS = 1_000_000
 # Constant delays, as levels have them.

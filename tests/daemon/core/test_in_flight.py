@@ -11,7 +11,7 @@ from pyroaring import BitMap64
 from daemon.core import in_flight
 from daemon.core.in_flight import InFlight
 from daemon.core.positions import KeyedRows, keys_of
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 
 keys = st.integers(0, 30)
 actions = st.one_of(

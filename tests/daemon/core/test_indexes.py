@@ -12,9 +12,9 @@ from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentRange
 from storage_backends.formats import manifest
-from storage_backends.formats.bucket import SegmentInfo, SegmentInfos
+from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos
 from storage_backends.formats.index_ids import SHARED
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.daemon.core.journaled_topic import listed
 
 NOW_MS = 1_000_000

@@ -16,8 +16,8 @@ from daemon.core.level_rows import LevelRows
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.errors import DelayTooLong, InvalidArgument
-from storage_backends.formats.journal import AddRecord
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AddRecord
 
 NOW_MS = 1_000_000
 HOUR_MS = 3_600_000

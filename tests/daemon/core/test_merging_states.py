@@ -19,7 +19,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.runs import SortedRun
 from daemon.core.sealed_bucket import SealedBucket
 from storage_backends.formats import merge
-from storage_backends.formats.bucket import KeptRows
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.merge import Bits
 from tests.daemon.core import test_merging

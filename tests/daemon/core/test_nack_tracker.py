@@ -18,7 +18,7 @@ from daemon.core.nack_tracker import NackTracker, rounded_up
 from daemon.core.packed_rows import NackColumns, PackedRows, pack
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import part_entry_id
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 from tests.daemon.core import nack_tracker_machine
 from tests.daemon.core.nack_tracker_machine import NackTrackerMachine, bitmaps_always
 

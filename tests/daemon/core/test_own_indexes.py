@@ -12,9 +12,9 @@ from daemon.core.quarantine import RebuildNeeded
 from daemon.core.segments import LOADED_ROW_BYTES
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
-from storage_backends.formats.journal import AcknowledgeRecord, GoneRecord
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.slot_format import AcknowledgeRecord, GoneRecord
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import LIMITS, JournaledTopic, Position, batch_of, claims_of, listed
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions

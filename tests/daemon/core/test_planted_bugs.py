@@ -26,10 +26,10 @@ from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.durability import recovery, sealing
 from daemon.errors import InvariantViolated
-from storage_backends.formats import checkpoint, manifest
-from storage_backends.formats.journal import AcknowledgeRecord, Record
+from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.merge import NotConserved
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
+from storage_backends.formats.slot_format import AcknowledgeRecord, Record
 from tests.daemon.core import test_topic
 from tests.daemon.core.topic_machine import TopicMachine
 
@@ -101,7 +101,7 @@ def what_is_gone_while_a_bucket_is_sealed_is_forgotten(patch: pytest.MonkeyPatch
 
 
 def a_checkpoint_counts_when_the_manifest_is_as_new(patch: pytest.MonkeyPatch) -> None:
-    def counting_part(tip: manifest.TopicManifest, tail: recovery.TopicTail) -> checkpoint.TopicPart | None:
+    def counting_part(tip: manifest.TopicManifest, tail: recovery.TopicTail) -> checkpoint_format.TopicPart | None:
         return None if tip.applied > tail.part_slot else tail.part
 
     patch.setattr(recovery, "counting_part", counting_part)

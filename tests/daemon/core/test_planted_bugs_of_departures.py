@@ -19,8 +19,8 @@ from daemon.core.quarantine import QuarantinedBucket
 from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
-from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
+from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core import test_containment, test_leases, test_quarantine, test_trimming
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 

@@ -18,7 +18,7 @@ from daemon.core.mutable_bucket import MutableBucket, SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint
-from storage_backends.formats.checkpoint import TopicPart
+from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.index_ids import SHARED
 from tests.daemon.core import test_indexes, test_own_indexes
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine

@@ -17,7 +17,7 @@ from daemon.core.positions import KeyedRows, bitmap_of
 from daemon.core.subscription import SubscriptionState
 from daemon.core.withdrawals import Withdrawals
 from storage_backends.formats.index_ids import SHARED
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.row_columns import U64, Rows
 from tests.daemon.core import test_withdrawals
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
 

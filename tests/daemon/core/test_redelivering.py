@@ -19,9 +19,9 @@ from daemon.core.subscription import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part
-from storage_backends.formats.journal import NackRecord, Record, SlotBuilder
 from storage_backends.formats.manifest import Subscription
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.slot_format import NackRecord, Record, SlotBuilder
 
 NOW_MS = 1_000_000
 S = 1

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 from daemon.core.redelivery_counts import RedeliveryCounts
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
 
 U32_MAX = (1 << 32) - 1
 

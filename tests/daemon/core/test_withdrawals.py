@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.errors import InvalidArgument
-from storage_backends.formats.journal import AddRecord, GoneReason, GoneRecord, RescheduleRecord
+from storage_backends.formats.slot_format import AddRecord, GoneReason, GoneRecord, RescheduleRecord
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import left_in, upto

@@ -19,8 +19,8 @@ from hypothesis.stateful import precondition, rule
 from daemon.core import departures
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import is_of_batch_parts
-from storage_backends.formats.journal import GoneRecord, Record, WaiveRecord
 from storage_backends.formats.manifest import SubscriptionPolicy
+from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core import test_containment
 from tests.daemon.core.journaled_topic import Position, claims_of
 from tests.daemon.core.oracle import Claim, Place, Ranges, claim_of, places_named

@@ -22,10 +22,10 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.scan import Asked, Found, Page, PageScan, Part, Place, SealedPart, part_of
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.durability import bucket_objects, sealing
-from storage_backends.formats.bucket import SegmentInfo
-from storage_backends.formats.journal import AddRecord, GoneReason, GoneRecord
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.bucket_format import SegmentInfo
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
+from storage_backends.formats.slot_format import AddRecord, GoneReason, GoneRecord
 from tests.daemon.core.journaled_topic import TOPIC_ID, JournaledTopic
 
 Row = tuple[int, int, int]

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from daemon.core.withdrawals import Asked, CancelOutcome, RescheduleOutcome
-from storage_backends.formats.journal import Record
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import Record
 from tests.daemon.core.journaled_topic import JournaledTopic, Position
 
 

@@ -15,11 +15,10 @@ from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing
 from storage_backends import topic_manifest
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import index_ids, journal, manifest
+from storage_backends.formats import checkpoint_format, index_ids, manifest, slot_format
 from storage_backends.formats.index_ids import batch_parts_of
-from storage_backends.formats.journal import DeadLetterReason, SlotHeader, SlotKind
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.slot_format import DeadLetterReason, SlotHeader, SlotKind
 from tests.daemon.durability.test_recovery import (
     LEDGER,
     LIMITS,
@@ -93,11 +92,11 @@ def u32(values: Iterable[int]) -> U32:
 
 def nack(
     entries: Entries, *, counts: Iterable[int], index_id: int = 0, added: bool = False, subscription_id: int = 1
-) -> journal.NackRecord:
+) -> slot_format.NackRecord:
     """They come back in the order opposite to their entries."""
     rows = rows_of(entries)
     times = np.uint64(1_000_000) - rows.entry_id
-    return journal.NackRecord("id", 1, subscription_id, index_id, rows, times, u32(counts), added)
+    return slot_format.NackRecord("id", 1, subscription_id, index_id, rows, times, u32(counts), added)
 
 
 def as_parts(entries: Entries, batch_index: int) -> list[int]:
@@ -108,20 +107,20 @@ def as_parts(entries: Entries, batch_index: int) -> list[int]:
 
 def dead(
     entries: Entries, ids: Iterable[int], text: str = "", *, index_id: int = 0, subscription_id: int = 1
-) -> journal.DeadLetterRecord:
+) -> slot_format.DeadLetterRecord:
     rows = rows_of(entries)
     dead_letter_id = np.array(list(ids), np.uint64)
     reason = DeadLetterReason.REJECTED if text else DeadLetterReason.TOO_OFTEN
     counts = u32(range(5, 5 + len(rows)))
-    return journal.DeadLetterRecord(
+    return slot_format.DeadLetterRecord(
         "id", 1, subscription_id, index_id, rows, counts, dead_letter_id, dead_letter_id, reason, text
     )
 
 
-EVERYTHING: tuple[journal.Record, ...] = (
-    journal.AddRecord("id", 1, 0, rows_of(range(20)), 3),
-    journal.AddRecord("id", 1, 0, rows_of(range(20, 30))),
-    journal.AddRecord("id", 1, 2, rows_of(range(4)), 18),
+EVERYTHING: tuple[slot_format.Record, ...] = (
+    slot_format.AddRecord("id", 1, 0, rows_of(range(20)), 3),
+    slot_format.AddRecord("id", 1, 0, rows_of(range(20, 30))),
+    slot_format.AddRecord("id", 1, 2, rows_of(range(4)), 18),
     nack(range(5), counts=[1, 2, 3, 4, 1_000]),
     nack(as_parts([7, 8], 2), counts=[5, 6], index_id=PARTS, added=True),
     nack([100], counts=[1], index_id=1, added=True),
@@ -130,9 +129,9 @@ EVERYTHING: tuple[journal.Record, ...] = (
     dead([10, 11], [1, 2]),
     dead([12], [3], "no such order"),
     dead(as_parts([8], 2), [4], "half of it", index_id=PARTS),
-    journal.ReplayRecord("id", 1, 1, 1, rows_of([11]), np.array([2], np.uint64)),
+    slot_format.ReplayRecord("id", 1, 1, 1, rows_of([11]), np.array([2], np.uint64)),
     dead([13], [5]),
-    journal.PurgeRecord("id", 1, 1, np.array([5], np.uint64)),
+    slot_format.PurgeRecord("id", 1, 1, np.array([5], np.uint64)),
     dead([3], [40], index_id=2, subscription_id=2),
 )
 ENTRY = index_ids.NO_BATCH_INDEX
@@ -175,7 +174,7 @@ def holds_everything(topic: Topic) -> None:
 class Stored:
     """A topic whose decisions are applied, and what is stored of it. `slots`: the journal."""
 
-    def __init__(self, *records: journal.Record) -> None:
+    def __init__(self, *records: slot_format.Record) -> None:
         self.store = Store()
         self.tip = tip_of(applied=0)
         self.topic = restored(self.store, self.tip)
@@ -185,13 +184,13 @@ class Stored:
         for record in records:
             self.decide(record)
 
-    def decide(self, *records: journal.Record) -> None:
-        builder = journal.SlotBuilder()
+    def decide(self, *records: slot_format.Record) -> None:
+        builder = slot_format.SlotBuilder()
         for record in records:
             builder.append(record)
         merged = builder.freeze()
         header = SlotHeader(1, 1, len(self.slots) + 1, SlotKind.DATA, len(merged))
-        self.slots.append(journal.encode_slot(header, merged))
+        self.slots.append(slot_format.encode_slot(header, merged))
         for record in merged:
             self.topic.apply(record, header.slot, elapsed_ms=0)
 
@@ -232,6 +231,6 @@ class Stored:
     def recovered(self, written: bytes | None = None, *, truncated_to: int = 0) -> Topic:
         """From the manifest, a checkpoint and the slots above `truncated_to`."""
         loaded = None if written is None else checkpoint_format.decode_checkpoint(written)
-        tails = recovery.tails_of(loaded, map(journal.decode_slot, self.slots[truncated_to:]))
+        tails = recovery.tails_of(loaded, map(slot_format.decode_slot, self.slots[truncated_to:]))
         tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         return restored(self.store, tip, tails.get("id", recovery.NOTHING))

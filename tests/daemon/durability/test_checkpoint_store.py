@@ -13,12 +13,11 @@ from daemon.durability import checkpoint_store, slot_put
 from daemon.durability.journal_truncation import JournalTruncation
 from daemon.errors import InvariantViolated
 from storage_backends import memory_store, object_store
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest, names
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import checkpoint_format, manifest, names, slot_format
+from storage_backends.formats.row_columns import Rows
 
 SHARD = 3
-DATA, FENCE = journal.SlotKind.DATA, journal.SlotKind.FENCE
+DATA, FENCE = slot_format.SlotKind.DATA, slot_format.SlotKind.FENCE
 
 
 def checkpoint_of(slot: int) -> checkpoint_format.Checkpoint:
@@ -180,8 +179,8 @@ def journal_with(*, data: range, fences: tuple[int, ...]) -> CountingStore:
     for slot in data:
         kind = FENCE if slot in fences else DATA
         epoch = sum(fence <= slot for fence in fences)
-        header = journal.SlotHeader(SHARD, epoch, slot, kind, 0)
-        frozen = slot_put.FrozenSlot(header, journal.encode_slot(header, ()), f"id-{slot}")
+        header = slot_format.SlotHeader(SHARD, epoch, slot, kind, 0)
+        frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), f"id-{slot}")
         store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)
     return store
 
@@ -203,7 +202,7 @@ def truncation_of(
     executor: concurrent.futures.Executor,
     *,
     fence_slot: int,
-    known_kinds: dict[int, journal.SlotKind] | None = None,
+    known_kinds: dict[int, slot_format.SlotKind] | None = None,
 ) -> JournalTruncation:
     return JournalTruncation(
         store, shard=SHARD, epoch=2, fence_slot=fence_slot, known_kinds=known_kinds or {}, executor=executor

@@ -16,8 +16,8 @@ from daemon.durability import journal_tail, ownership_lost, slot_put
 from daemon.durability.journal import JournalWriter, WrittenSlot
 from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
 from storage_backends import journal_slots, memory_store, object_store
-from storage_backends.formats import journal, names
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import names, slot_format
+from storage_backends.formats.row_columns import Rows
 from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock, settle
 from tests.support.virtual_loop import InlineExecutor
@@ -36,9 +36,9 @@ def reads() -> Iterator[concurrent.futures.Executor]:
         yield executor
 
 
-def add_of(*entries: int) -> journal.AddRecord:
+def add_of(*entries: int) -> slot_format.AddRecord:
     columns = np.array(entries, np.uint64)
-    return journal.AddRecord("a" * 32, 1, 0, Rows(columns + np.uint64(1000), columns, columns))
+    return slot_format.AddRecord("a" * 32, 1, 0, Rows(columns + np.uint64(1000), columns, columns))
 
 
 def put_slot(
@@ -46,12 +46,12 @@ def put_slot(
     slot: int,
     *,
     epoch: int,
-    kind: journal.SlotKind = journal.SlotKind.DATA,
+    kind: slot_format.SlotKind = slot_format.SlotKind.DATA,
     shard: int = SHARD,
 ) -> None:
-    records = (add_of(slot),) if kind is journal.SlotKind.DATA else ()
-    header = journal.SlotHeader(shard, epoch, slot, kind, len(records))
-    frozen = slot_put.FrozenSlot(header, journal.encode_slot(header, records), f"by-epoch-{epoch}-{slot}")
+    records = (add_of(slot),) if kind is slot_format.SlotKind.DATA else ()
+    header = slot_format.SlotHeader(shard, epoch, slot, kind, len(records))
+    frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, records), f"by-epoch-{epoch}-{slot}")
     store.put_if_absent(names.journal_slot_key(SHARD, slot), frozen.body, metadata=frozen.metadata)
 
 
@@ -88,8 +88,8 @@ class Owner:
         )
 
 
-def stored(store: object_store.ObjectStore, slot: int) -> journal.SlotHeader:
-    return journal.decode_header(store.get(names.journal_slot_key(SHARD, slot)))
+def stored(store: object_store.ObjectStore, slot: int) -> slot_format.SlotHeader:
+    return slot_format.decode_header(store.get(names.journal_slot_key(SHARD, slot)))
 
 
 async def test_slots_follow_each_other_and_hold_their_records() -> None:
@@ -98,9 +98,9 @@ async def test_slots_follow_each_other_and_hold_their_records() -> None:
     assert [await owner.writer.write([add_of(1, 2), add_of(3)]), await owner.writer.write([])] == [10, 11]
     slot = journal_tail.read_slot(store, SHARD, 10)
     assert slot is not None
-    assert slot.header == journal.SlotHeader(SHARD, 5, 10, journal.SlotKind.DATA, 2)
+    assert slot.header == slot_format.SlotHeader(SHARD, 5, 10, slot_format.SlotKind.DATA, 2)
     first = slot.records[0].decoded()
-    assert isinstance(first, journal.AddRecord)
+    assert isinstance(first, slot_format.AddRecord)
     assert first.rows.entry_id.tolist() == [1, 2]
     assert [(written.slot, written.tries, written.sent_at_s) for written in owner.reported] == [
         (10, 1, clock.now_s),
@@ -182,7 +182,7 @@ async def test_without_head_the_shard_stalls_and_logs_why_once(caplog: pytest.Lo
 async def test_an_owner_that_meets_a_fence_is_fenced_and_writes_nothing_more() -> None:
     store, clock = ScriptedStore(), VirtualClock()
     owner = Owner(store, clock)
-    put_slot(store, 10, epoch=6, kind=journal.SlotKind.FENCE)
+    put_slot(store, 10, epoch=6, kind=slot_format.SlotKind.FENCE)
     with pytest.raises(ownership_lost.Fenced) as fenced:
         await owner.writer.write([add_of(1)])
     assert (fenced.value.slot, fenced.value.epoch, fenced.value.holder_epoch) == (10, 5, 6)
@@ -209,7 +209,7 @@ async def test_a_slot_that_was_replayed_and_deleted_between_two_tries_does_not_c
     writing = asyncio.create_task(owner.writer.write([add_of(1)]))
     await settle()
     # A successor finds slot 10, fences slot 11, covers slot 10 by a checkpoint and deletes it.
-    put_slot(store, 11, epoch=6, kind=journal.SlotKind.FENCE)
+    put_slot(store, 11, epoch=6, kind=slot_format.SlotKind.FENCE)
     store.delete(names.journal_slot_key(SHARD, 10))
     await clock.advance(1.0)
     with pytest.raises(ownership_lost.Fenced):
@@ -338,7 +338,7 @@ def test_an_empty_journal_has_an_empty_tail(reads: concurrent.futures.Executor) 
 def test_fences_are_part_of_the_tail(reads: concurrent.futures.Executor) -> None:
     store = memory_store.MemoryStore()
     put_slot(store, 4, epoch=1)
-    put_slot(store, 5, epoch=3, kind=journal.SlotKind.FENCE)
+    put_slot(store, 5, epoch=3, kind=slot_format.SlotKind.FENCE)
     put_slot(store, 6, epoch=3)
     assert read(store, reads) == [4, 5, 6]
 

@@ -18,9 +18,8 @@ from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, sealing
 from storage_backends import commit
-from storage_backends.formats import bucket, journal, manifest, merge, position_bitmap
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import bucket_format, checkpoint_format, manifest, merge, position_bitmap, slot_format
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 from tests.support.virtual_loop import InlineExecutor
@@ -70,12 +69,14 @@ class Store:
 
     def sealed(self, name: str, entries: Entries, subscription_id: int = 0) -> manifest.LiveBucket:
         rows = rows_of(entries)
-        encoded = bucket.encode_bucket(
+        encoded = bucket_format.encode_bucket(
             rows, topic="t", subscription_id=subscription_id, limits=LIMITS, compatible=False
         )
         return self._put(name, encoded, subscription_id, 0)
 
-    def _put(self, name: str, encoded: bucket.EncodedBucket, subscription_id: int, level: int) -> manifest.LiveBucket:
+    def _put(
+        self, name: str, encoded: bucket_format.EncodedBucket, subscription_id: int, level: int
+    ) -> manifest.LiveBucket:
         self.store.put(name, encoded.body)
         return encoded.live_bucket(name, base=1, subscription_id=subscription_id, level=level)
 
@@ -85,7 +86,7 @@ class Store:
         """The sources as one bucket, without what is gone by `progress`; they are deleted."""
         read = []
         for live in sources:
-            metadata, rows = bucket.decode_bucket(self.store.get(live.object.name))
+            metadata, rows = bucket_format.decode_bucket(self.store.get(live.object.name))
             read.append(merge.Source(live=live, metadata=metadata, rows=rows))
         made = merge.merged(
             read,
@@ -252,7 +253,7 @@ def test_rows_of_own_indexes_are_restored_from_buckets_checkpoint_and_journal() 
             checkpoint_format.SealingPart(bucket="b", slot=9, rows=rows_of(range(3, 8)), subscription_id=1),
         ),
     )
-    add = journal.AddRecord("id", 1, 2, rows_of([40]))
+    add = slot_format.AddRecord("id", 1, 2, rows_of([40]))
     tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(13, (add,)),))
     topic = restored(store, tip_of(shared, own, applied=10), tail)
     assert entries_in(topic.indexes[0]) == [0, 1, 2, 3, 4, 30]
@@ -269,7 +270,7 @@ def test_rows_of_the_own_index_of_a_subscription_that_is_no_more_are_left_out() 
         own_rows=(checkpoint_format.OwnRows(1, rows_of([31])), checkpoint_format.OwnRows(2, rows_of([32]))),
         sealing=(checkpoint_format.SealingPart(bucket="c", slot=11, rows=rows_of([20]), subscription_id=1),),
     )
-    records = tuple(journal.AddRecord("id", 1, number, rows_of([40])) for number in (1, 2))
+    records = tuple(slot_format.AddRecord("id", 1, number, rows_of([40])) for number in (1, 2))
     tail = dataclasses.replace(part, slots=(checkpoint_format.CarriedSlot(13, records),))
     tip = tip_of(store.sealed("b", range(5), subscription_id=1), subscriptions=(OTHER,))
     topic = restored(store, tip, tail)
@@ -282,7 +283,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
     store = Store()
     topic = restored(store, tip_of(store.sealed("a", range(5)), store.sealed("b", range(5), subscription_id=2)))
     for number, entries in ((0, [10, 11]), (1, [11, 12]), (2, [10])):
-        topic.apply(journal.AddRecord("id", 1, number, rows_of(entries)), 11, elapsed_ms=0)
+        topic.apply(slot_format.AddRecord("id", 1, number, rows_of(entries)), 11, elapsed_ms=0)
     own, leaving = topic.indexes[2], rows_of([1, 2])
     own.remove(bitmap_of(own.pages.find(leaving.ledger_id, leaving.entry_id)))
     begun = topic.indexes.begin_seal(lambda index: f"k{index}", now_ms=0)
@@ -291,7 +292,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
         sealing.SealCut(topic="t", key=memory.name, base=1, slot=11, rows=memory.snapshot(), index_id=index)
         for index, memory in begun
     )
-    topic.apply(journal.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
+    topic.apply(slot_format.AddRecord("id", 1, 1, rows_of([13])), 12, elapsed_ms=0)
     cut = checkpoint.TopicCut(
         topic_id="id",
         topic="t",

@@ -13,8 +13,7 @@ import pytest
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, recovery, redeliveries, sealing
 from daemon.errors import Corruption
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest
+from storage_backends.formats import checkpoint_format, manifest, slot_format
 from tests.daemon.durability.stored_redeliveries import (
     EVERYTHING,
     LEVELS,
@@ -71,7 +70,9 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> Topic:
     """Two checkpoints carry it over, and what the journal says of it."""
     loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
     for slot in (9, len(stored.slots)):
-        tails = recovery.tails_of(loaded, (journal.read_slot(body)[:2] for body in stored.slots[loaded.slot : slot]))
+        tails = recovery.tails_of(
+            loaded, (slot_format.read_slot(body)[:2] for body in stored.slots[loaded.slot : slot])
+        )
         carried = recovery.carried_part("id", tails["id"])
         encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, slot, (carried,)))
         loaded = checkpoint_format.decode_checkpoint(encoded)
@@ -120,16 +121,16 @@ def test_a_cut_does_not_know_what_is_decided_after_it() -> None:
     cut = stored.topic.redelivery_cut()
     stored.decide(nack([6, 7], counts=[1, 1]), nack([0], counts=[2]))
     stored.decide(dead([14], [6]))
-    stored.decide(journal.PurgeRecord("id", 1, 1, np.array([1], np.uint64)))
-    stored.decide(journal.AddRecord("id", 1, 0, rows_of([50]), 3))
-    stored.decide(journal.AcknowledgeRecord("id", 1, 1, rows_of([1])))
+    stored.decide(slot_format.PurgeRecord("id", 1, 1, np.array([1], np.uint64)))
+    stored.decide(slot_format.AddRecord("id", 1, 0, rows_of([50]), 3))
+    stored.decide(slot_format.AcknowledgeRecord("id", 1, 1, rows_of([1])))
     written = redeliveries.to_stored(stored.topic.index.pages, cut)
     untouched = Stored(*EVERYTHING).topic
     assert written == redeliveries.to_stored(untouched.index.pages, untouched.redelivery_cut())
     assert known(stored.topic) != OF_FIRST
 
 
-def progress_of(*records: journal.Record) -> manifest.Progress:
+def progress_of(*records: slot_format.Record) -> manifest.Progress:
     stored = Stored(*records)
     stored.seal()
     assert stored.tip.progress is not None
@@ -137,12 +138,12 @@ def progress_of(*records: journal.Record) -> manifest.Progress:
 
 
 def test_a_topic_without_redeliveries_has_nothing_of_them_in_its_progress() -> None:
-    assert progress_of(journal.AddRecord("id", 1, 0, rows_of(range(3)))) == manifest.Progress()
+    assert progress_of(slot_format.AddRecord("id", 1, 0, rows_of(range(3)))) == manifest.Progress()
 
 
 def test_the_highest_id_of_a_dead_letter_is_kept_when_the_last_one_has_left() -> None:
-    purge = journal.PurgeRecord("id", 1, 1, np.array([7], np.uint64))
-    stored = Stored(journal.AddRecord("id", 1, 0, rows_of(range(3))), dead([0], [7]), purge)
+    purge = slot_format.PurgeRecord("id", 1, 1, np.array([7], np.uint64))
+    stored = Stored(slot_format.AddRecord("id", 1, 0, rows_of(range(3))), dead([0], [7]), purge)
     stored.seal()
     assert known(stored.recovered(truncated_to=len(stored.slots))) == dataclasses.replace(
         NOTHING, last_dead_letter_id=7

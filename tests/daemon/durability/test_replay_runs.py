@@ -14,10 +14,9 @@ from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
 from daemon.durability import checkpoint, replay_runs
 from daemon.durability.replay_runs import Decided
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import manifest, position_bitmap
-from storage_backends.formats.journal import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import checkpoint_format, manifest, position_bitmap
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, GoneReason, GoneRecord
 
 NOW_MS = 1_000_000
 # The second one is created while rows come: it is owed those of later slots alone.

@@ -11,8 +11,8 @@ import pytest
 from daemon.durability import bucket_objects, recovery
 from daemon.errors import Corruption
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import bucket, manifest, position_bitmap
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import bucket_format, manifest, position_bitmap
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 
@@ -25,11 +25,11 @@ def reads() -> Iterator[concurrent.futures.Executor]:
         yield executor
 
 
-def encoded(ledger_id: int) -> bucket.EncodedBucket:
+def encoded(ledger_id: int) -> bucket_format.EncodedBucket:
     """Ten rows; buckets of different ledgers have the same layout."""
     rows = Rows(np.arange(10, dtype=np.uint64), np.full(10, ledger_id, np.uint64), np.arange(10, dtype=np.uint64), None)
     limits = SegmentLimits(time_step_ms=3, rows_max=5, rows_min=0)
-    return bucket.encode_bucket(rows, topic="orders", subscription_id=0, limits=limits, compatible=False)
+    return bucket_format.encode_bucket(rows, topic="orders", subscription_id=0, limits=limits, compatible=False)
 
 
 def progress_of(entry_id: int) -> bytes:
@@ -39,7 +39,7 @@ def progress_of(entry_id: int) -> bytes:
     )
 
 
-def tip_of(named: bucket.EncodedBucket) -> manifest.TopicManifest:
+def tip_of(named: bucket_format.EncodedBucket) -> manifest.TopicManifest:
     live = named.live_bucket(BUCKET, base=1)
     return manifest.TopicManifest(
         head=commit.NO_HEAD,
@@ -53,7 +53,7 @@ def tip_of(named: bucket.EncodedBucket) -> manifest.TopicManifest:
     )
 
 
-def with_objects(stored: bucket.EncodedBucket, progress: bytes) -> MemoryStore:
+def with_objects(stored: bucket_format.EncodedBucket, progress: bytes) -> MemoryStore:
     store = MemoryStore()
     store.put(BUCKET, stored.body)
     store.put(PROGRESS, progress)

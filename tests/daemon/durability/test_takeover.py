@@ -25,9 +25,8 @@ from daemon.durability.journal_truncation import JournalTruncation
 from daemon.durability.shard_claim import ShardClaim
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit, crash_points, memory_store, object_store, shard_manifests
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest, names
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import checkpoint_format, manifest, names, slot_format
+from storage_backends.formats.row_columns import Rows
 from tests.daemon.durability.interleaving import InlineExecutor, Scheduler, SteppedStore
 from tests.support.fault_store import Fault, FaultStore, Script
 from tests.support.virtual_clock import VirtualClock
@@ -35,7 +34,7 @@ from tests.support.virtual_clock import VirtualClock
 T = TypeVar("T")
 SHARD = 3
 TOPIC_ID = "a" * 32
-DATA, FENCE = journal.SlotKind.DATA, journal.SlotKind.FENCE
+DATA, FENCE = slot_format.SlotKind.DATA, slot_format.SlotKind.FENCE
 
 
 class Ids:
@@ -76,9 +75,12 @@ def take_over(store: object_store.ObjectStore, name: str) -> ShardClaim:
     return takeover.take_over(store, shard_log_of(store, name), shard=SHARD, claimant=claimant_of(name))
 
 
-def entries_of(records: tuple[journal.Record, ...]) -> set[int]:
+def entries_of(records: tuple[slot_format.Record, ...]) -> set[int]:
     return {
-        entry for record in records if isinstance(record, journal.AddRecord) for entry in record.rows.entry_id.tolist()
+        entry
+        for record in records
+        if isinstance(record, slot_format.AddRecord)
+        for entry in record.rows.entry_id.tolist()
     }
 
 
@@ -142,7 +144,7 @@ class Owner:
 
     async def write(self) -> None:
         entry = self.claim.epoch * 1000 + self.writer.next_slot
-        slot = await self.writer.write([journal.AddRecord(TOPIC_ID, 1, 0, rows_of({entry}))])
+        slot = await self.writer.write([slot_format.AddRecord(TOPIC_ID, 1, 0, rows_of({entry}))])
         self.known.add(entry)
         self.answered.append((slot, entry))
 
@@ -174,8 +176,8 @@ class Owner:
             pass
 
 
-def kinds_in(store: object_store.ObjectStore) -> dict[int, journal.SlotHeader]:
-    headers = (journal.decode_header(store.get(listed.key)) for listed in store.list(names.journal_prefix(SHARD)))
+def kinds_in(store: object_store.ObjectStore) -> dict[int, slot_format.SlotHeader]:
+    headers = (slot_format.decode_header(store.get(listed.key)) for listed in store.list(names.journal_prefix(SHARD)))
     return {header.slot: header for header in headers}
 
 
@@ -188,7 +190,7 @@ def test_the_first_owner_of_a_new_root_fences_slot_one_with_epoch_one() -> None:
     assert (claim.shard, claim.epoch, claim.fence_slot, claim.replay_from) == (SHARD, 1, 1, 0)
     assert (claim.slots, claim.checkpoint) == ((), None)
     assert (claim.tip.manifest.owner, claim.tip.manifest.address) == ("north", "north:7461")
-    assert kinds_in(store) == {1: journal.SlotHeader(SHARD, 1, 1, FENCE, 0)}
+    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, 1, FENCE, 0)}
 
 
 async def test_a_successor_reads_what_was_written_and_fences_behind_it() -> None:
@@ -321,7 +323,7 @@ def test_a_fence_whose_answer_was_lost_stands_once(fault: Fault) -> None:
     with crash_points.intercepted(fail_the_fence):
         claim = take_over(store, "north")
     assert claim.fence_slot == 1
-    assert kinds_in(store) == {1: journal.SlotHeader(SHARD, 1, 1, FENCE, 0)}
+    assert kinds_in(store) == {1: slot_format.SlotHeader(SHARD, 1, 1, FENCE, 0)}
 
 
 def test_a_store_that_stays_silent_about_the_fence_ends_the_takeover() -> None:
@@ -391,8 +393,8 @@ def test_a_claimant_overtaken_before_its_fence_stops() -> None:
 
 def test_a_slot_of_an_epoch_that_was_never_given_refuses_the_shard() -> None:
     store = memory_store.MemoryStore()
-    header = journal.SlotHeader(SHARD, 9, 1, DATA, 0)
-    frozen = slot_put.FrozenSlot(header, journal.encode_slot(header, ()), "stray")
+    header = slot_format.SlotHeader(SHARD, 9, 1, DATA, 0)
+    frozen = slot_put.FrozenSlot(header, slot_format.encode_slot(header, ()), "stray")
     store.put_if_absent(frozen.key, frozen.body, metadata=frozen.metadata)
     with pytest.raises(Corruption, match="epoch 9, which was not given"):
         take_over(store, "north")
@@ -420,7 +422,7 @@ class World:
     def _landed(self, key: str, body: bytes) -> None:
         if not key.startswith(names.journal_prefix(SHARD)):
             return
-        header = journal.decode_header(body)
+        header = slot_format.decode_header(body)
         if header.kind is FENCE:
             manifests = [key for key in self.store._objects if key.startswith(names.shard_manifest_prefix(SHARD))]
             tip = manifest.decode_shard_manifest(self.store._objects[max(manifests)].body)

@@ -18,7 +18,7 @@ from daemon.engine import deletion_calls
 from daemon.engine.deletion_requests import DeletionRequests
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, Step
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     Deletion,
     DeletionOutcome,
     InUseLedgers,

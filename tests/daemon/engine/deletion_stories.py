@@ -26,8 +26,8 @@ from daemon.errors import TarryError
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from daemon.settings import Deletion, DeletionOwner
-from storage_backends.formats import journal
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
+from storage_backends.formats import slot_format
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests.simulation.deletion_truth import OVER, ShardDeletions, Standing
@@ -58,7 +58,7 @@ class WatchedJournal(MemoryStore):
     def put_if_absent(self, key: str, body: bytes, *, metadata: Mapping[str, str]) -> None:
         super().put_if_absent(key, body, metadata=metadata)
         if "/journal/" in key:
-            slot = journal.read_slot(body)
+            slot = slot_format.read_slot(body)
             for record in slot.deletions:
                 self.truth.landed(record)
 

@@ -16,7 +16,7 @@ from daemon.ledger_stores.ledger_store import InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
 from daemon.ledger_stores.owner import Owner
-from storage_backends.formats.deletions import Deletion, LedgerComponent, PendingDelete
+from storage_backends.formats.deletion_format import Deletion, LedgerComponent, PendingDelete
 from storage_backends.memory_store import MemoryStore
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import FaultStore, Pause, Script

@@ -15,7 +15,7 @@ import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
 from storage_backends import bucket_merging, commit
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 from storage_backends.object_store import Damaged, NotFound
 from tests.daemon.engine.calling import trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver

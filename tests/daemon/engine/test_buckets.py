@@ -10,7 +10,7 @@ import pytest
 from daemon.engine import bucket_life
 from daemon.engine.served_topic import SEALING_MAX
 from daemon.errors import QuotaExceeded
-from storage_backends.formats import checkpoint, names
+from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.manifest import decode_topic_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault
@@ -78,7 +78,7 @@ async def test_the_orderly_end_leaves_the_rows_of_mutable_buckets_in_the_checkpo
     assert not machines.topic_tip().live
     newest = machines.shard_tip().checkpoint
     assert newest is not None
-    (part,) = checkpoint.decode_checkpoint(machines.store.get(newest.object.name)).topics
+    (part,) = checkpoint_format.decode_checkpoint(machines.store.get(newest.object.name)).topics
     assert len(part.mutable_rows) == 5
     two = await machines.served_by("two")
     assert two.topic("t").core.index.pending_rows == 5

@@ -12,7 +12,7 @@ import pytest
 
 from daemon.engine import engine
 from daemon.errors import Corruption, NotOwner
-from storage_backends.formats import bucket, names
+from storage_backends.formats import bucket_format, names
 from storage_backends.formats.manifest import LiveBucket
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
@@ -35,8 +35,8 @@ def alter(machines: EngineFixture, key: str, place: float = 0.5) -> None:
 def alter_part(machines: EngineFixture, live: LiveBucket, part: str) -> None:
     """Flips a bit of a bucket's `footer`, `metadata` or first `segment`."""
     size = live.object.size_bytes
-    offset, length = bucket.tail_range(size, live.segments)
-    table = bucket.decode_tail(machines.store.get_range(live.object.name, offset, length), size)
+    offset, length = bucket_format.tail_range(size, live.segments)
+    table = bucket_format.decode_tail(machines.store.get_range(live.object.name, offset, length), size)
     middle = {
         "footer": size - 2,
         "metadata": table.metadata.offset + table.metadata.length // 2,

@@ -17,7 +17,7 @@ from daemon.errors import (
     Unavailable,
 )
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.journal import DeadLetterReason
+from storage_backends.formats.slot_format import DeadLetterReason
 from tests.daemon.engine.calling import (
     acknowledge,
     cancel,

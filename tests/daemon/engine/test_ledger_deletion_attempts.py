@@ -10,7 +10,7 @@ import pytest
 from daemon.engine.deletion_calls import DeletionFilter
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats import names
-from storage_backends.formats.deletions import DeletionOutcome
+from storage_backends.formats.deletion_format import DeletionOutcome
 from tests.daemon.engine.deleting import (
     ALL,
     DEAD,

@@ -19,7 +19,7 @@ import pytest
 
 import daemon
 from daemon.engine import ledger_deleting
-from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
 from tests.daemon.engine.deletion_stories import AtTheirOwner, InObjects, Place, Story

@@ -14,7 +14,7 @@ import pytest
 from daemon.core.deletions.listing import ListedState
 from daemon.engine.deletion_calls import DeletionFilter
 from daemon.ledger_stores.ledger_stores import LedgerStores
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
 from tests.daemon.engine.deletion_stories import TOPIC, AtTheirOwner, InObjects, Place, Story, listed

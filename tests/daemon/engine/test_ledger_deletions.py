@@ -12,7 +12,7 @@ from daemon.engine import calls
 from daemon.engine.deletion_calls import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.ledger_stores.ledger_store import Answer
-from storage_backends.formats.deletions import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
 from tests.daemon.engine.deleting import (
     ALL,
     DEAD,

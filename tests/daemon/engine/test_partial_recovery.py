@@ -15,10 +15,9 @@ import pytest
 from daemon.durability import recovery
 from daemon.engine import bucket_life, topic_loading
 from daemon.errors import Corruption, NotFound, Unavailable
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import names
-from storage_backends.formats.checkpoint import Checkpoint
-from storage_backends.formats.journal import SlotKind
+from storage_backends.formats import checkpoint_format, names
+from storage_backends.formats.checkpoint_format import Checkpoint
+from storage_backends.formats.slot_format import SlotKind
 from tests.support.engine_fixture import Daemon, EngineFixture, Held, no_positions
 from tests.support.fault_store import Fault
 

@@ -16,7 +16,7 @@ from daemon.core.deletions.listing import ListedState
 from daemon.errors import TarryError
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
 from tests.daemon.engine.deletion_stories import TOPIC, listed
 from tests.support import owned_ledgers

@@ -19,9 +19,8 @@ from daemon.engine import bucket_life, manifests
 from daemon.engine.bucket_life import BucketLife
 from daemon.engine.merge_watch import MergeWatch
 from storage_backends import topic_manifest
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import manifest
-from storage_backends.formats.bucket import KeptRows
+from storage_backends.formats import checkpoint_format, manifest
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.merge_hints import MergeHint
 from tests.daemon.engine import test_foreign_merges as merges

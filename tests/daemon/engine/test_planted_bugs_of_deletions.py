@@ -17,7 +17,7 @@ from daemon.engine.deletion_workers import DeletionWorkers
 from daemon.engine.ledger_deleting import Attempt, ShardDeletions
 from daemon.errors import TarryError
 from daemon.ledger_stores.ledger_store import DeletionFailed
-from storage_backends.formats.deletions import DeletionAnswer, LedgerComponent
+from storage_backends.formats.deletion_format import DeletionAnswer, LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from tests.daemon.engine import test_ledger_deletion_crashes as crashes
 from tests.daemon.engine import test_ledger_deletion_faults as faults

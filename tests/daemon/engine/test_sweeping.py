@@ -13,7 +13,7 @@ from daemon.errors import (
     Unavailable,
 )
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 from tests.daemon.engine.sweeps import (
     BODY_BYTES,
     DAY_MS,

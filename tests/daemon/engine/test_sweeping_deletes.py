@@ -15,7 +15,7 @@ from daemon.errors import (
     Corruption,
     QuotaExceeded,
 )
-from storage_backends.formats.deletions import DeletionOutcome
+from storage_backends.formats.deletion_format import DeletionOutcome
 from tests.daemon.engine.sweeps import (
     BODY_BYTES,
     DELETE,

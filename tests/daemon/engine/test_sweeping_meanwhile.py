@@ -21,7 +21,7 @@ from daemon.errors import (
 )
 from daemon.ledger_stores.ledger_store import InUseAnswer
 from storage_backends.formats import names
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent
 from tests.daemon.engine.sweeps import (
     DELETE,
     OLD,

@@ -15,8 +15,8 @@ from daemon.engine import calls, viewing
 from daemon.engine.engine import Engine
 from daemon.errors import Corruption, InvalidArgument, NotFound, QuotaExceeded, Unavailable
 from storage_backends.formats import index_ids
-from storage_backends.formats.bucket import SegmentInfo
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.bucket_format import SegmentInfo
+from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
 from tests.daemon.engine.calling import acknowledge, cancel, create, get, rows_of, stats
 from tests.daemon.engine.dead_letter_calls import nack

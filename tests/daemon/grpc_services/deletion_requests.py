@@ -15,7 +15,7 @@ from google.protobuf import message
 
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, Step
 from daemon.ledger_stores.ledger_stores import LedgerStores, no_step
-from storage_backends.formats.deletions import DeletionOutcome, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, PendingDelete
 from tarry.v1 import ledger_deletion_pb2 as pb
 from tests.daemon.grpc_services import bad_deletions as bad
 from tests.daemon.grpc_services.bad_calls import changed

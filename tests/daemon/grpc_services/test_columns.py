@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from daemon.engine import calls
 from daemon.grpc_services import columns
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tarry.v1 import dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)

@@ -14,7 +14,7 @@ from google.protobuf import message
 from daemon import config
 from daemon.engine.engine import Engine
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
-from storage_backends.formats.deletions import DeletionOutcome
+from storage_backends.formats.deletion_format import DeletionOutcome
 from tarry.v1 import admin_pb2, policy_pb2
 from tarry.v1 import ledger_deletion_pb2 as pb
 from tests.daemon.grpc_services import bad_deletions as bad

@@ -12,7 +12,7 @@ import pytest
 from daemon import config
 from daemon.engine.engine import Engine
 from daemon.grpc_services import deletions
-from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from tarry.v1 import (
     admin_pb2,

@@ -12,7 +12,7 @@ import pytest
 
 from daemon import config
 from daemon.engine.engine import Engine
-from storage_backends.formats.deletions import LedgerComponent
+from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ListedObject
 from tarry.v1 import ledger_deletion_pb2 as pb

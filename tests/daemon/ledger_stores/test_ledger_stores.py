@@ -14,7 +14,7 @@ from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers
 from daemon.ledger_stores.owner import Owner
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     DeletionOutcome,
     LedgerComponent,
     LedgerType,

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from hypothesis import strategies as st
 
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

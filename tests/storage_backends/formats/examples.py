@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from storage_backends.formats import index_ids, journal, manifest, position_bitmap, redelivery, segment
-from storage_backends.formats.records import COLUMNS
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats import index_ids, manifest, position_bitmap, redelivery_columns, segment, slot_format
+from storage_backends.formats.record_columns import COLUMNS
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 U64_MAX = (1 << 64) - 1
 NOON_MS = 1_700_000_000_000
@@ -59,33 +59,33 @@ def tuples(some: Rows) -> list[tuple[int, int, int, int | None]]:
     return list(zip(some.deliver_at_ms.tolist(), some.ledger_id.tolist(), some.entry_id.tolist(), hashes, strict=True))
 
 
-def plain(record: journal.Record) -> tuple[object, ...]:
+def plain(record: slot_format.Record) -> tuple[object, ...]:
     """A record, to be compared with others."""
     head = (type(record), record.topic_id, record.incarnation, record.subscription_id, detail(record))
-    if isinstance(record, journal.GoneRecord | journal.WaiveRecord):
+    if isinstance(record, slot_format.GoneRecord | slot_format.WaiveRecord):
         return (*head, record.positions)
-    listed = [] if isinstance(record, journal.PurgeRecord) else tuples(record.rows)
+    listed = [] if isinstance(record, slot_format.PurgeRecord) else tuples(record.rows)
     return (*head, listed, [getattr(record, name).tolist() for name in COLUMNS.get(type(record), ())])
 
 
-def detail(record: journal.Record) -> tuple[object, ...]:
+def detail(record: slot_format.Record) -> tuple[object, ...]:
     """What a record says beside its rows, columns and positions."""
     names = ("index_id", "reason", "text", "added", "delay_level")
     return tuple(getattr(record, name, None) for name in names)
 
 
-def redelivery_records(some: Rows) -> tuple[journal.Record, ...]:
+def redelivery_records(some: Rows) -> tuple[slot_format.Record, ...]:
     """A record of each kind that has to do with redelivery, of subscription 2, over the rows of its own index, or the
     same positions as batch parts.
     """
     count, parts = len(some), index_ids.batch_parts_of(2)
     counts = np.arange(1, count + 1, dtype=np.uint32)
     return (
-        journal.AddRecord("id", 1, 0, some, 18),
-        journal.AcknowledgeRecord("id", 1, 2, Rows(some.deliver_at_ms, some.ledger_id, some.entry_id), parts),
-        journal.NackRecord("id", 1, 2, 0, some, some.deliver_at_ms + np.uint64(256), counts),
-        journal.NackRecord("id", 1, 2, parts, some, some.deliver_at_ms + np.uint64(512), counts, True),
-        journal.DeadLetterRecord(
+        slot_format.AddRecord("id", 1, 0, some, 18),
+        slot_format.AcknowledgeRecord("id", 1, 2, Rows(some.deliver_at_ms, some.ledger_id, some.entry_id), parts),
+        slot_format.NackRecord("id", 1, 2, 0, some, some.deliver_at_ms + np.uint64(256), counts),
+        slot_format.NackRecord("id", 1, 2, parts, some, some.deliver_at_ms + np.uint64(512), counts, True),
+        slot_format.DeadLetterRecord(
             "id",
             1,
             2,
@@ -94,11 +94,11 @@ def redelivery_records(some: Rows) -> tuple[journal.Record, ...]:
             counts,
             counts.astype(np.uint64) + np.uint64(1 << 40),
             some.deliver_at_ms + np.uint64(9),
-            journal.DeadLetterReason.REJECTED,
+            slot_format.DeadLetterReason.REJECTED,
             "no such order",
         ),
-        journal.ReplayRecord("id", 1, 2, 2, some, counts.astype(np.uint64)),
-        journal.PurgeRecord("id", 1, 2, counts.astype(np.uint64)),
+        slot_format.ReplayRecord("id", 1, 2, 2, some, counts.astype(np.uint64)),
+        slot_format.PurgeRecord("id", 1, 2, counts.astype(np.uint64)),
     )
 
 
@@ -108,7 +108,7 @@ def redelivery_progress(some: Rows) -> manifest.Progress:
     count = len(some)
     small = np.arange(count, dtype=np.uint32)
     positions = position_bitmap.position_bitmaps(some.ledger_id, some.entry_id)
-    letters = redelivery.DeadLetterColumns(
+    letters = redelivery_columns.DeadLetterColumns(
         small.astype(np.uint64) + np.uint64(3),
         some.ledger_id,
         some.entry_id,
@@ -117,17 +117,17 @@ def redelivery_progress(some: Rows) -> manifest.Progress:
         np.zeros(count, np.uint32) if some.key_hash is None else some.key_hash,
         small,
         some.deliver_at_ms + np.uint64(5),
-        np.full(count, journal.DeadLetterReason.TOO_OFTEN, np.uint8),
+        np.full(count, slot_format.DeadLetterReason.TOO_OFTEN, np.uint8),
         small % np.uint32(2),
         ("", "no such order"),
     )
     of_subscription = manifest.Redeliveries(
         subscription_id=2,
-        nacked=(redelivery.encode_nacked(0, some, some.deliver_at_ms + np.uint64(256), zstd),),
+        nacked=(redelivery_columns.encode_nacked(0, some, some.deliver_at_ms + np.uint64(256), zstd),),
         counts=tuple(
             manifest.CountPlane(index_id=index_id, bit=bit, positions=positions) for index_id, bit in ((0, 0), (2, 3))
         ),
-        dead_letters=redelivery.encode_dead_letters(letters, zstd),
+        dead_letters=redelivery_columns.encode_dead_letters(letters, zstd),
         last_dead_letter_id=1_000,
     )
     level = manifest.LevelRows(index_id=0, delay_level=18, positions=positions)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from storage_backends.formats import bucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import bucket_format
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import examples
 
@@ -14,7 +14,7 @@ ROWS = 200_000
 
 
 def bytes_a_row(rows: Rows, *, compatible: bool = False) -> float:
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows.sorted_by_due(), topic="orders", subscription_id=0, limits=SegmentLimits(), compatible=compatible
     )
     return len(encoded.body) / len(rows)

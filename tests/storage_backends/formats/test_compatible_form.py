@@ -17,8 +17,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 
-from storage_backends.formats import bucket
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import bucket_format
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import examples
 
@@ -51,7 +51,7 @@ def payloads(body: bytes) -> Iterator[bytes]:
 
 
 def read(rows: Rows, *, compatible: bool) -> tuple[Any, list[Any]]:
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows.sorted_by_due(), topic="orders", subscription_id=3, limits=LIMITS, compatible=compatible
     )
     assert encoded.compatible == compatible
@@ -102,10 +102,10 @@ def test_a_reader_of_the_pip_sees_the_metadata_of_a_columnar_bucket_and_no_rows(
 
 def test_key_hashes_of_a_compatible_bucket_come_back_to_us() -> None:
     rows = examples.random_delays(100, span_ms=50_000, keyed=True)
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows.sorted_by_due(), topic="orders", subscription_id=3, limits=LIMITS, compatible=True
     )
-    assert examples.tuples(bucket.decode_bucket(encoded.body)[1]) == examples.tuples(rows.sorted_by_due())
+    assert examples.tuples(bucket_format.decode_bucket(encoded.body)[1]) == examples.tuples(rows.sorted_by_due())
 
 
 def test_each_row_is_written_as_protobuf_itself_writes_it() -> None:
@@ -114,7 +114,7 @@ def test_each_row_is_written_as_protobuf_itself_writes_it() -> None:
     column = examples.column(values)
     rows = Rows(column, column, column)
     _, segment_class = pip195_messages()
-    encoded = bucket.encode_bucket(rows, topic="", subscription_id=0, limits=SegmentLimits(), compatible=True)
+    encoded = bucket_format.encode_bucket(rows, topic="", subscription_id=0, limits=SegmentLimits(), compatible=True)
     _, payload = payloads(encoded.body)
     expected = segment_class()
     for value in values:

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import bucket, checkpoint, errors, framing, journal, manifest, position_bitmap
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    format_errors,
+    framing,
+    manifest,
+    position_bitmap,
+    slot_format,
+)
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import deletion_examples, examples
 
@@ -28,8 +36,8 @@ LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=15, rows_min=5)
 OTHER_ROWS = examples.random_delays(40, span_ms=30_000, keyed=True, seed=2)
 
 
-def encoded_bucket(rows: Rows = ROWS, *, compatible: bool = False) -> bucket.EncodedBucket:
-    return bucket.encode_bucket(
+def encoded_bucket(rows: Rows = ROWS, *, compatible: bool = False) -> bucket_format.EncodedBucket:
+    return bucket_format.encode_bucket(
         rows.sorted_by_due(), topic="orders", subscription_id=0, limits=LIMITS, compatible=compatible
     )
 
@@ -39,17 +47,17 @@ def a_bucket(*, compatible: bool) -> bytes:
 
 
 def a_slot() -> bytes:
-    records: tuple[journal.Record, ...] = (
-        journal.AddRecord("id", 1, 0, ROWS),
-        journal.AcknowledgeRecord("id", 1, 2, ROWS.take(slice(0, 4))),
-        journal.GoneRecord("id", 1, 0, journal.GoneReason.TRIMMED, POSITIONS),
-        journal.WaiveRecord("id", 1, 2, POSITIONS),
-        journal.RescheduleRecord("id", 1, 2, ROWS),
+    records: tuple[slot_format.Record, ...] = (
+        slot_format.AddRecord("id", 1, 0, ROWS),
+        slot_format.AcknowledgeRecord("id", 1, 2, ROWS.take(slice(0, 4))),
+        slot_format.GoneRecord("id", 1, 0, slot_format.GoneReason.TRIMMED, POSITIONS),
+        slot_format.WaiveRecord("id", 1, 2, POSITIONS),
+        slot_format.RescheduleRecord("id", 1, 2, ROWS),
         *examples.redelivery_records(ROWS),
     )
     decided = deletion_examples.one_of_each_record()
-    header = journal.SlotHeader(1, 2, 3, journal.SlotKind.DATA, len(records) + len(decided))
-    return journal.encode_slot(header, records, decided)
+    header = slot_format.SlotHeader(1, 2, 3, slot_format.SlotKind.DATA, len(records) + len(decided))
+    return slot_format.encode_slot(header, records, decided)
 
 
 def a_topic_manifest() -> bytes:
@@ -90,14 +98,21 @@ def a_progress(rows: Rows = ROWS) -> bytes:
 
 
 def a_checkpoint(rows: Rows = ROWS) -> bytes:
-    carried = checkpoint.CarriedSlot(3, (journal.AddRecord("id", 1, 0, rows),))
+    carried = checkpoint_format.CarriedSlot(3, (slot_format.AddRecord("id", 1, 0, rows),))
     parts = (
-        checkpoint.TopicPart(
-            "id", "t", 1, rows, (checkpoint.SealingPart("b", 4, rows),), own_rows=(checkpoint.OwnRows(2, rows),)
+        checkpoint_format.TopicPart(
+            "id",
+            "t",
+            1,
+            rows,
+            (checkpoint_format.SealingPart("b", 4, rows),),
+            own_rows=(checkpoint_format.OwnRows(2, rows),),
         ),
-        checkpoint.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
+        checkpoint_format.TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(carried,)),
     )
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, parts, deletion_examples.a_state()))
+    return checkpoint_format.encode_checkpoint(
+        checkpoint_format.Checkpoint(1, 2, 3, parts, deletion_examples.a_state())
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,39 +129,39 @@ class Stored:
 
 
 BUCKET = encoded_bucket()
-TAIL = bucket.tail_range(len(BUCKET.body), len(BUCKET.segments))[0]
+TAIL = bucket_format.tail_range(len(BUCKET.body), len(BUCKET.segments))[0]
 ENTRY_0, SEGMENT = BUCKET.table.metadata, BUCKET.segments[1]
 
 
-def part_of(encoded: bucket.EncodedBucket, info: bucket.SegmentInfo) -> bytes:
+def part_of(encoded: bucket_format.EncodedBucket, info: bucket_format.SegmentInfo) -> bytes:
     return encoded.body[info.offset : info.offset + info.length]
 
 
 OBJECTS: dict[str, Stored] = {
-    "columnar bucket": Stored(BUCKET.body, bucket.decode_bucket, "bucket"),
-    "compatible bucket": Stored(a_bucket(compatible=True), bucket.decode_bucket, "bucket"),
+    "columnar bucket": Stored(BUCKET.body, bucket_format.decode_bucket, "bucket"),
+    "compatible bucket": Stored(a_bucket(compatible=True), bucket_format.decode_bucket, "bucket"),
     "bucket tail": Stored(
         BUCKET.body[TAIL:],
-        lambda data: bucket.decode_tail(data, len(BUCKET.body)),
+        lambda data: bucket_format.decode_tail(data, len(BUCKET.body)),
         "bucket",
         offset=TAIL,
         has_version=False,
     ),
     "bucket head": Stored(
         part_of(BUCKET, ENTRY_0),
-        lambda data: bucket.decode_metadata(data, ENTRY_0),
+        lambda data: bucket_format.decode_metadata(data, ENTRY_0),
         "bucket metadata",
         offset=ENTRY_0.offset,
         has_version=False,
     ),
     "bucket segment": Stored(
         part_of(BUCKET, SEGMENT),
-        lambda data: bucket.decode_segment(data, SEGMENT),
+        lambda data: bucket_format.decode_segment(data, SEGMENT),
         "bucket segment 2",
         offset=SEGMENT.offset,
         has_version=False,
     ),
-    "journal slot": Stored(a_slot(), journal.decode_slot, "journal slot"),
+    "journal slot": Stored(a_slot(), slot_format.decode_slot, "journal slot"),
     "FORMAT": Stored(
         manifest.encode_root_format(manifest.RootFormat(format_version=1, shards=16, created_ms=5, root_id="r")),
         manifest.decode_root_format,
@@ -166,14 +181,14 @@ OBJECTS: dict[str, Stored] = {
         manifest.decode_dead_object,
         "dead object",
     ),
-    "checkpoint": Stored(a_checkpoint(), checkpoint.decode_checkpoint, "checkpoint"),
+    "checkpoint": Stored(a_checkpoint(), checkpoint_format.decode_checkpoint, "checkpoint"),
 }
 every_object = pytest.mark.parametrize("name", OBJECTS)
 
 
-def check_refused(stored: Stored, data: bytes) -> errors.FormatError:
+def check_refused(stored: Stored, data: bytes) -> format_errors.FormatError:
     """Refused by its name, with a place where there are, or should be, bytes of it."""
-    with pytest.raises(errors.FormatError) as refused:
+    with pytest.raises(format_errors.FormatError) as refused:
         stored.decode(data)
     assert refused.value.what.startswith(stored.named)
     assert stored.offset <= refused.value.offset <= stored.offset + max(len(stored.data), len(data))
@@ -251,7 +266,7 @@ def test_a_version_that_is_not_known_is_its_own_error(name: str) -> None:
     newer = bytearray(OBJECTS[name].data)
     newer[4] = 2
     refused = check_refused(OBJECTS[name], bytes(newer))
-    assert isinstance(refused, errors.UnsupportedVersion)
+    assert isinstance(refused, format_errors.UnsupportedVersion)
     assert refused.detail == "format version 2 is not known, this release reads version 1"
     assert refused.offset == 4
 
@@ -259,8 +274,8 @@ def test_a_version_that_is_not_known_is_its_own_error(name: str) -> None:
 def test_a_reader_of_ranges_learns_the_version_from_the_footer() -> None:
     footer = bytearray(BUCKET.body[-32:])
     struct.pack_into("<I", footer, 20, 2)
-    with pytest.raises(errors.UnsupportedVersion):
-        bucket.decode_footer(bytes(footer), len(BUCKET.body))
+    with pytest.raises(format_errors.UnsupportedVersion):
+        bucket_format.decode_footer(bytes(footer), len(BUCKET.body))
 
 
 # ---- bytes with the right checksum that say what makes no sense: what a mistake in a writer would look like
@@ -271,7 +286,7 @@ SLOT_HEAD = struct.Struct("<4sHBBIQQIQ")
 
 def payload_of(name: str) -> bytes:
     data = OBJECTS[name].data
-    return data[journal.HEADER_BYTES :] if name == "journal slot" else data[framing.HEADER_BYTES : -4]
+    return data[slot_format.HEADER_BYTES :] if name == "journal slot" else data[framing.HEADER_BYTES : -4]
 
 
 def with_payload(name: str, payload: bytes) -> bytes:
@@ -287,7 +302,7 @@ def is_refused(name: str, payload: bytes) -> bool:
     """Whether it is refused as damage; any other error fails the test."""
     try:
         OBJECTS[name].decode(with_payload(name, payload))
-    except errors.FormatError:
+    except format_errors.FormatError:
         return True
     return False
 
@@ -319,7 +334,7 @@ def test_an_object_that_says_something_else_with_the_right_checksum_is_read_or_i
 def test_text_that_is_not_utf_8_is_damage_that_names_its_field(name: str, text: bytes, field: str) -> None:
     payload = payload_of(name)
     place = payload.rindex(text) + len(text) - 1
-    with pytest.raises(errors.FormatError, match=rf"{field} is not UTF-8"):
+    with pytest.raises(format_errors.FormatError, match=rf"{field} is not UTF-8"):
         OBJECTS[name].decode(with_payload(name, payload[:place] + b"\xff" + payload[place + 1 :]))
 
 
@@ -339,10 +354,10 @@ def test_another_object_of_the_kind_is_refused_by_size_and_hash(what: str, named
         name="key", base=1, size_bytes=len(named), sha256=hashlib.sha256(named).digest()
     )
     manifest.check_bytes(reference, named, what)
-    with pytest.raises(errors.FormatError, match=rf"{what} is damaged at byte \d+: .* the manifest says"):
+    with pytest.raises(format_errors.FormatError, match=rf"{what} is damaged at byte \d+: .* the manifest says"):
         manifest.check_bytes(reference, found, what)
     same_size = dataclasses.replace(reference, size_bytes=len(found))
-    with pytest.raises(errors.FormatError, match=f"{what} is damaged at byte 0: SHA-256 is"):
+    with pytest.raises(format_errors.FormatError, match=f"{what} is damaged at byte 0: SHA-256 is"):
         manifest.check_bytes(same_size, found, what)
 
 
@@ -351,21 +366,25 @@ def test_another_bucket_of_the_same_layout_is_refused_by_its_head_and_each_of_it
     rows = Rows(ROWS.deliver_at_ms, ROWS.ledger_id + np.uint64(1), ROWS.entry_id, ROWS.key_hash)
     other = encoded_bucket(rows)
     assert [info.length for info in other.segments] == [info.length for info in BUCKET.segments]
-    table = bucket.decode_tail(other.body[TAIL:], len(BUCKET.body))
-    metadata = bucket.decode_metadata(part_of(other, table.metadata), table.metadata)
-    bucket.check_head(metadata, table, other.live_bucket("key", base=1))
-    with pytest.raises(errors.FormatError, match="bucket metadata is damaged at byte 16: subscription, rows and hash"):
-        bucket.check_head(metadata, table, BUCKET.live_bucket("key", base=1))
+    table = bucket_format.decode_tail(other.body[TAIL:], len(BUCKET.body))
+    metadata = bucket_format.decode_metadata(part_of(other, table.metadata), table.metadata)
+    bucket_format.check_head(metadata, table, other.live_bucket("key", base=1))
+    with pytest.raises(
+        format_errors.FormatError, match="bucket metadata is damaged at byte 16: subscription, rows and hash"
+    ):
+        bucket_format.check_head(metadata, table, BUCKET.live_bucket("key", base=1))
     for info in BUCKET.segments:
-        with pytest.raises(errors.FormatError, match=f"bucket segment {info.number} is damaged at byte {info.offset}"):
-            bucket.decode_segment(part_of(other, info), info)
+        with pytest.raises(
+            format_errors.FormatError, match=f"bucket segment {info.number} is damaged at byte {info.offset}"
+        ):
+            bucket_format.decode_segment(part_of(other, info), info)
 
 
 def test_damage_in_a_slot_is_named_with_its_offset() -> None:
     altered = bytearray(OBJECTS["journal slot"].data)
     altered[100] ^= 4
-    with pytest.raises(errors.FormatError, match="journal slot is damaged at byte 40: CRC32C is 0x"):
-        journal.decode_slot(bytes(altered))
+    with pytest.raises(format_errors.FormatError, match="journal slot is damaged at byte 40: CRC32C is 0x"):
+        slot_format.decode_slot(bytes(altered))
 
 
 def test_rows_that_do_not_add_up_to_the_hash_are_refused_though_every_crc_is_right(
@@ -373,7 +392,7 @@ def test_rows_that_do_not_add_up_to_the_hash_are_refused_though_every_crc_is_rig
 ) -> None:
     """What a mistake in a writer would look like."""
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "row_hash", lambda rows: (1, 2))
+        patch.setattr(bucket_format, "row_hash", lambda rows: (1, 2))
         data = a_bucket(compatible=False)
-    with pytest.raises(errors.FormatError, match="hash of its rows"):
-        bucket.decode_bucket(data)
+    with pytest.raises(format_errors.FormatError, match="hash of its rows"):
+        bucket_format.decode_bucket(data)

@@ -13,8 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage_backends.formats import bucket, checkpoint, index_ids, journal, manifest, position_bitmap, redelivery
-from storage_backends.formats.rows import Rows
+from storage_backends.formats import (
+    bucket_format,
+    checkpoint_format,
+    index_ids,
+    manifest,
+    position_bitmap,
+    redelivery_columns,
+    slot_format,
+)
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats import deletion_examples, examples
 
@@ -40,50 +48,50 @@ def golden_positions(count: int) -> tuple[position_bitmap.PositionBitmap, ...]:
 
 def golden_bucket(compatible: bool) -> bytes:
     limits = SegmentLimits(time_step_ms=10_000, rows_max=50, rows_min=10)
-    return bucket.encode_bucket(
+    return bucket_format.encode_bucket(
         golden_rows().sorted_by_due(), topic="orders", subscription_id=0, limits=limits, compatible=compatible
     ).body
 
 
-def golden_records() -> tuple[journal.Record, ...]:
+def golden_records() -> tuple[slot_format.Record, ...]:
     rows = golden_rows()
     acknowledged = Rows(rows.deliver_at_ms[:9], rows.ledger_id[:9], rows.entry_id[:9])
     return (
-        journal.AddRecord("id", 1, 0, rows),
-        journal.AcknowledgeRecord("id", 1, 2, acknowledged),
-        journal.GoneRecord("id", 1, 0, journal.GoneReason.NO_SUBSCRIPTION, golden_positions(4)),
-        journal.WaiveRecord("id", 1, 2, golden_positions(COUNT)),
+        slot_format.AddRecord("id", 1, 0, rows),
+        slot_format.AcknowledgeRecord("id", 1, 2, acknowledged),
+        slot_format.GoneRecord("id", 1, 0, slot_format.GoneReason.NO_SUBSCRIPTION, golden_positions(4)),
+        slot_format.WaiveRecord("id", 1, 2, golden_positions(COUNT)),
     )
 
 
-def golden_withdrawals() -> tuple[journal.Record, ...]:
+def golden_withdrawals() -> tuple[slot_format.Record, ...]:
     rows = golden_rows()
     acknowledged = Rows(rows.deliver_at_ms[:9], rows.ledger_id[:9], rows.entry_id[:9])
     return (
-        journal.RescheduleRecord("id", 1, 2, rows),
-        journal.GoneRecord("id", 1, 2, journal.GoneReason.CANCELLED, golden_positions(4)),
-        journal.AcknowledgeRecord("id", 1, 2, acknowledged, index_id=2),
+        slot_format.RescheduleRecord("id", 1, 2, rows),
+        slot_format.GoneRecord("id", 1, 2, slot_format.GoneReason.CANCELLED, golden_positions(4)),
+        slot_format.AcknowledgeRecord("id", 1, 2, acknowledged, index_id=2),
     )
 
 
 def golden_slot_of_withdrawals() -> bytes:
-    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 3), golden_withdrawals())
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 3), golden_withdrawals())
 
 
 def golden_slot_of_redeliveries() -> bytes:
     records = examples.redelivery_records(golden_rows())
-    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, len(records)), records)
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, len(records)), records)
 
 
 def golden_slot_of_deletions() -> bytes:
     decided = deletion_examples.one_of_each_record()
     records = golden_records()[:1]
-    header = journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, len(records) + len(decided))
-    return journal.encode_slot(header, records, decided)
+    header = slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, len(records) + len(decided))
+    return slot_format.encode_slot(header, records, decided)
 
 
 def golden_checkpoint_of_deletions() -> bytes:
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (), deletion_examples.a_state()))
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (), deletion_examples.a_state()))
 
 
 def golden_topic_manifest_of_redeliveries() -> manifest.TopicManifest:
@@ -145,22 +153,22 @@ def golden_topic_manifest_of_key_order() -> manifest.TopicManifest:
     )
 
 
-def golden_kept() -> tuple[bucket.KeptRows, ...]:
+def golden_kept() -> tuple[bucket_format.KeptRows, ...]:
     return (
-        bucket.KeptRows(source="a", positions=golden_positions(9)),
-        bucket.KeptRows(source="b", positions=golden_positions(COUNT)),
+        bucket_format.KeptRows(source="a", positions=golden_positions(9)),
+        bucket_format.KeptRows(source="b", positions=golden_positions(COUNT)),
     )
 
 
 def golden_merged_bucket() -> bytes:
     rows = golden_rows().sorted_by_due()
-    return bucket.encode_bucket(
+    return bucket_format.encode_bucket(
         rows, topic="orders", subscription_id=2, limits=SegmentLimits(), compatible=False, kept=golden_kept()
     ).body
 
 
 def golden_slot() -> bytes:
-    return journal.encode_slot(journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 4), golden_records())
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 4), golden_records())
 
 
 def golden_progress() -> manifest.Progress:
@@ -247,20 +255,23 @@ def golden_root_format() -> manifest.RootFormat:
 
 def golden_checkpoint() -> bytes:
     rows = golden_rows()
-    part = checkpoint.TopicPart(
-        "id", "orders", 1, rows, (checkpoint.SealingPart("b", 6, rows.take(slice(0, 50))),), golden_progress()
+    part = checkpoint_format.TopicPart(
+        "id", "orders", 1, rows, (checkpoint_format.SealingPart("b", 6, rows.take(slice(0, 50))),), golden_progress()
     )
-    carried = (checkpoint.CarriedSlot(6, golden_records()[:2]), checkpoint.CarriedSlot(7, golden_records()[2:]))
-    carrying = checkpoint.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), slot=5, carried=carried)
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part, carrying)))
+    carried = (
+        checkpoint_format.CarriedSlot(6, golden_records()[:2]),
+        checkpoint_format.CarriedSlot(7, golden_records()[2:]),
+    )
+    carrying = checkpoint_format.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), slot=5, carried=carried)
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (part, carrying)))
 
 
 def golden_checkpoint_of_own_rows() -> bytes:
     rows = golden_rows()
-    sealing = checkpoint.SealingPart("b", 6, rows.take(slice(0, 50)), 2)
-    own = checkpoint.OwnRows(2, rows.take(slice(50, COUNT)))
-    part = checkpoint.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), (sealing,), own_rows=(own,))
-    return checkpoint.encode_checkpoint(checkpoint.Checkpoint(3, 4, 7, (part,)))
+    sealing = checkpoint_format.SealingPart("b", 6, rows.take(slice(0, 50)), 2)
+    own = checkpoint_format.OwnRows(2, rows.take(slice(50, COUNT)))
+    part = checkpoint_format.TopicPart("id", "orders", 1, rows.take(slice(0, 0)), (sealing,), own_rows=(own,))
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, 7, (part,)))
 
 
 def golden_dead_object() -> manifest.DeadObject:
@@ -320,31 +331,31 @@ def stored(name: str) -> bytes:
 
 @pytest.mark.parametrize("name", ["bucket-columnar-1.bin", "bucket-compatible-1.bin"])
 def test_a_bucket_of_version_1_is_read(name: str) -> None:
-    metadata, rows = bucket.decode_bucket(stored(name))
+    metadata, rows = bucket_format.decode_bucket(stored(name))
     assert examples.tuples(rows) == examples.tuples(golden_rows().sorted_by_due())
     assert metadata.topic == "orders"
     assert metadata.positions == position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
 
 
 def test_a_merged_bucket_of_version_1_is_read() -> None:
-    metadata, rows = bucket.decode_bucket(stored("bucket-merged-1.bin"))
+    metadata, rows = bucket_format.decode_bucket(stored("bucket-merged-1.bin"))
     assert examples.tuples(rows) == examples.tuples(golden_rows().sorted_by_due())
     assert (metadata.subscription_id, metadata.kept) == (2, golden_kept())
 
 
 def test_a_slot_of_withdrawals_of_version_1_is_read() -> None:
-    _, (rescheduled, cancelled, acknowledged) = journal.decode_slot(stored("slot-withdrawals-1.bin"))
-    assert isinstance(rescheduled, journal.RescheduleRecord)
+    _, (rescheduled, cancelled, acknowledged) = slot_format.decode_slot(stored("slot-withdrawals-1.bin"))
+    assert isinstance(rescheduled, slot_format.RescheduleRecord)
     assert examples.tuples(rescheduled.rows) == examples.tuples(golden_rows())
-    assert isinstance(cancelled, journal.GoneRecord)
-    assert (cancelled.reason, cancelled.positions) == (journal.GoneReason.CANCELLED, golden_positions(4))
-    assert isinstance(acknowledged, journal.AcknowledgeRecord)
+    assert isinstance(cancelled, slot_format.GoneRecord)
+    assert (cancelled.reason, cancelled.positions) == (slot_format.GoneReason.CANCELLED, golden_positions(4))
+    assert isinstance(acknowledged, slot_format.AcknowledgeRecord)
     assert acknowledged.index_id == 2
     assert {record.subscription_id for record in (rescheduled, cancelled, acknowledged)} == {2}
 
 
 def test_a_slot_of_redeliveries_of_version_1_is_read() -> None:
-    _, records = journal.decode_slot(stored("slot-redeliveries-1.bin"))
+    _, records = slot_format.decode_slot(stored("slot-redeliveries-1.bin"))
     expected = examples.redelivery_records(golden_rows())
     assert [examples.plain(record) for record in records] == [examples.plain(record) for record in expected]
 
@@ -358,7 +369,7 @@ def test_a_topic_manifest_of_redeliveries_of_version_1_is_read() -> None:
     (of_subscription,), (level,) = found.progress.redeliveries, found.progress.levels
     assert (of_subscription.subscription_id, of_subscription.last_dead_letter_id) == (2, 1_000)
     (nacked,) = of_subscription.nacked
-    rows, times = redelivery.decode_nacked(nacked)
+    rows, times = redelivery_columns.decode_nacked(nacked)
     assert examples.tuples(rows) == examples.tuples(golden_rows())
     assert times.tolist() == (golden_rows().deliver_at_ms + np.uint64(256)).tolist()
     assert [(plane.index_id, plane.bit, plane.positions) for plane in of_subscription.counts] == [
@@ -366,7 +377,7 @@ def test_a_topic_manifest_of_redeliveries_of_version_1_is_read() -> None:
         (2, 3, golden_positions(COUNT)),
     ]
     assert of_subscription.dead_letters is not None
-    letters = redelivery.decode_dead_letters(of_subscription.dead_letters)
+    letters = redelivery_columns.decode_dead_letters(of_subscription.dead_letters)
     assert letters.dead_letter_id.tolist() == list(range(3, 3 + COUNT))
     assert letters.batch_index[:3].tolist() == [0, index_ids.NO_BATCH_INDEX, 2]
     assert (letters.text_index[:3].tolist(), letters.texts) == ([0, 1, 0], ("", "no such order"))
@@ -382,31 +393,31 @@ def test_what_was_written_before_there_were_redeliveries_says_nothing_of_them() 
     assert manifest.decode_topic_manifest(stored("topic-manifest-1.bin")).delay_levels is None
     progress = manifest.decode_progress(stored("progress-1.bin"))
     assert (progress.redeliveries, progress.levels) == ((), ())
-    _, records = journal.decode_slot(stored("slot-1.bin"))
-    assert isinstance(records[0], journal.AddRecord)
+    _, records = slot_format.decode_slot(stored("slot-1.bin"))
+    assert isinstance(records[0], slot_format.AddRecord)
     assert records[0].delay_level == 0
-    assert isinstance(records[1], journal.AcknowledgeRecord)
+    assert isinstance(records[1], slot_format.AcknowledgeRecord)
     assert records[1].index_id == index_ids.SHARED
 
 
 def test_a_slot_of_version_1_is_read() -> None:
-    header, records = journal.decode_slot(stored("slot-1.bin"))
-    assert header == journal.SlotHeader(3, 4, 5, journal.SlotKind.DATA, 4)
+    header, records = slot_format.decode_slot(stored("slot-1.bin"))
+    assert header == slot_format.SlotHeader(3, 4, 5, slot_format.SlotKind.DATA, 4)
     assert_golden(records)
 
 
-def assert_golden(records: tuple[journal.Record, ...]) -> None:
+def assert_golden(records: tuple[slot_format.Record, ...]) -> None:
     add, acknowledge, gone, waive = records
     expected = golden_rows()
-    assert isinstance(add, journal.AddRecord)
+    assert isinstance(add, slot_format.AddRecord)
     assert examples.tuples(add.rows) == examples.tuples(expected)
-    assert isinstance(acknowledge, journal.AcknowledgeRecord)
+    assert isinstance(acknowledge, slot_format.AcknowledgeRecord)
     assert acknowledge.subscription_id == 2
     assert acknowledge.rows.entry_id.tolist() == expected.entry_id[:9].tolist()
-    assert isinstance(gone, journal.GoneRecord)
-    assert gone.reason is journal.GoneReason.NO_SUBSCRIPTION
+    assert isinstance(gone, slot_format.GoneRecord)
+    assert gone.reason is slot_format.GoneReason.NO_SUBSCRIPTION
     assert gone.positions == golden_positions(4)
-    assert isinstance(waive, journal.WaiveRecord)
+    assert isinstance(waive, slot_format.WaiveRecord)
     assert (waive.subscription_id, waive.row_count) == (2, COUNT)
     assert waive.positions == golden_positions(COUNT)
 
@@ -425,7 +436,7 @@ def test_manifests_of_version_1_are_read() -> None:
 
 
 def test_a_checkpoint_of_version_1_is_read() -> None:
-    value = checkpoint.decode_checkpoint(stored("checkpoint-1.bin"))
+    value = checkpoint_format.decode_checkpoint(stored("checkpoint-1.bin"))
     assert (value.shard, value.epoch, value.slot) == (3, 4, 7)
     part, carrying = value.topics
     assert (part.topic_id, part.topic, part.incarnation) == ("id", "orders", 1)
@@ -435,14 +446,14 @@ def test_a_checkpoint_of_version_1_is_read() -> None:
     assert carrying.slot == 5
     assert [carried.slot for carried in carrying.carried] == [6, 7]
     records = [record for carried in carrying.carried for record in carried.records]
-    assert_golden(tuple(record.decoded() for record in records if isinstance(record, journal.StoredRecord)))
+    assert_golden(tuple(record.decoded() for record in records if isinstance(record, slot_format.StoredRecord)))
     (sealing,) = part.sealing
     assert (sealing.bucket, sealing.slot) == ("b", 6)
     assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
 
 
 def test_own_rows_in_a_checkpoint_of_version_1_are_read() -> None:
-    (part,) = checkpoint.decode_checkpoint(stored("checkpoint-own-rows-1.bin")).topics
+    (part,) = checkpoint_format.decode_checkpoint(stored("checkpoint-own-rows-1.bin")).topics
     (sealing,) = part.sealing
     (own,) = part.own_rows
     assert (len(part.mutable_rows), sealing.subscription_id, own.subscription_id) == (0, 2, 2)
@@ -451,22 +462,22 @@ def test_own_rows_in_a_checkpoint_of_version_1_are_read() -> None:
 
 
 def test_a_slot_of_deletions_of_version_1_is_read() -> None:
-    slot = journal.read_slot(stored("slot-deletions-1.bin"))
+    slot = slot_format.read_slot(stored("slot-deletions-1.bin"))
     (added,) = (record.decoded() for record in slot.records)
-    assert isinstance(added, journal.AddRecord)
+    assert isinstance(added, slot_format.AddRecord)
     expected = deletion_examples.one_of_each_record()
     assert [deletion_examples.plain(each) for each in slot.deletions] == list(map(deletion_examples.plain, expected))
 
 
 def test_deletions_in_a_checkpoint_of_version_1_are_read() -> None:
-    state = checkpoint.decode_checkpoint(stored("checkpoint-deletions-1.bin")).deletions
+    state = checkpoint_format.decode_checkpoint(stored("checkpoint-deletions-1.bin")).deletions
     assert state is not None
     assert deletion_examples.plain(state) == deletion_examples.plain(deletion_examples.a_state())
 
 
 def test_what_was_written_before_there_were_deletions_says_nothing_of_them() -> None:
-    assert journal.read_slot(stored("slot-1.bin")).deletions == ()
-    assert checkpoint.decode_checkpoint(stored("checkpoint-1.bin")).deletions is None
+    assert slot_format.read_slot(stored("slot-1.bin")).deletions == ()
+    assert checkpoint_format.decode_checkpoint(stored("checkpoint-1.bin")).deletions is None
 
 
 def test_nothing_else_is_stored_there() -> None:

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import errors, framing, index_ids, manifest, mirror
+from storage_backends.formats import format_errors, framing, index_ids, manifest, mirror
 from storage_backends.formats.generated import bucket_pb2, manifest_pb2
 from storage_backends.formats.manifest import Progress, RootFormat, ShardManifest, TopicManifest
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -307,7 +307,9 @@ def test_properties_out_of_the_order_of_their_names_are_refused_at_encode_and_at
     for _ in range(2):
         message.subscriptions[0].policy.properties.add(name="a", value="")
     data = framing.frame(manifest.TOPIC_MAGIC, 1, message.SerializeToString())
-    with pytest.raises(errors.FormatError, match="topic manifest is damaged at byte 16: property 'a' comes after 'a'"):
+    with pytest.raises(
+        format_errors.FormatError, match="topic manifest is damaged at byte 16: property 'a' comes after 'a'"
+    ):
         manifest.decode_topic_manifest(data)
 
 

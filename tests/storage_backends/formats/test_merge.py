@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from storage_backends.formats import bucket, errors, merge, position_bitmap
-from storage_backends.formats.bucket import KeptRows, SegmentLimits
+from storage_backends.formats import bucket_format, format_errors, merge, position_bitmap
+from storage_backends.formats.bucket_format import KeptRows, SegmentLimits
 from storage_backends.formats.manifest import (
     BucketProgress,
     Progress,
@@ -20,7 +20,7 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
-from storage_backends.formats.rows import Rows, row_hash
+from storage_backends.formats.row_columns import Rows, row_hash
 from tests.storage_backends.formats import examples
 
 Position = tuple[int, int]
@@ -31,15 +31,15 @@ PAGE = 1 << 32
 def source_of(
     name: str, rows: Rows, *, subscription_id: int = 0, kept: Sequence[KeptRows] = (), level: int = 0
 ) -> Source:
-    encoded = bucket.encode_bucket(
+    encoded = bucket_format.encode_bucket(
         rows.sorted_by_due(), topic="t", subscription_id=subscription_id, limits=LIMITS, compatible=False, kept=kept
     )
     return read_back(name, encoded, subscription_id=subscription_id, level=level)
 
 
-def read_back(name: str, encoded: bucket.EncodedBucket, *, subscription_id: int = 0, level: int = 0) -> Source:
+def read_back(name: str, encoded: bucket_format.EncodedBucket, *, subscription_id: int = 0, level: int = 0) -> Source:
     live = encoded.live_bucket(name, base=1, subscription_id=subscription_id, level=level)
-    return Source(live, *bucket.decode_bucket(encoded.body))
+    return Source(live, *bucket_format.decode_bucket(encoded.body))
 
 
 def merged(
@@ -112,7 +112,7 @@ def test_what_goes_into_a_merge_is_what_comes_out_and_what_is_dropped_together(r
     }
     assert (made.encoded is None) == (not len(made.rows))
     if made.encoded is not None:
-        metadata, read = bucket.decode_bucket(made.encoded.body)
+        metadata, read = bucket_format.decode_bucket(made.encoded.body)
         assert examples.tuples(read) == examples.tuples(made.rows)
         assert metadata.positions == position_bitmap.position_bitmaps(read.ledger_id, read.entry_id)
         assert metadata.kept == made.kept
@@ -300,7 +300,7 @@ def test_a_source_of_another_index_is_refused() -> None:
 )
 def test_a_source_that_is_not_what_it_says_is_damaged(damage: Callable[[Source], Source]) -> None:
     source = source_of("a", rows_at(A, B, C))
-    with pytest.raises(errors.FormatError, match=r"bucket a is damaged at byte 0: it has \d rows"):
+    with pytest.raises(format_errors.FormatError, match=r"bucket a is damaged at byte 0: it has \d rows"):
         merged([damage(source), source_of("b", rows_at((5, 5)))], Progress())
 
 

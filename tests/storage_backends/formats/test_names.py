@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import errors, names
+from storage_backends.formats import format_errors, names
 
 numbers = st.integers(0, (1 << 64) - 1)
 TOPIC_ID = names.topic_id("orders")
@@ -41,7 +41,7 @@ def test_the_number_comes_back_from_every_key(number: int) -> None:
 
 @pytest.mark.parametrize("key", ["", "a/b", "a/1", "a/" + "1" * 21, "a/" + "1" * 20 + "-", "a/" + "1" * 20 + "/"])
 def test_a_key_without_a_number_is_refused(key: str) -> None:
-    with pytest.raises(errors.FormatError, match="not a number of 20 digits"):
+    with pytest.raises(format_errors.FormatError, match="not a number of 20 digits"):
         names.number_of(key)
 
 
@@ -55,7 +55,7 @@ def test_a_topic_id_is_32_characters_that_every_store_takes(topic: str) -> None:
 
 @pytest.mark.parametrize("key", ["FORMAT", "shards/00/manifest/1", "shards/00/topics/short/manifest/1"])
 def test_a_key_of_no_topic_is_refused(key: str) -> None:
-    with pytest.raises(errors.FormatError, match="topic-id"):
+    with pytest.raises(format_errors.FormatError, match="topic-id"):
         names.topic_id_of(key)
 
 

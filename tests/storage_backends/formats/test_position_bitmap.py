@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import errors, position_bitmap
+from storage_backends.formats import format_errors, position_bitmap
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.storage_backends.formats import examples
 
 
@@ -55,7 +55,7 @@ def test_the_bytes_are_the_portable_serialization_after_run_optimize() -> None:
 
 @pytest.mark.parametrize("entries", [b"", b"\xff" * 20, pyroaring.BitMap([1, 2]).serialize() + b"x"])
 def test_bytes_that_are_no_bitmap_are_refused_with_their_ledger(entries: bytes) -> None:
-    with pytest.raises(errors.FormatError, match="bitmap of ledger 9 page 1"):
+    with pytest.raises(format_errors.FormatError, match="bitmap of ledger 9 page 1"):
         PositionBitmap(9, 1, entries).bitmap()
 
 
@@ -77,7 +77,7 @@ def test_what_is_read_as_a_bitmap_has_as_many_entries_as_are_counted(
         sound.entries[:place],
     ):
         damaged = PositionBitmap(9, 1, data)
-        with contextlib.suppress(errors.FormatError):
+        with contextlib.suppress(format_errors.FormatError):
             rows = len(damaged.bitmap())
             assert damaged.count() == rows
 
@@ -85,7 +85,7 @@ def test_what_is_read_as_a_bitmap_has_as_many_entries_as_are_counted(
 def test_a_truncated_bitmap_is_refused() -> None:
     entries = pyroaring.BitMap([1, 70_000, 5_000_000]).serialize()
     for kept in range(len(entries)):
-        with pytest.raises(errors.FormatError):
+        with pytest.raises(format_errors.FormatError):
             PositionBitmap(9, 0, entries[:kept]).bitmap()
 
 

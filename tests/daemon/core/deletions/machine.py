@@ -27,8 +27,8 @@ from daemon.core.deletions.ledger_deletions import (
     Retried,
 )
 from daemon.core.deletions.listing import DeletionFilter, ListedState
-from storage_backends.formats import deletions as formats
-from storage_backends.formats.deletions import (
+from storage_backends.formats import deletion_format as formats
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

@@ -6,7 +6,7 @@ import pytest
 
 from daemon.core.deletions import checking
 from daemon.errors import InvalidArgument
-from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 
 U64_MAX = (1 << 64) - 1
 CONTEXT = OffloadContext(0, 1, "aws-s3", (("bucket", "b"), ("region", "")))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.core.deletions.in_use import InUse
-from storage_backends.formats.deletions import InUseChange, InUseLedgers, LedgerType
+from storage_backends.formats.deletion_format import InUseChange, InUseLedgers, LedgerType
 
 Ledger = tuple[int, int, int]
 OFFLOADED, LEDGER = LedgerType.OFFLOADED_LEDGER, LedgerType.LEDGER

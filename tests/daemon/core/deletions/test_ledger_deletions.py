@@ -9,7 +9,7 @@ from daemon.core.deletions import ledger_deletions, listing
 from daemon.core.deletions.in_use import InUse
 from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.core.deletions.listing import ALL, DeletionFilter, ListedState
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     AnswerDeletes,
     BeginDeletes,
     ChangeInUse,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from daemon.core.deletions import metadata
 from daemon.core.deletions.metadata import KEYS, Identity, identify, mismatch, topic_of
-from storage_backends.formats.deletions import LedgerComponent, LedgerType, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
 from storage_backends.object_store import check_metadata
 
 TOPIC = "persistent://tenant/namespace/orders"

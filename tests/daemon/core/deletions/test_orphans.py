@@ -23,7 +23,7 @@ from daemon.core.deletions.orphans import (
 )
 from daemon.core.object_count import ObjectCount
 from daemon.errors import QuotaExceeded
-from storage_backends.formats.deletions import LedgerComponent, LedgerType, OffloadContext, PendingDelete
+from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, OffloadContext, PendingDelete
 from storage_backends.object_store import ListedObject
 
 PLACE = OffloadContext(0, 0, "aws-s3", (("bucket", "offloaded"),))

@@ -18,7 +18,7 @@ from daemon.core.deletions.recorded_ledgers import RecordedLedgers
 from daemon.core.deletions.sorted_keys import Mask
 from daemon.core.deletions.waiting import Waiting
 from daemon.errors import InvariantViolated
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     BeginDeletes,
     Deletion,
     DeletionAnswer,

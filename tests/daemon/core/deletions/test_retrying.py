@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from daemon.core.deletions import life, retrying
 from daemon.core.deletions.retrying import RetryPolicy, answer_of_failure
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     Deletion,
     DeletionAnswer,
     DeletionOutcome,

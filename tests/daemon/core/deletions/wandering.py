@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 
-from storage_backends.formats.deletions import (
+from storage_backends.formats.deletion_format import (
     DeletionOutcome,
     InUseChange,
     LedgerComponent,

@@ -12,7 +12,7 @@ import numpy as np
 
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable
-from storage_backends.formats.rows import U32, Rows
+from storage_backends.formats.row_columns import U32, Rows
 from tests.daemon.core.journaled_topic import Position
 
 

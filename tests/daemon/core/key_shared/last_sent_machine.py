@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from daemon.core.key_shared import last_sent_position
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition, Position
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 # Of several pages, ledgers in another order than they come, and gaps of entries.
 POSITIONS: list[Position] = [

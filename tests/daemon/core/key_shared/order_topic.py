@@ -17,7 +17,7 @@ from daemon.core.key_shared.key_shared import Assigned, KeyShared
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from storage_backends.formats.manifest import SubscriptionPolicy
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import TURNS_MAX, JournaledTopic, Position, batch_of, claims_of
 from tests.daemon.core.key_shared.order_items import Delivery, Receiver

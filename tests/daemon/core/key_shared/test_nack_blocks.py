@@ -18,7 +18,7 @@ from pyroaring import BitMap64
 from daemon.core.key_shared import nack_blocks
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.nack_blocks import NackBlocks
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 MAX_MS = 1_000
 SLOTS = (0, 1, 700, HASH_SLOTS - 1)

@@ -15,7 +15,7 @@ from daemon.core.key_shared import selectors
 from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.daemon.core import nacking
 from tests.daemon.core.key_shared.order_items import Item, Position
 from tests.daemon.core.key_shared.order_pair import OrderPair

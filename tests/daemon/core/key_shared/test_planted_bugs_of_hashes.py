@@ -14,7 +14,7 @@ from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.positions import KeyRange, PageTable
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 from tests.daemon.core.key_shared import last_sent_machine, test_nack_blocks
 from tests.daemon.core.key_shared.last_sent_machine import LastSentMachine
 from tests.daemon.core.key_shared.test_draining_hashes import DrainingHashesMachine

@@ -27,7 +27,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.subscription import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeyOrder, NackOrder
-from storage_backends.formats.rows import U32
+from storage_backends.formats.row_columns import U32
 from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
 
 Plant = Callable[[pytest.MonkeyPatch], None]

@@ -1,7 +1,7 @@
 """The decisions that a journal slot holds, as columns.
 
 Owns: the kinds of records and what each says.
-Does not own: their stored form (`record_messages`), slots (`journal`) and what a record does when it is applied.
+Does not own: their stored form (`record_messages`), slots (`slot_format`) and what a record does when it is applied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from storage_backends.formats import index_ids, position_bitmap
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 
 class GoneReason(enum.IntEnum):

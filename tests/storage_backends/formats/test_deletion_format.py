@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import checkpoint, deletions, errors, journal
-from storage_backends.formats.deletions import (
+from storage_backends.formats import checkpoint_format, deletion_format, format_errors, slot_format
+from storage_backends.formats.deletion_format import (
     RECORDS,
     ChangeInUse,
     DeletionRecord,
@@ -17,20 +17,20 @@ from storage_backends.formats.deletions import (
     PurgeDeletes,
 )
 from storage_backends.formats.generated import deletion_pb2
-from storage_backends.formats.journal import AddRecord, SlotBuilder, SlotHeader, SlotKind
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader, SlotKind
 from tests.storage_backends.formats import deletion_examples, examples
 from tests.storage_backends.formats.deletion_examples import plain
 
 
-def slot_of(*decided: DeletionRecord, records: tuple[journal.Record, ...] = ()) -> bytes:
+def slot_of(*decided: DeletionRecord, records: tuple[slot_format.Record, ...] = ()) -> bytes:
     header = SlotHeader(3, 7, 1_234, SlotKind.DATA, len(decided) + len(records))
-    return journal.encode_slot(header, records, decided)
+    return slot_format.encode_slot(header, records, decided)
 
 
 @given(st.lists(deletion_examples.records, max_size=4))
 def test_decisions_come_back_from_a_slot_as_they_were_and_in_their_order(decided: list[DeletionRecord]) -> None:
-    stored = journal.read_slot(slot_of(*decided))
+    stored = slot_format.read_slot(slot_of(*decided))
     assert [plain(record) for record in stored.deletions] == [plain(record) for record in decided]
     assert [type(record) for record in stored.deletions] == [type(record) for record in decided]
 
@@ -50,7 +50,7 @@ def test_decisions_on_deletions_stand_beside_those_on_topics(decided: list[Delet
         if number < len(added):
             builder.append(AddRecord("id", 1, number, added[number]))
     records = builder.freeze()
-    stored = journal.read_slot(slot_of(*builder.deletions, records=records))
+    stored = slot_format.read_slot(slot_of(*builder.deletions, records=records))
     assert [plain(record) for record in stored.deletions] == [plain(record) for record in decided]
     assert len(stored.records) == len(records)
     assert stored.header.records == len(records) + len(decided) == len(builder)
@@ -59,31 +59,31 @@ def test_decisions_on_deletions_stand_beside_those_on_topics(decided: list[Delet
 @given(st.lists(deletion_examples.records, min_size=1, max_size=4))
 def test_a_decision_takes_no_more_of_a_slot_than_was_said_before(decided: list[DeletionRecord]) -> None:
     size_bytes = len(slot_of(*decided)) - len(slot_of())
-    assert size_bytes <= sum(map(deletions.size_max, decided))
+    assert size_bytes <= sum(map(deletion_format.size_max, decided))
 
 
 def test_the_size_of_a_decision_is_not_said_to_be_many_times_what_it_is() -> None:
     for record in deletion_examples.one_of_each_record():
-        assert deletions.size_max(record) < 3 * (len(slot_of(record)) - len(slot_of())) + 150
+        assert deletion_format.size_max(record) < 3 * (len(slot_of(record)) - len(slot_of())) + 150
 
 
 @given(deletion_examples.states)
 def test_the_state_of_deletions_comes_back_from_a_checkpoint_as_it_was(state: DeletionState) -> None:
-    value = checkpoint.Checkpoint(1, 2, 3, (), state)
-    stored = checkpoint.decode_checkpoint(checkpoint.encode_checkpoint(value)).deletions
+    value = checkpoint_format.Checkpoint(1, 2, 3, (), state)
+    stored = checkpoint_format.decode_checkpoint(checkpoint_format.encode_checkpoint(value)).deletions
     assert stored is not None
     assert plain(stored) == plain(state)
 
 
 @given(st.lists(deletion_examples.deletions, max_size=6), st.lists(deletion_examples.topics_in_use, max_size=2))
 def test_very_many_deletions_come_back_from_a_checkpoint_in_their_order(
-    some: list[deletions.Deletion], in_use: list[deletions.TopicInUse]
+    some: list[deletion_format.Deletion], in_use: list[deletion_format.TopicInUse]
 ) -> None:
     state = DeletionState(9, tuple(some), tuple(in_use))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deletions, "_PORTION_DELETIONS", 2)
-        body = checkpoint.encode_checkpoint(checkpoint.Checkpoint(1, 2, 3, (), state))
-    stored = checkpoint.decode_checkpoint(body).deletions
+        patch.setattr(deletion_format, "_PORTION_DELETIONS", 2)
+        body = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 2, 3, (), state))
+    stored = checkpoint_format.decode_checkpoint(body).deletions
     assert stored is not None
     assert plain(stored) == plain(state)
     assert len(stored.deletions) == len(some)
@@ -93,39 +93,41 @@ def test_very_many_deletions_come_back_from_a_checkpoint_in_their_order(
 
 def test_a_deletion_of_no_component_is_refused_before_it_is_read() -> None:
     message = deletion_pb2.DeletionState()
-    deletions.fill_state(message, deletion_examples.a_state())
+    deletion_format.fill_state(message, deletion_examples.a_state())
     message.deletions[2].pending_delete.component = deletion_pb2.PendingDelete.COMPONENT_UNSPECIFIED
-    with pytest.raises(errors.FormatError, match="deletion 4 has no component"):
-        deletions.state_of(message, "checkpoint", 9)
+    with pytest.raises(format_errors.FormatError, match="deletion 4 has no component"):
+        deletion_format.state_of(message, "checkpoint", 9)
 
 
 def test_a_checkpoint_that_says_nothing_of_deletions_is_not_one_that_says_there_are_none() -> None:
     for state in (None, DeletionState()):
-        value = checkpoint.Checkpoint(1, 2, 3, (), state)
-        stored = checkpoint.decode_checkpoint(checkpoint.encode_checkpoint(value)).deletions
+        value = checkpoint_format.Checkpoint(1, 2, 3, (), state)
+        stored = checkpoint_format.decode_checkpoint(checkpoint_format.encode_checkpoint(value)).deletions
         assert (stored is None) == (state is None)
 
 
 def test_a_decision_of_a_kind_that_is_not_known_is_refused() -> None:
-    with pytest.raises(errors.FormatError, match="slot is damaged at byte 9: a decision on deletions is of a kind"):
-        deletions.record_of(deletion_pb2.DeletionRecord(), "slot", 9)
+    with pytest.raises(
+        format_errors.FormatError, match="slot is damaged at byte 9: a decision on deletions is of a kind"
+    ):
+        deletion_format.record_of(deletion_pb2.DeletionRecord(), "slot", 9)
 
 
 def test_columns_of_other_lengths_than_are_said_are_refused() -> None:
     column = np.arange(3, dtype=np.uint64)
     message = deletion_pb2.DeletionRecord()
-    deletions.fill_record(
+    deletion_format.fill_record(
         message,
         ChangeInUse("orders", InUseChange.RECORD, InUseLedgers(LedgerType.OFFLOADED_LEDGER, column, column, column)),
     )
     for rows in (2, 4):
         message.in_use.ledgers.ledgers = rows
-        with pytest.raises(errors.FormatError, match="slot is damaged at byte"):
-            deletions.record_of(message, "slot", 9)
+        with pytest.raises(format_errors.FormatError, match="slot is damaged at byte"):
+            deletion_format.record_of(message, "slot", 9)
     message.in_use.ledgers.ledgers = 3
     message.in_use.ledgers.ClearField("uuid_lsb")
-    with pytest.raises(errors.FormatError, match="slot is damaged at byte"):
-        deletions.record_of(message, "slot", 9)
+    with pytest.raises(format_errors.FormatError, match="slot is damaged at byte"):
+        deletion_format.record_of(message, "slot", 9)
 
 
 def test_a_number_that_stands_for_nothing_is_refused() -> None:
@@ -153,8 +155,8 @@ def test_a_number_that_stands_for_nothing_is_refused() -> None:
             )
         ),
     ):
-        with pytest.raises(errors.FormatError, match="slot is damaged at byte 9"):
-            deletions.record_of(unspecified, "slot", 9)
+        with pytest.raises(format_errors.FormatError, match="slot is damaged at byte 9"):
+            deletion_format.record_of(unspecified, "slot", 9)
 
 
 def test_in_use_ledgers_are_columns_of_one_length() -> None:
@@ -166,5 +168,5 @@ def test_in_use_ledgers_are_columns_of_one_length() -> None:
 
 
 def test_a_decision_without_an_id_is_one() -> None:
-    (stored,) = journal.read_slot(slot_of(PurgeDeletes(()))).deletions
+    (stored,) = slot_format.read_slot(slot_of(PurgeDeletes(()))).deletions
     assert stored == PurgeDeletes(())

@@ -25,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import errors, framing, mirror, position_bitmap, segment
+from storage_backends.formats import format_errors, framing, mirror, position_bitmap, segment
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.manifest import LiveBucket, ObjectReference
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import U64, Rows, row_hash
+from storage_backends.formats.row_columns import U64, Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits as SegmentLimits
 
 FORMAT_VERSION = 1
@@ -286,7 +286,7 @@ def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, B
 def footer_range(size_bytes: int) -> tuple[int, int]:
     """(offset, length) of the footer of a bucket of that size. Raises FormatError when it is too small for one."""
     if size_bytes < _HEAD.size + FOOTER_BYTES:
-        raise errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for head and footer")
+        raise format_errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for head and footer")
     return size_bytes - FOOTER_BYTES, FOOTER_BYTES
 
 
@@ -294,7 +294,7 @@ def tail_range(size_bytes: int, segments: int) -> tuple[int, int]:
     """(offset, length) of offset table and footer of a bucket of that size and so many segments."""
     length = _TABLE_ROW.itemsize * (segments + 1) + FOOTER_BYTES
     if size_bytes < _HEAD.size + length:
-        raise errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for {segments} segments")
+        raise format_errors.FormatError("bucket", size_bytes, f"{size_bytes} bytes are too few for {segments} segments")
     return size_bytes - length, length
 
 
@@ -302,19 +302,19 @@ def decode_footer(data: bytes, size_bytes: int) -> TableRange:
     """Where the table is. `data`: the bytes of `footer_range(size_bytes)`."""
     start, length = footer_range(size_bytes)
     if len(data) != length:
-        raise errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
+        raise format_errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
     table_offset, table_length, table_crc32c, version = _FOOTER.unpack_from(data)
     crc32c, magic = _FOOTER_END.unpack_from(data, _FOOTER.size)
     if magic != FOOTER_MAGIC:
-        raise errors.FormatError(
+        raise format_errors.FormatError(
             "bucket footer", start + length - len(FOOTER_MAGIC), f"magic is {magic!r}, not {FOOTER_MAGIC!r}"
         )
     if version != FORMAT_VERSION:
-        raise errors.UnsupportedVersion("bucket footer", start + 20, found=version, supported=FORMAT_VERSION)
+        raise format_errors.UnsupportedVersion("bucket footer", start + 20, found=version, supported=FORMAT_VERSION)
     framing.check_crc32c(data[: _FOOTER.size], crc32c, "bucket footer", start)
     if table_offset + table_length != start or table_length % _TABLE_ROW.itemsize or not table_length:
         detail = f"the offset table cannot be {table_length} bytes from {table_offset}, the footer begins at {start}"
-        raise errors.FormatError("bucket footer", start, detail)
+        raise format_errors.FormatError("bucket footer", start, detail)
     return TableRange(table_offset, table_length, table_crc32c)
 
 
@@ -322,7 +322,7 @@ def decode_table(data: bytes, table: TableRange) -> BucketTable:
     """`data`: the bytes of the table's range."""
     what = "bucket offset table"
     if len(data) != table.length:
-        raise errors.FormatError(what, table.offset, f"it has {table.length} bytes, these are {len(data)}")
+        raise format_errors.FormatError(what, table.offset, f"it has {table.length} bytes, these are {len(data)}")
     framing.check_crc32c(data, table.crc32c, what, table.offset)
     rows = np.frombuffer(data, _TABLE_ROW)
     begins = _HEAD.size + np.cumsum(rows["length"], dtype=np.uint64) - rows["length"]
@@ -333,12 +333,12 @@ def decode_table(data: bytes, table: TableRange) -> BucketTable:
             f"entry {number} has {rows['length'][number]} bytes from {rows['offset'][number]}, it should begin at "
             f"{begins[number]}"
         )
-        raise errors.FormatError(what, table.offset + number * _TABLE_ROW.itemsize, detail)
+        raise format_errors.FormatError(what, table.offset + number * _TABLE_ROW.itemsize, detail)
     end = int(begins[-1]) + int(rows["length"][-1])
     if end != table.offset:
-        raise errors.FormatError(what, table.offset, f"the entries end at {end}, the table is at {table.offset}")
+        raise format_errors.FormatError(what, table.offset, f"the entries end at {end}, the table is at {table.offset}")
     if int(rows["rows"][0]) != int(rows["rows"][1:].sum(dtype=np.uint64)):
-        raise errors.FormatError(what, table.offset, "the rows of the segments are not the rows of the bucket")
+        raise format_errors.FormatError(what, table.offset, "the rows of the segments are not the rows of the bucket")
     # A copy: what was read is not kept for it.
     return BucketTable(SegmentInfo(0, *rows[0].item()), SegmentInfos(rows[1:].copy()))
 
@@ -347,7 +347,7 @@ def decode_tail(data: bytes, size_bytes: int) -> BucketTable:
     """`data`: the bytes of `tail_range`. Raises FormatError also when the number of segments was another."""
     start, length = footer_range(size_bytes)
     if len(data) < length:
-        raise errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
+        raise format_errors.FormatError("bucket footer", start, f"it has {length} bytes, these are {len(data)}")
     table = decode_footer(data[-length:], size_bytes)
     return decode_table(data[:-length], table)
 
@@ -357,8 +357,8 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
     message = framing.parse(bucket_pb2.SnapshotMetadata, _payload(entry, info), info.what, info.offset + _ENTRY.size)
     if message.rows != info.rows:
         detail = f"it says {message.rows} rows, the offset table {info.rows}"
-        raise errors.FormatError(info.what, info.offset + _ENTRY.size, detail)
-    with errors.reading(info.what, info.offset + _ENTRY.size):
+        raise format_errors.FormatError(info.what, info.offset + _ENTRY.size, detail)
+    with format_errors.reading(info.what, info.offset + _ENTRY.size):
         return mirror.made_from(BucketMetadata, message)
 
 
@@ -373,17 +373,17 @@ def decode_segment(entry: bytes, info: SegmentInfo, zstd: zstandard.ZstdDecompre
             f"it is due from {rows.deliver_at_ms[0]} to {rows.deliver_at_ms[-1]}, the offset table says "
             f"{info.min_deliver_at_ms} to {info.max_deliver_at_ms}"
         )
-        raise errors.FormatError(info.what, offset, detail)
+        raise format_errors.FormatError(info.what, offset, detail)
     return rows
 
 
 def _payload(entry: bytes, info: SegmentInfo) -> bytes:
     if len(entry) != info.length:
-        raise errors.FormatError(info.what, info.offset, f"it has {info.length} bytes, these are {len(entry)}")
+        raise format_errors.FormatError(info.what, info.offset, f"it has {info.length} bytes, these are {len(entry)}")
     payload_bytes, crc32c = _ENTRY.unpack_from(entry)
     if payload_bytes != info.length - _ENTRY.size or crc32c != info.crc32c:
         detail = f"its head ({payload_bytes} bytes, CRC32C {crc32c:#010x}) is not the offset table's"
-        raise errors.FormatError(info.what, info.offset, detail)
+        raise format_errors.FormatError(info.what, info.offset, detail)
     payload = entry[_ENTRY.size :]
     framing.check_crc32c(payload, crc32c, info.what, info.offset)
     return payload
@@ -396,7 +396,7 @@ def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -
     if found != named:
         what, offset = table.metadata.what, table.metadata.offset + _ENTRY.size
         detail = f"subscription, rows and hash are {found}, the manifest says {named}"
-        raise errors.FormatError(what, offset, detail)
+        raise format_errors.FormatError(what, offset, detail)
 
 
 def check_table(table: BucketTable, live: LiveBucket) -> None:
@@ -406,7 +406,7 @@ def check_table(table: BucketTable, live: LiveBucket) -> None:
     named = (live.rows, live.min_deliver_at_ms, live.max_deliver_at_ms)
     if found != named:
         detail = f"rows and the range of deliver_at_ms are {found}, the manifest says {named}"
-        raise errors.FormatError("bucket offset table", info.offset, detail)
+        raise format_errors.FormatError("bucket offset table", info.offset, detail)
 
 
 def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
@@ -415,17 +415,17 @@ def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
     table_range = decode_footer(body[start:], len(body))
     magic, version = _HEAD.unpack_from(body)
     if magic != MAGIC:
-        raise errors.FormatError("bucket", 0, f"magic is {magic!r}, not {MAGIC!r}")
+        raise format_errors.FormatError("bucket", 0, f"magic is {magic!r}, not {MAGIC!r}")
     if version != FORMAT_VERSION:
-        raise errors.UnsupportedVersion("bucket", 4, found=version, supported=FORMAT_VERSION)
+        raise format_errors.UnsupportedVersion("bucket", 4, found=version, supported=FORMAT_VERSION)
     table = decode_table(body[table_range.offset : start], table_range)
     metadata = decode_metadata(_slice(body, table.metadata), table.metadata)
     zstd = segment.decompressor()
     rows = Rows.concat([decode_segment(_slice(body, info), info, zstd) for info in table.segments])
     if row_hash(rows) != (metadata.hash_low, metadata.hash_high):
-        raise errors.FormatError("bucket", 0, "the hash of its rows is not the one in its metadata")
+        raise format_errors.FormatError("bucket", 0, "the hash of its rows is not the one in its metadata")
     if bool(np.any(rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1])):
-        raise errors.FormatError("bucket", 0, "its rows are not in due order")
+        raise format_errors.FormatError("bucket", 0, "its rows are not in due order")
     return metadata, rows
 
 

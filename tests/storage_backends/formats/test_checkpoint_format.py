@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import checkpoint, errors, journal, manifest, record_messages
-from storage_backends.formats.checkpoint import CarriedSlot, Checkpoint, OwnRows, SealingPart, TopicPart
+from storage_backends.formats import checkpoint_format, format_errors, manifest, record_messages, slot_format
+from storage_backends.formats.checkpoint_format import CarriedSlot, Checkpoint, OwnRows, SealingPart, TopicPart
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 from tests.storage_backends.formats import examples
 
 bitmap = PositionBitmap(7, 0, b"bits")
@@ -41,9 +41,14 @@ topic_parts = st.builds(
     own_rows=own_rows,
 )
 carried_records = st.one_of(
-    st.builds(journal.AddRecord, st.just("id"), examples.u64, examples.u64, examples.rows(max_size=4)),
+    st.builds(slot_format.AddRecord, st.just("id"), examples.u64, examples.u64, examples.rows(max_size=4)),
     st.builds(
-        journal.GoneRecord, st.just("id"), examples.u64, examples.u64, st.sampled_from(journal.GoneReason), st.just(())
+        slot_format.GoneRecord,
+        st.just("id"),
+        examples.u64,
+        examples.u64,
+        st.sampled_from(slot_format.GoneReason),
+        st.just(()),
     ),
     st.sampled_from(examples.redelivery_records(examples.random_delays(5))),
 )
@@ -80,19 +85,19 @@ def plain_part(part: TopicPart) -> object:
     return (part.topic_id, part.topic, part.incarnation, rows, own, sealing, part.progress, part.slot, carried)
 
 
-def plain_record(record: journal.AnyRecord) -> object:
-    if isinstance(record, journal.StoredRecord):
+def plain_record(record: slot_format.AnyRecord) -> object:
+    if isinstance(record, slot_format.StoredRecord):
         record = record.decoded()
     return examples.plain(record)
 
 
 @given(checkpoints())
 def test_a_checkpoint_comes_back_as_it_was(value: Checkpoint) -> None:
-    assert plain(checkpoint.decode_checkpoint(checkpoint.encode_checkpoint(value))) == plain(value)
+    assert plain(checkpoint_format.decode_checkpoint(checkpoint_format.encode_checkpoint(value))) == plain(value)
 
 
 def carrying(slot: int | None, *carried: int, topic_id: str = "id") -> TopicPart:
-    record = journal.GoneRecord(topic_id, 1, 0, journal.GoneReason.TRIMMED, ())
+    record = slot_format.GoneRecord(topic_id, 1, 0, slot_format.GoneReason.TRIMMED, ())
     return TopicPart(
         "id", "orders", 1, Rows.empty(), slot=slot, carried=tuple(CarriedSlot(each, (record,)) for each in carried)
     )
@@ -123,28 +128,28 @@ def test_a_part_that_cannot_be_one_of_this_checkpoint_is_refused_at_encode_and_a
     with pytest.raises(ValueError, match=reason):
         Checkpoint(0, 1, 9, (part,))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_check_slots", lambda part, slot: None)
-        patch.setattr(checkpoint, "_check_own_rows", lambda part: None)
-        data = checkpoint.encode_checkpoint(Checkpoint(0, 1, 9, (part,)))
-    with pytest.raises(errors.FormatError, match=f"checkpoint is damaged at byte 16: topic 'orders' .*{reason}"):
-        checkpoint.decode_checkpoint(data)
+        patch.setattr(checkpoint_format, "_check_slots", lambda part, slot: None)
+        patch.setattr(checkpoint_format, "_check_own_rows", lambda part: None)
+        data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, 9, (part,)))
+    with pytest.raises(format_errors.FormatError, match=f"checkpoint is damaged at byte 16: topic 'orders' .*{reason}"):
+        checkpoint_format.decode_checkpoint(data)
 
 
 def test_the_rows_of_a_checkpoint_are_small() -> None:
     part = TopicPart("id", "orders", 1, examples.random_delays(100_000))
-    data = checkpoint.encode_checkpoint(Checkpoint(0, 1, 2, (part,)))
+    data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, 2, (part,)))
     assert len(data) / 100_000 < 3.6
 
 
 def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as_it_is() -> None:
     message = journal_pb2.Record(topic_id="id", incarnation=1, rows=3)
     record_messages.fill_rows(message.add, examples.fixed_delay(2, gap_ms=1))
-    damaged = CarriedSlot(3, (journal.StoredRecord(message, "journal slot record 0", 0),))
+    damaged = CarriedSlot(3, (slot_format.StoredRecord(message, "journal slot record 0", 0),))
     part = TopicPart("id", "t", 1, Rows.empty(), slot=2, carried=(damaged,))
-    body = checkpoint.encode_checkpoint(Checkpoint(1, 2, 3, (part,)))
-    value = checkpoint.decode_checkpoint(body)
-    assert checkpoint.encode_checkpoint(value) == body
+    body = checkpoint_format.encode_checkpoint(Checkpoint(1, 2, 3, (part,)))
+    value = checkpoint_format.decode_checkpoint(body)
+    assert checkpoint_format.encode_checkpoint(value) == body
     (record,) = value.topics[0].carried[0].records
-    assert isinstance(record, journal.StoredRecord)
-    with pytest.raises(errors.FormatError, match="carried slot 3 record 0"):
+    assert isinstance(record, slot_format.StoredRecord)
+    with pytest.raises(format_errors.FormatError, match="carried slot 3 record 0"):
         record.decoded()

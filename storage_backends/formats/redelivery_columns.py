@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import columns, errors, manifest
-from storage_backends.formats.records import DeadLetterReason
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats import column_format, format_errors, manifest
+from storage_backends.formats.record_columns import DeadLetterReason
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 U8 = npt.NDArray[np.uint8]
 
@@ -47,11 +47,11 @@ def encode_nacked(
     return manifest.NackedRows(
         index_id=index_id,
         rows=len(rows),
-        deliver_at_ms=columns.encode_u64(rows.deliver_at_ms, zstd),
-        ledger_id=columns.encode_u64(rows.ledger_id, zstd),
-        entry_id=columns.encode_u64(rows.entry_id, zstd),
-        key_hash=None if rows.key_hash is None else columns.encode_u32(rows.key_hash, zstd),
-        redeliver_at_ms=columns.encode_u64(redeliver_at_ms, zstd),
+        deliver_at_ms=column_format.encode_u64(rows.deliver_at_ms, zstd),
+        ledger_id=column_format.encode_u64(rows.ledger_id, zstd),
+        entry_id=column_format.encode_u64(rows.entry_id, zstd),
+        key_hash=None if rows.key_hash is None else column_format.encode_u32(rows.key_hash, zstd),
+        redeliver_at_ms=column_format.encode_u64(redeliver_at_ms, zstd),
     )
 
 
@@ -70,16 +70,16 @@ def decode_nacked(stored: manifest.NackedRows) -> tuple[Rows, U64]:
 def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompressor) -> manifest.DeadLetters:
     return manifest.DeadLetters(
         rows=len(letters.dead_letter_id),
-        dead_letter_id=columns.encode_u64(letters.dead_letter_id, zstd),
-        ledger_id=columns.encode_u64(letters.ledger_id, zstd),
-        entry_id=columns.encode_u64(letters.entry_id, zstd),
-        batch_index=columns.encode_u32(letters.batch_index, zstd),
-        deliver_at_ms=columns.encode_u64(letters.deliver_at_ms, zstd),
-        key_hash=columns.encode_u32(letters.key_hash, zstd),
-        redelivery_count=columns.encode_u32(letters.redelivery_count, zstd),
-        dead_at_ms=columns.encode_u64(letters.dead_at_ms, zstd),
-        reason=columns.encode_u32(letters.reason.astype(np.uint32), zstd),
-        text_index=columns.encode_u32(letters.text_index, zstd),
+        dead_letter_id=column_format.encode_u64(letters.dead_letter_id, zstd),
+        ledger_id=column_format.encode_u64(letters.ledger_id, zstd),
+        entry_id=column_format.encode_u64(letters.entry_id, zstd),
+        batch_index=column_format.encode_u32(letters.batch_index, zstd),
+        deliver_at_ms=column_format.encode_u64(letters.deliver_at_ms, zstd),
+        key_hash=column_format.encode_u32(letters.key_hash, zstd),
+        redelivery_count=column_format.encode_u32(letters.redelivery_count, zstd),
+        dead_at_ms=column_format.encode_u64(letters.dead_at_ms, zstd),
+        reason=column_format.encode_u32(letters.reason.astype(np.uint32), zstd),
+        text_index=column_format.encode_u32(letters.text_index, zstd),
         texts=letters.texts,
     )
 
@@ -107,22 +107,24 @@ def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
 def _check(letters: DeadLetterColumns) -> None:
     ids, texts = letters.dead_letter_id, letters.text_index
     if (ids[1:] <= ids[:-1]).any():
-        raise errors.FormatError(_DEAD_LETTERS, 0, "their ids do not ascend")
+        raise format_errors.FormatError(_DEAD_LETTERS, 0, "their ids do not ascend")
     if len(texts) and int(texts.max()) >= len(letters.texts):
-        raise errors.FormatError(_DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}")
+        raise format_errors.FormatError(
+            _DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}"
+        )
 
 
 def _reasons(data: bytes, rows: int) -> U8:
     reasons = _u32(data, rows, f"{_DEAD_LETTERS} reason")
     unknown = ~np.isin(reasons, list(DeadLetterReason))
     if unknown.any():
-        raise errors.FormatError(_DEAD_LETTERS, 0, f"reason {reasons[unknown][0]} is not known")
+        raise format_errors.FormatError(_DEAD_LETTERS, 0, f"reason {reasons[unknown][0]} is not known")
     return reasons.astype(np.uint8)
 
 
 def _u64(data: bytes, rows: int, what: str) -> U64:
-    return columns.decode_u64(data, rows, what=what)
+    return column_format.decode_u64(data, rows, what=what)
 
 
 def _u32(data: bytes, rows: int, what: str) -> U32:
-    return columns.decode_u32(data, rows, what=what)
+    return column_format.decode_u32(data, rows, what=what)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats.rows import HASH_ROWS, Rows, row_hash
+from storage_backends.formats.row_columns import HASH_ROWS, Rows, row_hash
 from tests.storage_backends.formats import examples
 
 

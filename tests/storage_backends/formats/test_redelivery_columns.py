@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import columns, errors, manifest, redelivery, segment
+from storage_backends.formats import column_format, format_errors, manifest, redelivery_columns, segment
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from storage_backends.formats.records import DeadLetterReason
-from storage_backends.formats.redelivery import DeadLetterColumns
-from storage_backends.formats.rows import U64, Rows
+from storage_backends.formats.record_columns import DeadLetterReason
+from storage_backends.formats.redelivery_columns import DeadLetterColumns
+from storage_backends.formats.row_columns import U64, Rows
 from tests.storage_backends.formats import examples
 
 
@@ -52,22 +52,22 @@ def plain(letters: DeadLetterColumns) -> list[object]:
 
 @given(nacked(), examples.u64)
 def test_nacked_rows_come_back_as_they_were(some: tuple[Rows, U64], index_id: int) -> None:
-    stored = redelivery.encode_nacked(index_id, *some, segment.compressor())
+    stored = redelivery_columns.encode_nacked(index_id, *some, segment.compressor())
     assert (stored.index_id, stored.rows) == (index_id, len(some[0]))
-    rows, times = redelivery.decode_nacked(stored)
+    rows, times = redelivery_columns.decode_nacked(stored)
     assert examples.tuples(rows) == examples.tuples(some[0])
     assert times.tolist() == some[1].tolist()
 
 
 @given(dead_letters())
 def test_dead_letters_come_back_as_they_were(letters: DeadLetterColumns) -> None:
-    stored = redelivery.encode_dead_letters(letters, segment.compressor())
-    assert plain(redelivery.decode_dead_letters(stored)) == plain(letters)
+    stored = redelivery_columns.encode_dead_letters(letters, segment.compressor())
+    assert plain(redelivery_columns.decode_dead_letters(stored)) == plain(letters)
 
 
 def a_nacked_part() -> manifest.NackedRows:
     rows = examples.random_delays(40, keyed=True)
-    return redelivery.encode_nacked(0, rows, rows.deliver_at_ms, segment.compressor())
+    return redelivery_columns.encode_nacked(0, rows, rows.deliver_at_ms, segment.compressor())
 
 
 def some_dead_letters() -> manifest.DeadLetters:
@@ -87,7 +87,7 @@ def some_dead_letters() -> manifest.DeadLetters:
         small % np.uint32(2),
         ("", "no such order"),
     )
-    return redelivery.encode_dead_letters(letters, segment.compressor())
+    return redelivery_columns.encode_dead_letters(letters, segment.compressor())
 
 
 NACKED_COLUMNS = ("deliver_at_ms", "ledger_id", "entry_id", "key_hash", "redeliver_at_ms")
@@ -98,8 +98,8 @@ DEAD_LETTER_COLUMNS = tuple(name for name in DeadLetterColumns._fields if name !
 def test_a_damaged_column_of_nacked_rows_is_named(name: str) -> None:
     part = a_nacked_part()
     damaged = dataclasses.replace(part, **{name: getattr(part, name)[:-1]})
-    with pytest.raises(errors.FormatError, match=f"^nacked rows {name} is damaged"):
-        redelivery.decode_nacked(damaged)
+    with pytest.raises(format_errors.FormatError, match=f"^nacked rows {name} is damaged"):
+        redelivery_columns.decode_nacked(damaged)
 
 
 @pytest.mark.parametrize("name", DEAD_LETTER_COLUMNS)
@@ -107,8 +107,8 @@ def test_a_damaged_column_of_dead_letters_is_named(name: str) -> None:
     letters = some_dead_letters()
     changes: dict[str, Any] = {name: getattr(letters, name)[:5]}
     damaged = dataclasses.replace(letters, **changes)
-    with pytest.raises(errors.FormatError, match=f"^dead letters {name} is damaged"):
-        redelivery.decode_dead_letters(damaged)
+    with pytest.raises(format_errors.FormatError, match=f"^dead letters {name} is damaged"):
+        redelivery_columns.decode_dead_letters(damaged)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +124,15 @@ def test_a_damaged_column_of_dead_letters_is_named(name: str) -> None:
     ],
 )
 def test_dead_letters_that_cannot_be_are_refused(name: str, values: list[int], detail: str) -> None:
-    changes: dict[str, Any] = {name: columns.encode_u64(examples.column(values), segment.compressor())}
-    with pytest.raises(errors.FormatError, match=detail):
-        redelivery.decode_dead_letters(dataclasses.replace(some_dead_letters(), **changes))
+    changes: dict[str, Any] = {name: column_format.encode_u64(examples.column(values), segment.compressor())}
+    with pytest.raises(format_errors.FormatError, match=detail):
+        redelivery_columns.decode_dead_letters(dataclasses.replace(some_dead_letters(), **changes))
 
 
 def test_a_million_nacked_rows_of_one_delay_take_few_bytes_each() -> None:
     count = 1_000_000
     rows = examples.random_delays(count)
     redeliver_at_ms = np.sort(rows.deliver_at_ms) // np.uint64(256) * np.uint64(256)
-    stored = redelivery.encode_nacked(0, rows, redeliver_at_ms, segment.compressor())
+    stored = redelivery_columns.encode_nacked(0, rows, redeliver_at_ms, segment.compressor())
     size_bytes = sum(len(getattr(stored, name) or b"") for name in NACKED_COLUMNS)
     assert size_bytes < 5 * count

@@ -1,7 +1,7 @@
 """A journal slot: the decisions of one group commit, in columns.
 
 Owns: the bytes of a slot, and which records may be merged into one.
-Does not own: the records, which are named here too (`records`; on deletions, `deletions`), their messages
+Does not own: the records, which are named here too (`record_columns`; on deletions, `deletion_format`), their messages
 (`record_messages`), and when a slot is written.
 
     magic "TyJS" | u16 version | u8 kind | u8 0 | u32 shard | u64 epoch | u64 slot | u32 records | u64 payload length
@@ -18,10 +18,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from storage_backends.formats import columns, deletions, errors, framing, position_bitmap, record_messages
-from storage_backends.formats.deletions import DeletionRecord
+from storage_backends.formats import (
+    column_format,
+    deletion_format,
+    format_errors,
+    framing,
+    position_bitmap,
+    record_messages,
+)
+from storage_backends.formats.deletion_format import DeletionRecord
 from storage_backends.formats.generated import journal_pb2
-from storage_backends.formats.records import (
+from storage_backends.formats.record_columns import (
     COLUMNS,
     AcknowledgeRecord,
     AddRecord,
@@ -36,7 +43,7 @@ from storage_backends.formats.records import (
     RescheduleRecord,
     WaiveRecord,
 )
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 __all__ = [
     "AcknowledgeRecord",
@@ -146,7 +153,7 @@ def encode_slot(
     for record in records:
         fill_record(message.records.add(), record)
     for decided in deletion_records:
-        deletions.fill_record(message.deletions.add(), decided)
+        deletion_format.fill_record(message.deletions.add(), decided)
     payload = message.SerializeToString(deterministic=True)
     head = _HEADER.pack(
         MAGIC,
@@ -178,12 +185,12 @@ def read_slot(data: bytes) -> StoredSlot:
     count = len(message.records) + len(message.deletions)
     if count != header.records:
         detail = f"the header says {header.records} records, the payload has {count}"
-        raise errors.FormatError(_WHAT, HEADER_BYTES, detail)
+        raise format_errors.FormatError(_WHAT, HEADER_BYTES, detail)
     on_topics = (
         StoredRecord(record, f"{_WHAT} record {number}", HEADER_BYTES) for number, record in enumerate(message.records)
     )
     on_deletions = (
-        deletions.record_of(record, f"{_WHAT} deletion record {number}", HEADER_BYTES)
+        deletion_format.record_of(record, f"{_WHAT} deletion record {number}", HEADER_BYTES)
         for number, record in enumerate(message.deletions)
     )
     return StoredSlot(header, tuple(on_topics), tuple(on_deletions))
@@ -196,22 +203,22 @@ def decode_header(data: bytes) -> SlotHeader:
 
 def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     if len(data) < HEADER_BYTES:
-        raise errors.FormatError(_WHAT, len(data), f"it ends after {len(data)} bytes, inside the header")
+        raise format_errors.FormatError(_WHAT, len(data), f"it ends after {len(data)} bytes, inside the header")
     magic, version, kind, _, shard, epoch, slot, records, payload_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
+        raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
     if version != FORMAT_VERSION:
-        raise errors.UnsupportedVersion(_WHAT, 4, found=version, supported=FORMAT_VERSION)
+        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=FORMAT_VERSION)
     if HEADER_BYTES + payload_bytes != len(data):
         detail = f"the payload length {payload_bytes} makes {HEADER_BYTES + payload_bytes} bytes, there are {len(data)}"
-        raise errors.FormatError(_WHAT, 32, detail)
+        raise format_errors.FormatError(_WHAT, 32, detail)
     payload = data[HEADER_BYTES:]
     (stored,) = _CRC.unpack_from(data, _HEADER.size)
     computed = framing.crc32c(data[: _HEADER.size], payload)
     if computed != stored:
-        raise errors.FormatError(_WHAT, _HEADER.size, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+        raise format_errors.FormatError(_WHAT, _HEADER.size, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
     if kind not in (SlotKind.DATA, SlotKind.FENCE):
-        raise errors.FormatError(_WHAT, 6, f"slot kind {kind} is not known")
+        raise format_errors.FormatError(_WHAT, 6, f"slot kind {kind} is not known")
     return SlotHeader(shard, epoch, slot, SlotKind(kind), records), payload
 
 
@@ -306,7 +313,7 @@ class SlotBuilder:
 
     def append_deletions(self, record: DeletionRecord) -> None:
         self._deletions.append(record)
-        self._size_bytes += deletions.size_max(record)
+        self._size_bytes += deletion_format.size_max(record)
 
     def freeze(self) -> tuple[Record, ...]:
         """The merged records on topics, in the order in which they are to be applied."""
@@ -353,4 +360,4 @@ def size_max(record: Record) -> int:
         columns_of += 3 if record.rows.key_hash is None else 4
     if isinstance(record, DeadLetterRecord):
         size_bytes += len(record.text.encode())
-    return size_bytes + columns_of * columns.size_max(record.row_count)
+    return size_bytes + columns_of * column_format.size_max(record.row_count)

@@ -1,7 +1,8 @@
 """Deletions of ledgers and offloaded objects of other systems (PIP-186): what a slot decides, and a shard's state.
 
 Owns: the values, which mirror the messages of deletion.proto, and their translation.
-Does not own: what a decision comes to (`daemon.core.deletions`), slots (`journal`) and checkpoints (`checkpoint`).
+Does not own: what a decision comes to (`daemon.core.deletions`), slots (`slot_format`) and checkpoints
+(`checkpoint_format`).
 
 A decision says what was asked, not what came of it: that follows from the state in which it is applied, so that the
 order of the slots is the only order there is.
@@ -17,9 +18,9 @@ from typing import Final, Generic, TypeAlias, TypeVar, overload
 
 import numpy as np
 
-from storage_backends.formats import columns, errors, mirror
+from storage_backends.formats import column_format, format_errors, mirror
 from storage_backends.formats.generated import deletion_pb2
-from storage_backends.formats.rows import U64
+from storage_backends.formats.row_columns import U64
 
 S = TypeVar("S")
 
@@ -298,7 +299,7 @@ def size_max(record: DeletionRecord) -> int:
         case AnswerDeletes():
             return _RECORD_BYTES_MAX + sum(_ANSWER_BYTES_MAX + _text_bytes(answer.text) for answer in record.answers)
         case ChangeInUse():
-            return _RECORD_BYTES_MAX + _text_bytes(record.topic) + 3 * columns.size_max(len(record.ledgers))
+            return _RECORD_BYTES_MAX + _text_bytes(record.topic) + 3 * column_format.size_max(len(record.ledgers))
         case BeginDeletes() | RetryDeletes() | PurgeDeletes():
             return _RECORD_BYTES_MAX + _ID_BYTES_MAX * len(record.deletion_id)
 
@@ -321,8 +322,8 @@ def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> D
     """Raises FormatError."""
     decision = message.WhichOneof("decision")
     if decision is None:
-        raise errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
-    with errors.reading(what, offset):
+        raise format_errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
+    with format_errors.reading(what, offset):
         if decision == "in_use":
             change = InUseChange(message.in_use.change)
             return ChangeInUse(message.in_use.topic, change, _in_use_of(message.in_use.ledgers, what, offset))
@@ -354,8 +355,10 @@ def state_of(message: deletion_pb2.DeletionState, what: str, offset: int) -> Del
     """Its deletions are made from the message at the time they are read. Raises FormatError."""
     for each in message.deletions:
         if not (each.pending_delete.component and each.pending_delete.ledger_type):
-            raise errors.FormatError(what, offset, f"deletion {each.deletion_id} has no component, or no ledger type")
-    with errors.reading(what, offset):
+            raise format_errors.FormatError(
+                what, offset, f"deletion {each.deletion_id} has no component, or no ledger type"
+            )
+    with format_errors.reading(what, offset):
         in_use = tuple(
             TopicInUse(
                 topic.topic,
@@ -432,20 +435,20 @@ def _deletion_of(message: deletion_pb2.Deletion) -> Deletion:
 def _fill_in_use(message: deletion_pb2.InUseLedgers, ledgers: InUseLedgers) -> None:
     message.ledger_type = _LEDGER_TYPES[ledgers.ledger_type]
     message.ledgers = len(ledgers)
-    message.ledger_id = columns.encode_u64(ledgers.ledger_id)
+    message.ledger_id = column_format.encode_u64(ledgers.ledger_id)
     if ledgers.uuid_msb.any() or ledgers.uuid_lsb.any():
-        message.uuid_msb = columns.encode_u64(ledgers.uuid_msb)
-        message.uuid_lsb = columns.encode_u64(ledgers.uuid_lsb)
+        message.uuid_msb = column_format.encode_u64(ledgers.uuid_msb)
+        message.uuid_lsb = column_format.encode_u64(ledgers.uuid_lsb)
 
 
 def _in_use_of(message: deletion_pb2.InUseLedgers, what: str, offset: int) -> InUseLedgers:
     count = message.ledgers
-    ledger_id = columns.decode_u64(message.ledger_id, count, what=what, offset=offset)
+    ledger_id = column_format.decode_u64(message.ledger_id, count, what=what, offset=offset)
     none = np.zeros(count, np.uint64)
     has_uuids = message.HasField("uuid_msb")
     return InUseLedgers(
         LedgerType(message.ledger_type),
         ledger_id,
-        columns.decode_u64(message.uuid_msb, count, what=what, offset=offset) if has_uuids else none,
-        columns.decode_u64(message.uuid_lsb, count, what=what, offset=offset) if has_uuids else none,
+        column_format.decode_u64(message.uuid_msb, count, what=what, offset=offset) if has_uuids else none,
+        column_format.decode_u64(message.uuid_lsb, count, what=what, offset=offset) if has_uuids else none,
     )

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroaring import BitMap
 
-from storage_backends.formats import errors, framing, index_ids, journal, record_messages
+from storage_backends.formats import format_errors, framing, index_ids, record_messages, slot_format
 from storage_backends.formats.generated import journal_pb2
-from storage_backends.formats.journal import (
+from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
+from storage_backends.formats.record_columns import COLUMNS
+from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.slot_format import (
     AcknowledgeRecord,
     AddRecord,
     DeadLetterReason,
@@ -30,9 +33,6 @@ from storage_backends.formats.journal import (
     SlotKind,
     WaiveRecord,
 )
-from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
-from storage_backends.formats.records import COLUMNS
-from storage_backends.formats.rows import Rows
 from tests.storage_backends.formats import examples
 from tests.storage_backends.formats.examples import detail, plain
 
@@ -121,29 +121,29 @@ def built(some: list[Record]) -> tuple[Record, ...]:
 
 @given(st.lists(records, max_size=6), st.sampled_from(SlotKind))
 def test_a_slot_comes_back_as_it_was(some: list[Record], kind: SlotKind) -> None:
-    found, decoded = journal.decode_slot(journal.encode_slot(header(len(some), kind=kind), some))
+    found, decoded = slot_format.decode_slot(slot_format.encode_slot(header(len(some), kind=kind), some))
     assert found == header(len(some), kind=kind)
     assert [plain(record) for record in decoded] == [plain(record) for record in some]
 
 
 def test_the_header_is_the_documented_one() -> None:
-    data = journal.encode_slot(SlotHeader(3, 7, 1_234, SlotKind.FENCE, 0), ())
+    data = slot_format.encode_slot(SlotHeader(3, 7, 1_234, SlotKind.FENCE, 0), ())
     head = b"TyJS" + struct.pack("<HBBIQQIQ", 1, 2, 0, 3, 7, 1_234, 0, 0)
     assert data == head + struct.pack("<I", google_crc32c.value(head))
 
 
 def test_the_header_alone_is_read_from_a_whole_slot() -> None:
-    assert journal.decode_header(journal.encode_slot(header(0), ())) == header(0)
+    assert slot_format.decode_header(slot_format.encode_slot(header(0), ())) == header(0)
 
 
 def test_a_header_that_counts_other_records_is_refused_at_encode_and_at_decode() -> None:
     with pytest.raises(ValueError, match="says 2 records, there are 0"):
-        journal.encode_slot(header(2), ())
-    data = bytearray(journal.encode_slot(header(0), ()))
+        slot_format.encode_slot(header(2), ())
+    data = bytearray(slot_format.encode_slot(header(0), ()))
     struct.pack_into("<I", data, 28, 2)
     struct.pack_into("<I", data, 40, google_crc32c.value(bytes(data[:40])))
-    with pytest.raises(errors.FormatError, match="says 2 records, the payload has 0"):
-        journal.decode_slot(bytes(data))
+    with pytest.raises(format_errors.FormatError, match="says 2 records, the payload has 0"):
+        slot_format.decode_slot(bytes(data))
 
 
 @given(st.lists(records, max_size=12))
@@ -152,7 +152,7 @@ def test_size_bytes_is_an_upper_bound_of_the_encoded_slot(some: list[Record]) ->
     for record in some:
         builder.append(record)
     frozen = builder.freeze()
-    assert len(journal.encode_slot(header(len(frozen)), frozen)) <= builder.size_bytes
+    assert len(slot_format.encode_slot(header(len(frozen)), frozen)) <= builder.size_bytes
     assert len(builder) == len(frozen)
 
 
@@ -163,7 +163,7 @@ def test_size_bytes_holds_for_the_widest_values() -> None:
     )
     builder = SlotBuilder()
     builder.append(record)
-    assert len(journal.encode_slot(header(1), builder.freeze())) <= builder.size_bytes
+    assert len(slot_format.encode_slot(header(1), builder.freeze())) <= builder.size_bytes
 
 
 @given(st.lists(records, max_size=12))
@@ -372,16 +372,18 @@ def test_a_stored_record_of_an_index_that_does_not_serve_its_subscription_is_ref
     message = journal_pb2.Record()
     record_messages.fill(message, a_nack(range(2), index_id=4))
     message.negative_acknowledge.index_id = 5
-    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*index 5 does not serve subscription 4"):
-        journal.decode_slot(slot_of(message))
+    with pytest.raises(
+        format_errors.FormatError, match=r"journal slot record 0 .*index 5 does not serve subscription 4"
+    ):
+        slot_format.decode_slot(slot_of(message))
 
 
 def test_a_stored_acknowledgement_of_two_indexes_is_refused() -> None:
     message = journal_pb2.Record()
     record_messages.fill(message, AcknowledgeRecord("t", 1, 4, examples.random_delays(1), 4))
     message.acknowledge.of_batch_indexes = True
-    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*its rows are of two indexes"):
-        journal.decode_slot(slot_of(message))
+    with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*its rows are of two indexes"):
+        slot_format.decode_slot(slot_of(message))
 
 
 def test_a_stored_replay_into_the_shared_index_is_refused() -> None:
@@ -391,16 +393,16 @@ def test_a_stored_replay_into_the_shared_index_is_refused() -> None:
     message = journal_pb2.Record()
     record_messages.fill(message, ReplayRecord("t", 1, 4, 4, rows, rows.entry_id))
     message.replay.index_id = 0
-    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*not replayed into the shared index"):
-        journal.decode_slot(slot_of(message))
+    with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*not replayed into the shared index"):
+        slot_format.decode_slot(slot_of(message))
 
 
 def test_a_stored_dead_letter_without_a_reason_is_refused() -> None:
     message = journal_pb2.Record()
     record_messages.fill(message, a_dead_letter(1))
     message.dead_letter.reason = journal_pb2.DeadLetter.UNSPECIFIED
-    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .*0 is not a valid DeadLetterReason"):
-        journal.decode_slot(slot_of(message))
+    with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .*0 is not a valid DeadLetterReason"):
+        slot_format.decode_slot(slot_of(message))
 
 
 @pytest.mark.parametrize(
@@ -423,16 +425,16 @@ def test_records_of_another_topic_incarnation_or_subscription_stay_apart(other: 
 
 
 def test_a_decision_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(errors.FormatError, match=r"journal slot record 0 .* of no kind that is known"):
-        journal.decode_slot(slot_of(journal_pb2.Record(topic_id="t", incarnation=1, rows=0)))
+    with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .* of no kind that is known"):
+        slot_format.decode_slot(slot_of(journal_pb2.Record(topic_id="t", incarnation=1, rows=0)))
 
 
 def test_a_slot_kind_that_is_not_known_is_refused() -> None:
-    data = bytearray(journal.encode_slot(header(0), ()))
+    data = bytearray(slot_format.encode_slot(header(0), ()))
     data[6] = 9
     struct.pack_into("<I", data, 40, google_crc32c.value(bytes(data[:40])))
-    with pytest.raises(errors.FormatError, match="slot kind 9"):
-        journal.decode_slot(bytes(data))
+    with pytest.raises(format_errors.FormatError, match="slot kind 9"):
+        slot_format.decode_slot(bytes(data))
 
 
 @pytest.mark.parametrize("make", [gone, waive])
@@ -479,7 +481,7 @@ def test_size_bytes_holds_for_the_union_of_bitmaps_of_any_containers(parts: list
         entries = np.unique((shapes[shape] + shift) % 65_536).astype(np.uint64)
         positions = position_bitmaps(np.full(len(entries), 7, np.uint64), entries)
         builder.append(GoneRecord("t", 1, 0, GoneReason.TRIMMED, positions))
-    assert len(journal.encode_slot(header(1), builder.freeze())) <= builder.size_bytes
+    assert len(slot_format.encode_slot(header(1), builder.freeze())) <= builder.size_bytes
 
 
 def test_bitmaps_that_do_not_ascend_or_name_a_page_twice_are_refused() -> None:
@@ -494,7 +496,7 @@ def test_bitmaps_that_do_not_ascend_or_name_a_page_twice_are_refused() -> None:
 def slot_of(record: journal_pb2.Record) -> bytes:
     """A slot of one record, every checksum right."""
     payload = journal_pb2.Slot(records=[record]).SerializeToString()
-    data = bytearray(journal.encode_slot(header(0), ()))
+    data = bytearray(slot_format.encode_slot(header(0), ()))
     struct.pack_into("<IQ", data, 28, 1, len(payload))
     struct.pack_into("<I", data, 40, framing.crc32c(bytes(data[:40]), payload))
     return bytes(data) + payload
@@ -525,5 +527,5 @@ def test_positions_that_are_no_set_of_so_many_rows_are_refused_though_every_crc_
         message.waive.subscription_id = 1
     for ledger_id, page, entries in bitmaps:
         getattr(message, kind).positions.add(ledger_id=ledger_id, page=page, entries=entries)
-    with pytest.raises(errors.FormatError, match=f"journal slot record 0 .*{detail}"):
-        journal.decode_slot(slot_of(message))
+    with pytest.raises(format_errors.FormatError, match=f"journal slot record 0 .*{detail}"):
+        slot_format.decode_slot(slot_of(message))

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import errors
-from storage_backends.formats.rows import U32, U64
+from storage_backends.formats import format_errors
+from storage_backends.formats.row_columns import U32, U64
 
 _HEADER = struct.Struct("<BQ")
 HEADER_BYTES = _HEADER.size
@@ -99,17 +99,19 @@ def decode_u64(
     Raises FormatError when the bytes are not a column of exactly so many rows.
     """
     if len(data) < HEADER_BYTES:
-        raise errors.FormatError(what, offset, f"a column has at least {HEADER_BYTES} bytes, this one has {len(data)}")
+        raise format_errors.FormatError(
+            what, offset, f"a column has at least {HEADER_BYTES} bytes, this one has {len(data)}"
+        )
     form, base = _HEADER.unpack_from(data)
     width = form & _WIDTH_MASK
     if form & ~_KNOWN or width > 8:
-        raise errors.FormatError(what, offset, f"column form {form:#04x} is not known")
+        raise format_errors.FormatError(what, offset, f"column form {form:#04x} is not known")
     body: bytes | memoryview = memoryview(data)[HEADER_BYTES:]
     if form & _ZSTD:
         body = _decompress(body, rows * width, zstd or zstandard.ZstdDecompressor(), what, offset + HEADER_BYTES)
     if len(body) != rows * width:
         detail = f"{rows} rows of {width} bytes take {rows * width} bytes, the body has {len(body)}"
-        raise errors.FormatError(what, offset + HEADER_BYTES, detail)
+        raise format_errors.FormatError(what, offset + HEADER_BYTES, detail)
     if width == 0 or rows == 0:
         return np.full(rows, base, np.uint64)
     offsets = _from_planes(body, rows, width) if form & _PLANES else _from_row_major(body, rows, width)
@@ -122,7 +124,7 @@ def decode_u64(
         values = offsets
         wrapped = base > _U64_MAX - (1 << 8 * width) + 1 and int(values.max()) > _U64_MAX - base
     if wrapped:
-        raise errors.FormatError(what, offset, f"a value from base {base} does not fit in 64 bits")
+        raise format_errors.FormatError(what, offset, f"a value from base {base} does not fit in 64 bits")
     values += np.uint64(base)
     return values
 
@@ -137,7 +139,7 @@ def decode_u32(
 ) -> U32:
     values = decode_u64(data, rows, what=what, offset=offset, zstd=zstd)
     if rows and int(values.max()) > _U32_MAX:
-        raise errors.FormatError(what, offset, f"value {values.max()} does not fit in 32 bits")
+        raise format_errors.FormatError(what, offset, f"value {values.max()} does not fit in 32 bits")
     return values.astype(np.uint32)
 
 
@@ -188,7 +190,7 @@ def _decompress(
     try:
         declared = zstandard.get_frame_parameters(body).content_size
         if declared != size_bytes:
-            raise errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")
+            raise format_errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")
         return zstd.decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise errors.FormatError(what, offset, f"zstd: {error}") from error
+        raise format_errors.FormatError(what, offset, f"zstd: {error}") from error

@@ -13,11 +13,19 @@ import dataclasses
 
 import zstandard
 
-from storage_backends.formats import deletions, errors, framing, journal, mirror, record_messages, segment
-from storage_backends.formats.deletions import DeletionState
+from storage_backends.formats import (
+    deletion_format,
+    format_errors,
+    framing,
+    mirror,
+    record_messages,
+    segment,
+    slot_format,
+)
+from storage_backends.formats.deletion_format import DeletionState
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.manifest import Progress
-from storage_backends.formats.rows import Rows
+from storage_backends.formats.row_columns import Rows
 
 FORMAT_VERSION = 1
 MAGIC = b"TyCP"
@@ -53,7 +61,7 @@ class CarriedSlot:
     """
 
     slot: int
-    records: tuple[journal.AnyRecord, ...]
+    records: tuple[slot_format.AnyRecord, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -140,12 +148,12 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
         for carried in part.carried:
             carrier = state.carried.add(slot=carried.slot)
             for record in carried.records:
-                journal.fill_record(carrier.records.add(), record)
+                slot_format.fill_record(carrier.records.add(), record)
     parts = [message.SerializeToString(deterministic=True)]
-    for portion in deletions.portions(value.deletions) if value.deletions is not None else ():
+    for portion in deletion_format.portions(value.deletions) if value.deletions is not None else ():
         # The bytes of messages, one behind the other, are those of a message that has the fields of all.
         partial = checkpoint_pb2.Checkpoint()
-        deletions.fill_state(partial.deletions, portion)
+        deletion_format.fill_state(partial.deletions, portion)
         parts.append(partial.SerializePartialToString(deterministic=True))
     return framing.frame(MAGIC, FORMAT_VERSION, b"".join(parts))
 
@@ -154,11 +162,11 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     """Raises FormatError on damage and UnsupportedVersion on a version that is not known here."""
     payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
-    with errors.reading(_WHAT, framing.HEADER_BYTES):
+    with format_errors.reading(_WHAT, framing.HEADER_BYTES):
         topics = tuple(_topic_part(state) for state in message.topics)
         stored = None
         if message.HasField("deletions"):
-            stored = deletions.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
+            stored = deletion_format.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
         return Checkpoint(message.shard, message.epoch, message.slot, topics, stored)
 
 
@@ -199,7 +207,7 @@ def _carried(message: checkpoint_pb2.CarriedSlot, what: str) -> CarriedSlot:
         # A part of a message keeps the whole of it in memory, and this one may be kept for long.
         own = journal_pb2.Record()
         own.CopyFrom(record)
-        records.append(journal.StoredRecord(own, f"{named} record {number}", framing.HEADER_BYTES))
+        records.append(slot_format.StoredRecord(own, f"{named} record {number}", framing.HEADER_BYTES))
     return CarriedSlot(message.slot, tuple(records))
 
 

@@ -1,7 +1,7 @@
 """Rows as columns: the form in which positions travel from a request to the disk.
 
 Owns: the `Rows` columns, their order and their hash.
-Does not own: encoding (`columns`, `journal`, `bucket`) and what a row's state is.
+Does not own: encoding (`column_format`, `slot_format`, `bucket_format`) and what a row's state is.
 """
 
 from __future__ import annotations
