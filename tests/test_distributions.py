@@ -9,7 +9,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,31 @@ def test_every_package_is_in_one_distribution() -> None:
     folders = {path.parent for path in REPOSITORY.glob("*/__init__.py")} | {REPOSITORY / "client" / "src" / "tarry"}
     packages = [package for each in DISTRIBUTIONS for package in each.packages]
     assert sorted(packages) == sorted(folder for folder in folders if folder.name not in BESIDE)
+
+
+def standing_twice(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """The files whose name another one has, by name; of those that the daemon and the client have alone, none."""
+    found: dict[str, list[str]] = {}
+    for path in paths:
+        found.setdefault(path.name, []).append(path.relative_to(REPOSITORY).as_posix())
+    del found["__init__.py"]
+    elsewhere = ("daemon/", "client/")
+    return {
+        name: sorted(places)
+        for name, places in found.items()
+        if len(places) > 1 and not all(place.startswith(elsewhere) for place in places)
+    }
+
+
+def test_a_file_of_storage_and_of_the_jobs_has_a_name_of_its_own() -> None:
+    packages = [package for each in DISTRIBUTIONS for package in each.packages]
+    paths = [path for package in packages for path in package.rglob("*.py")]
+    assert standing_twice(paths) == {}
+    twice = standing_twice([*paths, REPOSITORY / "jobs" / "process.py", REPOSITORY / "audit" / "chain.py"])
+    assert twice == {
+        "chain.py": ["audit/chain.py", "audit/chain.py"],
+        "process.py": ["daemon/process.py", "jobs/process.py"],
+    }
 
 
 def test_the_image_and_the_archive_for_executors_get_each_package() -> None:
