@@ -150,11 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, given = parser.parse_known_args(arguments)
     with noting(options.requests) as noted:
 
-        def open_store(place: opening.Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
+        def open_store(place: store_opening.Place, *, deletions_survive: bool = False) -> object_store.ObjectStore:
             inner = local_directory.LocalDirectory(options.directory, deletions_survive=deletions_survive)
             return SlowStore(inner, options.delay_ms / 1000, noted)
 
-        opening.open_store = open_store
+        store_opening.open_store = open_store
         return tarryd.main(given)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from daemon import config, errors, logs, memory
-from storage_backends import object_store, opening, probe
+from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     logs.configure(level=settings.log.level, form=settings.log.format)
     memory.keep_little()
     try:
-        with contextlib.closing(opening.open_store(settings.store)) as store:
+        with contextlib.closing(store_opening.open_store(settings.store)) as store:
             probed = _probe(store)
             if options.check:
                 probed.result()

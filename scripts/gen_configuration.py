@@ -26,7 +26,7 @@ TARGET = REPOSITORY / "docs" / "CONFIGURATION.md"
 HEAD = """\
 # Configuration
 
-Made from `daemon/settings.py` and `storage_backends/settings.py` by `scripts/gen_configuration.py`. Names in
+Made from `daemon/settings.py` and `storage_backends/storage_settings.py` by `scripts/gen_configuration.py`. Names in
 `bucket` follow [PIP-195](https://github.com/apache/pulsar/blob/master/pip/pip-195.md), names in `deletion` follow
 [PIP-186](https://github.com/apache/pulsar/blob/master/pip/pip-186.md). `redelivery.nack_precision_bits` is
 `negativeAckPrecisionBitCnt` of [PIP-393](https://github.com/apache/pulsar/blob/master/pip/pip-393.md),

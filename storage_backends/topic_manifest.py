@@ -57,7 +57,7 @@ def topic_log(
     def decode(body: bytes) -> TopicManifest:
         found = CODEC.decode(body)
         if found.topic_id != topic_id or names.topic_id(found.topic) != topic_id:
-            raise errors.FormatError("topic manifest", framing.HEADER_BYTES, f"it is of topic {found.topic!r}")
+            raise format_errors.FormatError("topic manifest", framing.HEADER_BYTES, f"it is of topic {found.topic!r}")
         return found
 
     return commit.ManifestLog(

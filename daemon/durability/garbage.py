@@ -23,8 +23,8 @@ from typing import Final, Generic, TypeVar
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import NOTHING_DONE, Limits, Summary
 from daemon.core.object_count import NOTHING, ObjectCount
-from storage_backends import collection, commit, listing, object_store, topic_manifest
-from storage_backends.formats import errors, manifest, names
+from storage_backends import commit, manifest_collection, object_store, shard_listing, topic_manifest
+from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import DeadObject, ShardManifest, Tombstone, TopicManifest
 from storage_backends.shard_listing import Listed
 

@@ -7,7 +7,7 @@ import dataclasses
 from daemon.core.deletions.ledger_deletions import LedgerDeletions
 from daemon.durability import journal_tail
 from storage_backends import commit
-from storage_backends.formats import checkpoint as checkpoint_format
+from storage_backends.formats import checkpoint_format
 from storage_backends.formats.manifest import ShardManifest
 
 

@@ -29,7 +29,7 @@ from daemon.durability.shard_claim import ShardClaim
 from daemon.errors import Corruption, NotOwner
 from storage_backends import commit, object_store
 from storage_backends.crash_points import crash_point
-from storage_backends.formats import journal
+from storage_backends.formats import slot_format
 from storage_backends.formats.manifest import ShardManifest
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from storage_backends.formats.journal import Record
+from storage_backends.formats.slot_format import Record
 
 # After so long without an answer of the store a call is told that its outcome is not known, or to try again.
 STALL_ANSWER_S = 10.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import slow_store
-from storage_backends.memory import MemoryStore
+from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, AlreadyExists, NotFound
 
 

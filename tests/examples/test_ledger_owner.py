@@ -19,7 +19,7 @@ from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, InUseAnswe
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from examples import ledger_owner
-from storage_backends.formats.deletions import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
+from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 from tests.support.processes import child
 
 TOPIC = "persistent://t/n/orders"

@@ -20,12 +20,12 @@ import pytest
 from pyspark.sql import SparkSession
 from rich.console import Console
 
-from compaction.forecast import parquet as forecast_parquet
-from compaction.forecast import picture as forecast_picture
-from compaction.forecast import text as forecast_text
-from compaction.forecast.files import OutputFile, Unwritable
-from compaction.forecast.result import Forecast, TopicForecast, Unread
-from tests.compaction.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
+from forecast import parquet as forecast_parquet
+from forecast import picture as forecast_picture
+from forecast import text as forecast_text
+from forecast.files import OutputFile, Unwritable
+from forecast.result import Forecast, TopicForecast, Unread
+from tests.forecast.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
 
 
 def at(hour: int) -> datetime.datetime:

@@ -40,7 +40,7 @@ from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, k
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.index_ids import are_of_batch_parts
 from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
-from storage_backends.formats.rows import U32, U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
 LOOKED_AT_A_ROW = 2

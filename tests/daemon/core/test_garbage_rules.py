@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from daemon.core import garbage_rules
 from daemon.core.garbage_rules import Limits, Summary
 from daemon.core.object_count import ObjectCount
-from storage_backends import listing
+from storage_backends import shard_listing
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ObjectReference, Tombstone
 from storage_backends.object_store import ListedObject

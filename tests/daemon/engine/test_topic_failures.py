@@ -22,8 +22,7 @@ from daemon.engine.failure_scope import TopicFailed
 from daemon.engine.manifests import TopicCommits
 from daemon.engine.topic_loading import TopicLoading
 from daemon.errors import Corruption, InvariantViolated
-from storage_backends.formats import checkpoint as checkpoint_format
-from storage_backends.formats import journal, manifest, names
+from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
 from tests.daemon.engine.calling import delete_topic, trim, up_to
 from tests.daemon.engine.test_failure_scopes import SEVERAL, Traffic, metric, topic_of
@@ -349,9 +348,9 @@ async def test_a_slot_that_names_what_is_no_topic_refuses_its_shard_by_name(mach
     await one.add(FAILING, 1, range(5), HOUR_MS)
     one.kill()
     key = machines.keys(names.journal_prefix(SHARD))[-1]
-    stored = journal.read_slot(machines.store.get(key))
+    stored = slot_format.read_slot(machines.store.get(key))
     odd = [dataclasses.replace(each.decoded(), topic_id="../../../x") for each in stored.records]
-    machines.store.put(key, journal.encode_slot(stored.header, odd))
+    machines.store.put(key, slot_format.encode_slot(stored.header, odd))
     two = await machines.served_by("one", *SEVERAL)
     traffic = await Traffic.on(two, [topic_of(each) for each in (0, 2, 3)])
     written = len(machines.keys("/manifest/"))
