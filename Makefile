@@ -86,12 +86,14 @@ breaking: $(SYNCED) ## buf: what proto/ breaks compared with AGAINST=<git refere
 	$(RUN) buf breaking --against '.git#ref=$(AGAINST)'
 
 .PHONY: generated
-generated: $(UV) ## the generated code is what proto/ says
+generated: $(SYNCED) ## the generated code is what proto/ and the client of an event loop say
 	$(UV) run --locked --script scripts/gen_proto.py --check
+	$(RUN) python scripts/gen_threads.py --check
 
 .PHONY: gen
-gen: $(UV) ## generate the code of proto/
+gen: $(SYNCED) ## generate the code of proto/, and the client of threads
 	$(UV) run --locked --script scripts/gen_proto.py
+	$(RUN) python scripts/gen_threads.py
 
 .PHONY: fmt
 fmt: $(SYNCED) ## format, and mend what ruff can mend

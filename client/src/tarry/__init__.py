@@ -7,9 +7,8 @@ Does not own: anything of the daemon; this package lives in other people's envir
 """
 
 from tarry import aio
-from tarry.add_stream import AddStream
 from tarry.batch import Batch, Leased
-from tarry.client import DEFAULT_TARGET, Client
+from tarry.channels import DEFAULT_TARGET
 from tarry.columns import NO_BATCH_INDEX, Positions
 from tarry.consumer_stats import (
     ConsumerAfterMarkDelete,
@@ -79,7 +78,6 @@ from tarry.inspection import (
 )
 from tarry.key_order import HashRange, HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tarry.key_shared import HELD, Consumer, ConsumerBatch, PlanAgain, TakenBack
-from tarry.key_shared_subscription import KeySharedSubscription
 from tarry.policies import BucketForm, DelayLevels, SubscriptionPolicy, TopicPolicy
 from tarry.redelivery import (
     ConstantDelay,
@@ -115,7 +113,10 @@ from tarry.results import (
     Withdrawn,
 )
 from tarry.retry import RetryPolicy
-from tarry.subscription import Subscription
+from tarry.threads.add_stream import AddStream
+from tarry.threads.client import Client
+from tarry.threads.key_shared_subscription import KeySharedSubscription
+from tarry.threads.subscription import Subscription
 
 __all__ = [
     "DEFAULT_TARGET",

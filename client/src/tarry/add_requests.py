@@ -3,7 +3,7 @@
 Owns: their order, sending again what a broken stream left unanswered or the daemon refused for now, giving up at the
 deadline. Adds are idempotent, so a request that was durable already is answered with duplicates.
 Does not own: the stream (`tarry.streams`); cutting and encoding batches (`tarry.columns`, `tarry.wire`); who waits for
-what (`tarry.add_stream`, `tarry.aio.add_stream`).
+what (`tarry.aio.add_stream`).
 
 Whoever drives it settles what a method returns, and only then calls `remove`: who waits until nothing is in flight
 finds every answer settled.

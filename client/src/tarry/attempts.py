@@ -1,8 +1,8 @@
 """Asking a daemon until it answers: the rules, without the network and without the waiting.
 
 A *plan* is a generator. It yields steps, `Send` and `Wait`, is resumed with the response of a `Send` (or its failure, a
-TarryError, is thrown into it), and returns what the caller asked for. Whoever runs a plan, in a thread
-(`tarry.connections`) or on an event loop (`tarry.aio.connections`), performs the steps and decides nothing.
+TarryError, is thrown into it), and returns what the caller asked for. Whoever runs a plan
+(`tarry.aio.connections`) performs the steps and decides nothing.
 
 Owns: how often, when and whom a call asks; the owner of each topic as far as it is known.
 Does not own: which failures are worth another attempt (`tarry.errors`), the back-off (`tarry.retry`), requests and

@@ -1,7 +1,7 @@
 """What is handed out, on a stream or leased, and what of a stream is still held.
 
 Owns: `Batch` and `Leased`, and the account of positions that were received and are neither acknowledged nor released.
-Does not own: the stream and its permits (`tarry.subscription`).
+Does not own: the stream and its permits (`tarry.receiving`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: the permits, what is held and declared when a stream is opened again, requests until they are durable
 (acknowledgements, negative ones, extensions of the ack time-out), and dropping what a former owner still sends.
 Does not own: the stream (`tarry.streams`); the account of held rows (`tarry.batch`); consumers and plans
-(`tarry.key_shared_receiving`); who waits for what (`tarry.subscription`, `tarry.aio.subscription`).
+(`tarry.key_shared_receiving`); who waits for what (`tarry.aio.subscription`).
 
 Permits. `permits` is how many positions may be received and neither acknowledged nor released. They come back when a
 batch is acknowledged, positively or negatively (not only when that is durable), or released; they are granted again in

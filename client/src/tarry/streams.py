@@ -1,8 +1,8 @@
 """What a stream that outlives its connections decides, whoever reads and writes it.
 
 Owns: when and where it is opened again, what ended it, and what its requests are settled with.
-Does not own: reading, writing and waiting (`tarry.session` in a thread, `tarry.aio.session` on an event loop); what is
-sent and what the answers mean (`tarry.add_requests`, `tarry.receiving`).
+Does not own: reading, writing and waiting (`tarry.aio.session`); what is sent and what the answers mean
+(`tarry.add_requests`, `tarry.receiving`).
 """
 
 from __future__ import annotations

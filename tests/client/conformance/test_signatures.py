@@ -8,7 +8,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tarry import session
+from tarry.aio import session
 
 PAIRS = [
     (tarry.Client, tarry.aio.Client),

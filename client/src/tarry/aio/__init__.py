@@ -5,6 +5,8 @@ and behaviour of those in `tarry`; what waits there is awaited here. Batches, re
 same classes.
 Does not own: any rule: requests, retries, permits and what is held are decided by the code that `tarry` uses.
 
+Each behaviour is written here: `scripts/gen_threads.py` makes the client of threads, `tarry.threads`, from this one.
+
 A client belongs to the event loop that it is first used on, and is used by that loop's thread alone.
 
     async with tarry.aio.Client() as client:
@@ -19,6 +21,7 @@ A client belongs to the event loop that it is first used on, and is used by that
 from tarry.aio.add_stream import AddStream
 from tarry.aio.client import Client
 from tarry.aio.key_shared_subscription import KeySharedSubscription
-from tarry.aio.subscription import Opening, Subscription
+from tarry.aio.subscription import Subscription
+from tarry.on_event_loop import Opening
 
 __all__ = ["AddStream", "Client", "KeySharedSubscription", "Opening", "Subscription"]

@@ -1,22 +1,24 @@
-"""Adding batches one after the other without waiting for the answers, on the event loop.
+"""Adding batches one after the other without waiting for the answers.
 
-Owns: waiting, and settling futures.
+Owns: waiting in the caller, and settling futures in the session.
 Does not own: the requests (`tarry.add_requests`), the stream (`tarry.aio.session`).
 """
 
 from __future__ import annotations
 
-import asyncio
+from asyncio import Future
 from collections.abc import Iterable
 from types import TracebackType
 
-from tarry import add_requests, calls, columns, errors, futures, results, retry, streams
-from tarry.aio import changes, connections, session
+from tarry import add_requests, calls, columns, errors, on_event_loop, results, retry, streams
+from tarry.aio import connections, futures, session
 from tarry.v1 import delayed_delivery_pb2
 
 
 class AddStream:
-    """As `tarry.AddStream`; made by `Client.add_stream`.
+    """Made by `Client.add_stream`. A context manager: leaving it waits for every answer, and raises as `flush` does.
+
+    Used by one event loop. A stream is opened with the first batch, and again when there is one to send.
 
     Example: `async with client.add_stream("flights") as stream: answer = await stream.add(1, 7, delay_ms=5_000)`
     """
@@ -32,8 +34,10 @@ class AddStream:
         timeout_s: float | None,
     ) -> None:
         self._timeout_s = known.timeout_s if timeout_s is None else timeout_s
-        self._changes = changes.Changes()
-        self._requests: add_requests.AddRequests[asyncio.Future[results.AddResult]] = add_requests.AddRequests(
+        # Guards the requests, and is not held while a future is settled. Only the session settles futures and removes
+        # requests.
+        self._changed = on_event_loop.Condition()
+        self._requests: add_requests.AddRequests[Future[results.AddResult]] = add_requests.AddRequests(
             topic,
             subscription,
             in_flight=in_flight,
@@ -55,16 +59,19 @@ class AddStream:
         delay_level: columns.Column | None = None,
         already_due: results.AlreadyDue = results.AlreadyDue.DELIVER,
         timeout_s: float | None = None,
-    ) -> asyncio.Future[results.AddResult]:
-        """As `tarry.AddStream.add`: waits while too many requests are unanswered, and returns the future of the answer.
+    ) -> Future[results.AddResult]:
+        """Sends a batch; the future has its AddResult when every accepted row is durable. Arguments as of `Client.add`.
 
+        Waits while `in_flight` requests are unanswered. `timeout_s` bounds this wait, and how long a request is sent
+        again after failures; an answer that simply does not come is bounded by the caller's `asyncio.timeout`.
         Cancelling the future takes nothing back: the batch is on its way.
+        Raises InvalidArgument, DeadlineExceeded, Closed, or the failure that ended the stream.
 
         Example: `answer = await stream.add(7, np.arange(1_000), deliver_at_ms=due); print((await answer).accepted)`
         """
         deadline = retry.Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         firsts: list[int] = []
-        parts: list[asyncio.Future[results.AddResult]] = []
+        parts: list[Future[results.AddResult]] = []
         for first, add in self._requests.encode(
             ledger_id,
             entry_id,
@@ -76,22 +83,23 @@ class AddStream:
         ):
             firsts.append(first)
             parts.append(await self._send(add, deadline))
-        if len(parts) == 1:
-            return parts[0]
-        whole: asyncio.Future[results.AddResult] = asyncio.get_running_loop().create_future()
-        futures.join(parts, lambda answers: results.AddResult.merge(list(zip(firsts, answers, strict=True))), whole)
-        return whole
+        return futures.whole(parts, lambda answers: results.AddResult.merge(list(zip(firsts, answers, strict=True))))
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """As `tarry.AddStream.flush`."""
-        if not await self._changes.wait_for(lambda: not self._requests, timeout_s):
-            raise self._requests.unanswered(timeout_s)
-        self._requests.raise_first_failure()
+        """Waits until every request is answered.
+
+        Raises the first failure since the last flush, if any; DeadlineExceeded.
+        """
+        with self._changed:
+            if not await self._changed.wait_for(lambda: not self._requests, timeout_s):
+                raise self._requests.unanswered(timeout_s)
+            self._requests.raise_first_failure()
 
     async def close(self) -> None:
-        """As `tarry.AddStream.close`."""
-        self._requests.close()
-        self._changes.notify()
+        """Ends the stream at once: unanswered futures fail with Closed. Idempotent."""
+        with self._changed:
+            self._requests.close()
+            self._changed.notify_all()
         await self._session.close()
 
     async def __aenter__(self) -> AddStream:
@@ -107,40 +115,49 @@ class AddStream:
         finally:
             await self.close()
 
-    async def _send(self, add: bytes, deadline: retry.Deadline) -> asyncio.Future[results.AddResult]:
-        if not await self._changes.wait_for(lambda: self._requests.may_begin, deadline.remaining_s()):
-            raise self._requests.too_many(deadline.timeout_s)
-        answer: asyncio.Future[results.AddResult] = asyncio.get_running_loop().create_future()
-        self._requests.begin(add, answer, deadline)
-        if self._requests.wants_stream:
-            self._changes.notify()
+    async def _send(self, add: bytes, deadline: retry.Deadline) -> Future[results.AddResult]:
+        answer: Future[results.AddResult] = on_event_loop.promise()
+        with self._changed:
+            if not await self._changed.wait_for(lambda: self._requests.may_begin, deadline.remaining_s()):
+                raise self._requests.too_many(deadline.timeout_s)
+            self._requests.begin(add, answer, deadline)
+            if self._requests.wants_stream:
+                self._changed.notify_all()
         return answer
 
     # The session's handler.
 
     async def wait_until_wanted(self) -> bool:
-        await self._changes.wait_for(lambda: self._requests.wants_stream or self._requests.ended is not None)
-        return self._requests.ended is None
+        with self._changed:
+            await self._changed.wait_for(lambda: self._requests.wants_stream or self._requests.ended is not None)
+            return self._requests.ended is None
 
     def opened(self, sending: streams.Sending) -> None:
-        self._requests.opened(sending)
+        with self._changed:
+            self._requests.opened(sending)
 
     def received(self, response: delayed_delivery_pb2.StreamAddMessagesResponse) -> bool:
-        settled = self._requests.received(response)
+        with self._changed:
+            settled = self._requests.received(response)
         if settled is None:
             return False
         self._settle((settled,))
         return settled.error is None
 
     def interrupted(self, error: errors.TarryError) -> None:
-        self._settle(self._requests.interrupted(error))
+        with self._changed:
+            late = self._requests.interrupted(error)
+        self._settle(late)
 
     def failed(self, error: errors.TarryError) -> None:
-        self._settle(self._requests.failed(error))
-        self._changes.notify()
+        with self._changed:
+            left = self._requests.failed(error)
+            self._changed.notify_all()
+        self._settle(left)
 
-    def _settle(self, settled: Iterable[add_requests.Settled[asyncio.Future[results.AddResult]]]) -> None:
+    def _settle(self, settled: Iterable[add_requests.Settled[Future[results.AddResult]]]) -> None:
         for each in settled:
             futures.settle(each)
-            self._requests.remove(each.request_id)
-            self._changes.notify()
+            with self._changed:
+                self._requests.remove(each.request_id)
+                self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""The client of one Tarry daemon, or of the daemons behind one gRPC target, on the event loop.
+"""The client of one Tarry daemon, or of the daemons behind one gRPC target.
 
-Owns: the calls, with the names, arguments, defaults and meaning of `tarry.Client`'s.
+Owns: the calls that a program makes, their arguments, defaults and meaning.
 Does not own: requests and answers (`tarry.calls`), retries and owners (`tarry.attempts`), streams
 (`tarry.aio.add_stream`, `tarry.aio.subscription`, `tarry.aio.key_shared_subscription`).
 """
@@ -12,29 +12,40 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from tarry import batch, calls, client, columns, key_shared, policies, results, retry
+from tarry import batch, calls, channels, columns, key_shared, on_event_loop, policies, results, retry
 from tarry.aio import add_stream, connections, deleting, inspecting, operating
 from tarry.aio.key_shared_subscription import KeySharedSubscription
-from tarry.aio.subscription import Opening, Receiver, Subscription
-from tarry.connections import unsaid
+from tarry.aio.subscription import Receiver, Subscription
 
 
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
-    """As `tarry.Client`: the same arguments; an asynchronous context manager. Nothing is sent before the first call.
+    """For one event loop; an asynchronous context manager. Nothing is sent before the first call.
+
+    `target`: host:port of a daemon, or any gRPC target; the owner that a daemon names is followed.
+    `timeout_s`: how long a call is tried, retries included, unless the call says otherwise. Every request is
+    idempotent: UNAVAILABLE, ABORTED and UNKNOWN are repeated with jittered back-off, RESOURCE_EXHAUSTED after the time
+    that the daemon names, and a daemon that is not the owner sends the client to the one that is. When the time is over
+    DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
+    `retry_policy`: the back-off.
+    `rows_per_request`, `request_bytes`: the daemon's limits; longer batches are sent as several requests.
+    `client_id`: who this is where a topic limits what one client may add in a second (`tarry.TopicPolicy`), 1 to 128
+    printable ASCII characters; programs with one id share a limit. None: all programs of this host are one client.
+    `waiting`: is told, in words, what a call waits for where a daemon has taken a topic over from one that may still
+    hand out rows; that time, at most 15 s, is not counted in `timeout_s`.
 
     Example: `async with tarry.aio.Client() as client: await client.add("flights", 1, range(1_000), delay_ms=5_000)`
     """
 
     def __init__(
         self,
-        target: str = client.DEFAULT_TARGET,
+        target: str = channels.DEFAULT_TARGET,
         *,
-        timeout_s: float = client.DEFAULT_TIMEOUT_S,
+        timeout_s: float = channels.DEFAULT_TIMEOUT_S,
         retry_policy: retry.RetryPolicy | None = None,
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
         request_bytes: int = columns.REQUEST_BYTES_MAX,
         client_id: str | None = None,
-        waiting: Callable[[str], None] = unsaid,
+        waiting: Callable[[str], None] = channels.unsaid,
     ) -> None:
         self._connections = connections.Connections(client_id=client_id, waiting=waiting)
         self._calls = calls.Calls(
@@ -62,7 +73,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.AddResult:
-        """As `tarry.Client.add`."""
+        """Adds positions and returns when every accepted row is durable.
+
+        Columns are arrays, lists or single numbers; one of length 1 applies to the whole batch. Exactly one of
+        `deliver_at_ms` (Unix time in ms), `delay_ms` and `delay_level` (of the topic's table of delays, 0 = none) is
+        given. `key_hash` comes from `tarry.key_hash`.
+        `subscription`: the rows are for that one alone. Raises NotFound: no such subscription.
+        A batch over the limits is sent as several requests: when one fails, those before it are durable.
+
+        Example: `await client.add("flights", 1, np.arange(1_000), delay_ms=5_000, key_hash=tarry.key_hash("N14228"))`
+        """
         return await self._connections.run(
             self._calls.add(
                 topic,
@@ -81,7 +101,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     def add_stream(
         self, topic: str, *, in_flight: int = 16, subscription: str | None = None, timeout_s: float | None = None
     ) -> add_stream.AddStream:
-        """As `tarry.Client.add_stream`.
+        """A stream of batches with up to `in_flight` requests unanswered: the fast way to add much.
+
+        `subscription`: the rows are for that one alone.
 
         Example: `async with client.add_stream("flights") as stream: await stream.add(1, range(1_000), delay_ms=5_000)`
         """
@@ -100,7 +122,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Cancelled:
-        """As `tarry.Client.cancel`."""
+        """Takes positions out of the index before they are due; what is counted as cancelled is never handed out.
+
+        In every index of the topic or in none; with `subscription` only in that one's own index. The result lists the
+        positions that are as they were, and why. No position may be named twice. Raises NotFound.
+
+        Example: `(await client.cancel("flights", 1, [17, 18])).in_flight_index`
+        """
         return await self._connections.run(
             self._calls.cancel(topic, ledger_id, entry_id, subscription=subscription, timeout_s=timeout_s)
         )
@@ -117,7 +145,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Rescheduled:
-        """As `tarry.Client.reschedule`."""
+        """Gives positions that are not due yet another time, earlier or later, in one step; results as `cancel`.
+
+        Exactly one of `deliver_at_ms` and `delay_ms` is given. `key_hash`: give it again, the row is a new one.
+        Raises NotFound, OutOfRange: a delay over the limit.
+
+        Example: `(await client.reschedule("flights", 1, 17, delay_ms=60_000)).rescheduled`
+        """
         return await self._connections.run(
             self._calls.reschedule(
                 topic,
@@ -141,7 +175,15 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> results.Contained:
-        """As `tarry.Client.contains`."""
+        """What of positions is in the index, as ranges: a cursor that reads a log skips it.
+
+        With `last_entry_id` each row names a range of entries, both ends included. With `subscription` only what that
+        one is owed and has not acknowledged counts. However long the answer, it is whole; it comes in several requests
+        then, and what changes between them may or may not show.
+        A topic that does not exist contains nothing. Raises NotFound: no such subscription.
+
+        Example: `for ledger, first, last in (await client.contains("flights", 1, 0, last_entry_id=9)).pending: ...`
+        """
         return await self._connections.run(
             self._calls.contains(
                 topic,
@@ -163,7 +205,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """As `tarry.Client.trim`."""
+        """Drops the rows of each ledger at or before its entry, for the topic or for one subscription.
+
+        `all_lower_ledgers`: also every row of ledgers with a lower id; only with one ledger.
+        Returns how many rows were dropped, or that the subscription is owed no longer; after a lost answer it is
+        sent again and counts only what was left. What is added later is not affected. Raises NotFound.
+
+        Example: `await client.trim("flights", ledger_id=7, entry_id=1_999, all_lower_ledgers=True)`
+        """
         return await self._connections.run(
             self._calls.trim(
                 topic,
@@ -176,12 +225,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         )
 
     async def clear(self, topic: str, *, subscription: str | None = None, timeout_s: float | None = None) -> int:
-        """As `tarry.Client.clear`."""
+        """Drops every row of a topic, or of one subscription; returns how many, as `trim` does. Raises NotFound.
+
+        Example: `await client.clear("flights", subscription="departures")`
+        """
         return await self._connections.run(self._calls.clear(topic, subscription=subscription, timeout_s=timeout_s))
 
     # Dispatchers.
 
-    def subscribe(
+    @on_event_loop.opening
+    async def subscribe(
         self,
         topic: str,
         subscription: str,
@@ -189,14 +242,24 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         permits: int = 10_000,
         create: bool = False,
         timeout_s: float | None = None,
-    ) -> Opening[Subscription]:
-        """As `tarry.Client.subscribe`: `await` it, or enter it with `async with`.
+    ) -> Subscription:
+        """Opens a subscription and returns when its stream is open: `await` it, or enter it with `async with`.
 
-        Example: `async with client.subscribe("flights", "departures") as due: await due.ack(await due.receive())`
+        `permits`: how many positions may be received and neither acknowledged nor released.
+        `create`: create the subscription, and the topic, if they do not exist.
+        Raises NotFound; later failures are raised from the iteration, broken streams are opened again.
+
+        Example: `async with client.subscribe("flights", "departures") as due: [due.ack(batch) async for batch in due]`
         """
-        return Opening(lambda: self._open(topic, subscription, permits=permits, create=create, timeout_s=timeout_s))
+        deadline = self._calls.deadline(timeout_s)
+        if create:
+            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
+        await self._wait_until_open(opened, deadline)
+        return opened
 
-    def subscribe_key_shared(
+    @on_event_loop.opening
+    async def subscribe_key_shared(
         self,
         topic: str,
         subscription: str,
@@ -204,14 +267,23 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         consumers: Sequence[key_shared.Consumer],
         create: bool = False,
         timeout_s: float | None = None,
-    ) -> Opening[KeySharedSubscription]:
-        """As `tarry.Client.subscribe_key_shared`: `await` it, or enter it with `async with`.
+    ) -> KeySharedSubscription:
+        """Opens a subscription for consumers that share its keys in order, and returns when its stream is open.
+
+        `consumers`: those that are there from the beginning, each with its permits; others may join and leave.
+        `create`: create the subscription, and the topic, if they do not exist, with the daemon's defaults of how keys
+        are shared (`tarry.KeySharedPolicy`).
+        Either all open streams of a subscription are KEY_SHARED or none: DeadlineExceeded when one of the other kind,
+        or a lease, stays open. The rest as `subscribe`.
 
         Example: `gates = await client.subscribe_key_shared("flights", "gates", consumers=[tarry.Consumer("a")])`
         """
-        return Opening(
-            lambda: self._open_key_shared(topic, subscription, consumers=consumers, create=create, timeout_s=timeout_s)
-        )
+        deadline = self._calls.deadline(timeout_s)
+        if create:
+            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
+        opened = KeySharedSubscription(self._connections, self._calls, topic, subscription, consumers=consumers)
+        await self._wait_until_open(opened, deadline)
+        return opened
 
     async def get(
         self,
@@ -223,7 +295,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         wait_ms: int = 0,
         timeout_s: float | None = None,
     ) -> batch.Leased:
-        """As `tarry.Client.get`."""
+        """Due positions without a stream: leased, and in flight until they are acknowledged or the lease is over.
+
+        `max_rows`: 1 to 10,000. `lease_ms`: at most 12 hours; None = the subscription's. `wait_ms`: how long to wait
+        for the first row when nothing is due, at most 60 s; `timeout_s` counts besides. The batch is empty when nothing
+        came due in time.
+        After a lost answer the request is sent again and leases other rows; those of the lost answer are handed out
+        again when their lease is over. Raises NotFound, ResourceExhausted: too many leases.
+
+        Example: `batch = await client.get("flights", "departures", max_rows=100, lease_ms=60_000, wait_ms=10_000)`
+        """
         return await self._connections.run(
             self._calls.get(
                 topic, subscription, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms, timeout_s=timeout_s
@@ -233,7 +314,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def ack(
         self, topic: str, subscription: str, given: batch.HandedOut, *, timeout_s: float | None = None
     ) -> int:
-        """As `tarry.Client.ack`."""
+        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
+
+        It is durable on return. Returns how many positions were ignored because they were not in the backlog with that
+        time. After a lost answer it is sent again, and counts as ignored what the first try had acknowledged. Raises
+        NotFound.
+
+        Example: `await client.ack("flights", "departures", batch.take(slice(0, 10)))`
+        """
         return await self._connections.run(self._calls.ack(topic, subscription, given, timeout_s=timeout_s))
 
     async def nack(
@@ -248,7 +336,19 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         key_hash: columns.Column | None = None,
         timeout_s: float | None = None,
     ) -> results.Nacked:
-        """As `tarry.Client.nack`."""
+        """Negatively acknowledges a batch, a part of one, or columns: the positions come back later; durable on return.
+
+        When: after `delay_ms`, or after the delay of the topic's `delay_level`, 0 = at once; without both as the
+        subscription's policy says. One for all, or one for each. What was negatively acknowledged more often than the
+        policy's `max_redeliver_count` becomes a dead letter instead.
+        `batch_index`: only these messages of entries that hold a batch, one for each row or one for all; each comes
+        back by itself, and the entry as a whole stays as it is.
+        Also positions that Tarry never handed out: columns with 0 as `deliver_at_ms`, and their `key_hash`.
+        After a lost answer it is sent again: what waits for its redelivery already gets the time anew, and is not
+        counted again. Raises NotFound, OutOfRange: a delay over the limit.
+
+        Example: `(await client.nack("flights", "departures", batch.take([0]), delay_ms=10_000)).dead_lettered`
+        """
         return await self._connections.run(
             self._calls.nack(
                 topic,
@@ -273,7 +373,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         key_hash: columns.Column | None = None,
         timeout_s: float | None = None,
     ) -> results.Nacked:
-        """As `tarry.Client.reject`."""
+        """Makes positions dead letters now, durably; the rest as `nack`.
+
+        `reason` is kept with them, at most 1,024 bytes in UTF-8. After a lost answer it is sent again, and counts as
+        ignored what the first try had rejected; what Tarry never handed out may then be a dead letter twice. Raises
+        NotFound.
+
+        Example: `await client.reject("flights", "departures", batch.take([0]), "no such gate")`
+        """
         return await self._connections.run(
             self._calls.nack(
                 topic,
@@ -296,7 +403,12 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         timeout_s: float | None = None,
     ) -> int:
-        """As `tarry.Client.extend_lease`."""
+        """Moves the end of leases to `lease_ms` from now, at most 12 hours; 0 = the lease is over.
+
+        Returns how many positions were ignored because they are not leased with that time. Raises NotFound.
+
+        Example: `await client.extend_lease("flights", "departures", batch, 60_000)`
+        """
         return await self._connections.run(
             self._calls.extend_lease(topic, subscription, given, lease_ms, timeout_s=timeout_s)
         )
@@ -309,7 +421,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         *,
         timeout_s: float | None = None,
     ) -> results.SubscriptionCreated:
-        """As `tarry.Client.create_subscription`."""
+        """Creates a subscription, and the topic if it is new. It is OK when it exists with this policy.
+
+        The first one of a topic is owed everything in its index, a later one what comes due after its creation.
+        Raises AlreadyExists: it exists with another policy. ResourceExhausted: too many subscriptions.
+
+        Example: `await client.create_subscription("flights", "departures", tarry.SubscriptionPolicy(lease_ms=60_000))`
+        """
         return await self._connections.run(
             self._calls.create_subscription(topic, subscription, policy, timeout_s=timeout_s)
         )
@@ -317,7 +435,10 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def update_subscription(
         self, topic: str, subscription: str, policy: policies.SubscriptionPolicy, *, timeout_s: float | None = None
     ) -> policies.SubscriptionPolicy:
-        """As `tarry.Client.update_subscription`."""
+        """Replaces a subscription's policy as a whole; it counts from the answer on. Raises NotFound.
+
+        Example: `await client.update_subscription("flights", "departures", tarry.SubscriptionPolicy(lease_ms=60_000))`
+        """
         return await self._connections.run(
             self._calls.update_subscription(topic, subscription, policy, timeout_s=timeout_s)
         )
@@ -325,11 +446,14 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     async def delete_subscription(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> results.SubscriptionDeleted:
-        """As `tarry.Client.delete_subscription`."""
+        """Deletes a subscription with its dead letters; deleting the last one drops what is due. Raises NotFound.
+
+        Example: `(await client.delete_subscription("flights", "departures")).dead_letters`
+        """
         return await self._connections.run(self._calls.delete_subscription(topic, subscription, timeout_s=timeout_s))
 
     async def close(self) -> None:
-        """As `tarry.Client.close`."""
+        """Closes every stream and connection; idempotent."""
         for stream in list(self._streams):
             await stream.close()
         await self._connections.close()
@@ -341,32 +465,6 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _open(
-        self, topic: str, subscription: str, *, permits: int, create: bool, timeout_s: float | None
-    ) -> Subscription:
-        deadline = self._calls.deadline(timeout_s)
-        if create:
-            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
-        opened = Subscription(self._connections, self._calls, topic, subscription, permits=permits)
-        await self._wait_until_open(opened, deadline)
-        return opened
-
-    async def _open_key_shared(
-        self,
-        topic: str,
-        subscription: str,
-        *,
-        consumers: Sequence[key_shared.Consumer],
-        create: bool,
-        timeout_s: float | None,
-    ) -> KeySharedSubscription:
-        deadline = self._calls.deadline(timeout_s)
-        if create:
-            await self.create_subscription(topic, subscription, timeout_s=timeout_s)
-        opened = KeySharedSubscription(self._connections, self._calls, topic, subscription, consumers=consumers)
-        await self._wait_until_open(opened, deadline)
-        return opened
 
     async def _wait_until_open(self, opened: Receiver[Any], deadline: retry.Deadline) -> None:
         self._streams.add(opened)

@@ -1,52 +1,35 @@
-"""Channels, and performing the steps of plans on the event loop.
+"""Channels, and performing the steps of plans.
 
 Owns: the channels of one client, and waiting.
-Does not own: whom a call asks and how often (`tarry.attempts`), streams (`tarry.aio.session`), requests and results.
+Does not own: whom a call asks and how often (`tarry.attempts`), streams (`tarry.aio.session`), requests
+and results.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from tarry import attempts, connections, errors
+from tarry import attempts, channels, errors, on_event_loop, streams
 
 T = TypeVar("T")
+Response = TypeVar("Response")
 
 
 class Connections:
     """Used by one event loop."""
 
-    def __init__(self, *, client_id: str | None = None, waiting: Callable[[str], None] = connections.unsaid) -> None:
+    def __init__(self, *, client_id: str | None = None, waiting: Callable[[str], None] = channels.unsaid) -> None:
         """`waiting` is told what is waited for where that is worth saying. Raises InvalidArgument."""
-        self.metadata = connections.metadata_of(client_id)
+        self._metadata = channels.metadata_of(client_id)
         self._waiting = waiting
+        self._changed = on_event_loop.Condition()
         self._channels: dict[str, grpc.aio.Channel] = {}
-        self._closed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def keep(self, task: asyncio.Task[None]) -> None:
-        """Holds a task until it is done: an event loop holds it weakly."""
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def check_open(self) -> None:
-        """Raises Closed."""
-        if self._closed.is_set():
-            raise errors.Closed("the client is closed")
-
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to a gRPC target. Raises Closed."""
-        self.check_open()
-        channel = self._channels.get(address)
-        if channel is None:
-            channel = grpc.aio.insecure_channel(address, options=connections.CHANNEL_OPTIONS)
-            self._channels[address] = channel
-        return channel
+        self._closed = False
 
     async def run(self, plan: attempts.Plan[T]) -> T:
         """Performs a plan's steps; its result. Raises what the plan raises."""
@@ -56,7 +39,8 @@ class Connections:
                 if isinstance(step, attempts.Wait):
                     if step.why:
                         self._waiting(step.why)
-                    await self._wait(step.delay_s)
+                    with self._changed:
+                        await self._changed.wait_for(lambda: self._closed, step.delay_s)
                     step = plan.send(None)
                     continue
                 try:
@@ -71,53 +55,63 @@ class Connections:
 
     async def receive(self, step: attempts.Send, result_of: Callable[[Any], T]) -> AsyncIterator[T]:
         """Sends a request that has many answers, once; each of them as a result. Raises TarryError."""
-        method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self.channel(step.address).unary_stream(
-            step.method.path, request_serializer=None, response_deserializer=step.method.read
-        )
-        try:
-            async for response in method(step.request, timeout=step.timeout_s, metadata=self.metadata):
+        with self._failures():
+            method: grpc.aio.UnaryStreamMultiCallable[bytes, Any] = self._channel(step.address).unary_stream(
+                step.method.path, request_serializer=None, response_deserializer=step.method.read
+            )
+            async for response in method(step.request, timeout=step.timeout_s, metadata=self._metadata):
                 yield result_of(response)
-        except grpc.RpcError as failure:
-            self.check_open()
-            raise errors.from_rpc(failure) from None
-        except asyncio.CancelledError:
-            # As of a unary call.
-            if not is_being_cancelled():
-                self.check_open()
-            raise
+
+    def open(
+        self, address: str, to: streams.StreamMethod[Response], sending: on_event_loop.Outbox
+    ) -> on_event_loop.StreamCall[Response]:
+        """Begins a stream. Raises Closed."""
+        with self._failures():
+            method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = self._channel(address).stream_stream(
+                to.path, request_serializer=None, response_deserializer=to.read
+            )
+            return method(sending, metadata=self._metadata)
 
     async def close(self) -> None:
         """Ends every call; idempotent."""
-        self._closed.set()
-        channels = list(self._channels.values())
-        self._channels.clear()
-        for channel in channels:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            opened = list(self._channels.values())
+            self._channels.clear()
+        for channel in opened:
             await channel.close()
 
-    async def _wait(self, delay_s: float) -> None:
-        try:
-            async with asyncio.timeout(delay_s):
-                await self._closed.wait()
-        except TimeoutError:
-            pass
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.Closed("the client is closed")
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        with self._changed:
+            self._check_open()
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = on_event_loop.open_channel(address)
+                self._channels[address] = channel
+            return channel
 
     async def _send(self, step: attempts.Send) -> Any:
-        method: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = self.channel(step.address).unary_unary(
-            step.method.path, request_serializer=None, response_deserializer=step.method.read
-        )
+        with self._failures():
+            method: grpc.aio.UnaryUnaryMultiCallable[bytes, Any] = self._channel(step.address).unary_unary(
+                step.method.path, request_serializer=None, response_deserializer=step.method.read
+            )
+            return await method(step.request, timeout=step.timeout_s, metadata=self._metadata)
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Raises what gRPC raises as TarryError; Closed where it was this client that ended the call."""
         try:
-            return await method(step.request, timeout=step.timeout_s, metadata=self.metadata)
+            yield
         except grpc.RpcError as failure:
-            self.check_open()
+            self._check_open()
             raise errors.from_rpc(failure) from None
-        except asyncio.CancelledError:
-            # A channel that closes cancels its calls; whoever cancels the caller means the caller.
-            if not is_being_cancelled():
-                self.check_open()
+        except on_event_loop.CHANNEL_CLOSED:
+            # Whoever cancels the caller means the caller, not the call.
+            if not on_event_loop.is_being_cancelled():
+                self._check_open()
             raise
-
-
-def is_being_cancelled() -> bool:
-    """Whether someone has asked for the end of the running task."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Two-phase deletion (PIP-186), on the event loop.
+"""Two-phase deletion (PIP-186).
 
 Owns: the calls of a client that owns ledgers or offloaded objects, and of who operates their deletion.
 Does not own: requests and answers (`tarry.deletion_calls`), and performing them (`tarry.aio.connections`).
@@ -21,7 +21,14 @@ class Deleting:
     async def record_pending_deletes(
         self, topic: str, deletes: Iterable[deletions.PendingDelete], *, timeout_s: float | None = None
     ) -> deletions.RecordedDeletes:
-        """As `tarry.Client.record_pending_deletes`."""
+        """Records, durably, ledgers of a topic that are to be deleted; from then on the daemon verifies and deletes.
+
+        Only what is `recorded` may leave the owner's metadata; when it has, `forget_in_use` what was said to be in use.
+        When this raises, nothing may leave: call again, which changes nothing of what is recorded. The topic need not
+        be one of Tarry's. More than 1,000 are several requests. Raises ResourceExhausted: too many are pending.
+
+        Example: `(await client.record_pending_deletes("flights", [tarry.PendingDelete(7)])).remaining([7, 8, 9])`
+        """
         return await self._connections.run(self._calls.record_pending_deletes(topic, deletes, timeout_s=timeout_s))
 
     async def record_in_use(
@@ -34,7 +41,17 @@ class Deleting:
         replace: bool = False,
         timeout_s: float | None = None,
     ) -> deletions.InUseRecorded:
-        """As `tarry.Client.record_in_use`."""
+        """Says that ledgers of a topic are in use: from the answer on no deletion of them begins.
+
+        The answer names those that were too late. They must not be used: record their deletion and drop them, or say it
+        again later, when the attempt is over, and look whether they are still there.
+
+        `uuid`: of offloaded ledgers, one for all or one each; None = under whatever UUID. `replace`: these, and no
+        others of their type, are in use, what an owner says when it starts; in one request, so at most as many as the
+        client's `rows_per_request`. Raises ResourceExhausted: too many are in use.
+
+        Example: `(await client.record_in_use("flights", [8, 9], replace=True)).being_deleted_index`
+        """
         return await self._connections.run(
             self._calls.record_in_use(
                 topic, ledger_id, ledger_type=ledger_type, uuid=uuid, replace=replace, timeout_s=timeout_s
@@ -50,7 +67,13 @@ class Deleting:
         uuid: deletions.UuidColumn | None = None,
         timeout_s: float | None = None,
     ) -> int:
-        """As `tarry.Client.forget_in_use`."""
+        """Takes back that ledgers are in use, named as in `record_in_use`; returns how many were so.
+
+        To be said when they have left the owner's metadata, not before: their deletions are pending again at once.
+        After a lost answer it is sent again, and counts only what was left.
+
+        Example: `await client.forget_in_use("flights", [8])`
+        """
         return await self._connections.run(
             self._calls.forget_in_use(topic, ledger_id, ledger_type=ledger_type, uuid=uuid, timeout_s=timeout_s)
         )
@@ -58,7 +81,12 @@ class Deleting:
     def pending_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """As `tarry.Client.pending_deletes`."""
+        """Deletions that are not over, of each shard in the order in which they were recorded, fetched page by page.
+
+        `which`: None = all.
+
+        Example: `[each.text async for each in client.pending_deletes() if each.failures]`
+        """
         return inspecting.items(
             lambda token: self.pending_deletes_page(
                 which, token, page_size=deletion_calls.ITERATED_PAGE_SIZE, timeout_s=timeout_s
@@ -73,7 +101,11 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """As `tarry.Client.pending_deletes_page`."""
+        """One page of these, from the token of the page before on; `page_size` 0 = 100, at most 1,000. A page may be
+        shorter, also empty, and have others behind it.
+
+        Example: `(await client.pending_deletes_page(tarry.DeletionFilter(topic="flights"), page_size=10)).items`
+        """
         return await self._connections.run(
             self._calls.deletions_page(
                 deletion_calls.PENDING, which, page_token, page_size=page_size, timeout_s=timeout_s
@@ -83,7 +115,10 @@ class Deleting:
     def dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """As `tarry.Client.dead_deletes`."""
+        """Dead letters: deletions that were given up; they stay until they are retried or purged. As `pending_deletes`.
+
+        Example: `{each.text async for each in client.dead_deletes()}`
+        """
         return inspecting.items(
             lambda token: self.dead_deletes_page(
                 which, token, page_size=deletion_calls.ITERATED_PAGE_SIZE, timeout_s=timeout_s
@@ -98,7 +133,10 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """As `tarry.Client.dead_deletes_page`."""
+        """One page of these, as `pending_deletes_page`.
+
+        Example: `(await client.dead_deletes_page(page_size=10)).items`
+        """
         return await self._connections.run(
             self._calls.deletions_page(deletion_calls.DEAD, which, page_token, page_size=page_size, timeout_s=timeout_s)
         )
@@ -106,7 +144,10 @@ class Deleting:
     def ended_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[deletions.Deletion]:
-        """As `tarry.Client.ended_deletes`."""
+        """What came of the last deletions that ended; the daemon keeps a limited number. As `pending_deletes`.
+
+        Example: `{each.pending_delete.ledger_id: each.outcome async for each in client.ended_deletes()}`
+        """
         return inspecting.items(
             lambda token: self.ended_deletes_page(
                 which, token, page_size=deletion_calls.ITERATED_PAGE_SIZE, timeout_s=timeout_s
@@ -121,7 +162,10 @@ class Deleting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> deletions.DeletionPage:
-        """As `tarry.Client.ended_deletes_page`."""
+        """One page of these, as `pending_deletes_page`.
+
+        Example: `(await client.ended_deletes_page(page_size=10)).items`
+        """
         return await self._connections.run(
             self._calls.deletions_page(
                 deletion_calls.ENDED, which, page_token, page_size=page_size, timeout_s=timeout_s
@@ -131,17 +175,29 @@ class Deleting:
     async def retry_dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> int:
-        """As `tarry.Client.retry_dead_deletes`."""
+        """Dead letters are pending again, with no failure counted, and due now; returns how many.
+
+        `which`: None = all; one that names nothing is refused. After a lost answer it is sent again, and counts only
+        what was left.
+
+        Example: `await client.retry_dead_deletes(tarry.DeletionFilter(topic="flights"))`
+        """
         return await self._connections.run(self._calls.retry_dead_deletes(which, timeout_s=timeout_s))
 
     async def purge_dead_deletes(
         self, which: deletions.DeletionFilter | None = None, *, timeout_s: float | None = None
     ) -> int:
-        """As `tarry.Client.purge_dead_deletes`."""
+        """Forgets dead letters, and leaves what they name where it is; the rest as `retry_dead_deletes`.
+
+        Example: `await client.purge_dead_deletes(tarry.DeletionFilter(deletion_ids=["3.17"]))`
+        """
         return await self._connections.run(self._calls.purge_dead_deletes(which, timeout_s=timeout_s))
 
     async def deletion_stats(self, topic: str = "", *, timeout_s: float | None = None) -> deletions.DeletionStats:
-        """As `tarry.Client.deletion_stats`."""
+        """How many deletions are in flight, since when, and of what; without a topic those of all.
+
+        Example: `(await client.deletion_stats()).in_flight`
+        """
         return await self._connections.run(self._calls.deletion_stats(topic, timeout_s=timeout_s))
 
     def sweep_orphans(
@@ -155,7 +211,17 @@ class Deleting:
         force: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncIterator[deletions.SweepStep]:
-        """As `tarry.Client.sweep_orphans`."""
+        """Looks in an object store for offloaded ledgers that no record names and nobody uses; each step tells how far.
+
+        `store`: its name in the daemon's configuration. `prefix`: what the objects' names begin with. `grace_ms`:
+        younger ones are left alone; None: the daemon's. `delete`: records what was found, when everything was seen, so
+        that it is deleted. `unknown_topics`: also those of topics of which nobody has stated what they use. `force`:
+        also when they are more than a fifth of the bytes. The last value has `done`. Nothing is tried again: a failure
+        is raised, and starting again is safe. Raises NotFound: no such store; NotOwner: the daemon does not own every
+        shard.
+
+        Example: `async for step in client.sweep_orphans("archive"): print(step.counts.orphaned.size_bytes)`
+        """
         step = self._calls.sweep_orphans(
             store,
             prefix=prefix,

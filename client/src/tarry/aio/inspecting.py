@@ -1,4 +1,4 @@
-"""Looking at topics, on the event loop.
+"""Looking at topics.
 
 Owns: the calls of a client that change nothing: counts, lists, what is pending.
 Does not own: requests and answers (`tarry.calls`), and performing them (`tarry.aio.connections`).
@@ -23,7 +23,10 @@ class Inspecting:
     _calls: calls.Calls
 
     def topics(self, *, timeout_s: float | None = None) -> AsyncIterator[inspection.TopicSummary]:
-        """As `tarry.Client.topics`."""
+        """The topics of the daemon, in the order of their names, fetched page by page.
+
+        Example: `[topic.topic async for topic in client.topics() if topic.pending]`
+        """
         return items(lambda token: self.topics_page(token, timeout_s=timeout_s))
 
     async def topics_page(
@@ -31,18 +34,24 @@ class Inspecting:
     ) -> inspection.TopicPage:
         """One page of topics, from the token of the page before on; `page_size` 0 = 1,000, which is also the most.
 
-        Example: `client.topics_page().topics_loading`
+        Example: `(await client.topics_page()).topics_loading`
         """
         return await self._connections.run(
             self._calls.topics_page(page_token, page_size=page_size, timeout_s=timeout_s)
         )
 
     async def stats(self, topic: str, *, timeout_s: float | None = None) -> inspection.TopicStats:
-        """As `tarry.Client.stats`."""
+        """Counts of one topic. Raises NotFound.
+
+        Example: `(await client.stats("flights")).pending`
+        """
         return await self._connections.run(self._calls.stats(topic, timeout_s=timeout_s))
 
     def buckets(self, topic: str, *, timeout_s: float | None = None) -> AsyncIterator[inspection.BucketSummary]:
-        """As `tarry.Client.buckets`."""
+        """The sealed buckets of a topic, in the order of (first ledger, last ledger), page by page. Raises NotFound.
+
+        Example: `sum([bucket.size_bytes async for bucket in client.buckets("flights")])`
+        """
         return items(lambda token: self.buckets_page(topic, token, timeout_s=timeout_s))
 
     async def buckets_page(
@@ -50,7 +59,7 @@ class Inspecting:
     ) -> inspection.BucketPage:
         """One page of buckets, as `topics_page`. Raises NotFound.
 
-        Example: `client.buckets_page("flights").mutable_rows`
+        Example: `(await client.buckets_page("flights")).mutable_rows`
         """
         return await self._connections.run(
             self._calls.buckets_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
@@ -59,7 +68,10 @@ class Inspecting:
     def subscriptions(
         self, topic: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[inspection.SubscriptionStats]:
-        """As `tarry.Client.subscriptions`."""
+        """The subscriptions of a topic, in the order of their names, page by page. Raises NotFound.
+
+        Example: `max([each.backlog async for each in client.subscriptions("flights")])`
+        """
         return items(lambda token: self.subscriptions_page(topic, token, timeout_s=timeout_s))
 
     async def subscriptions_page(
@@ -67,7 +79,7 @@ class Inspecting:
     ) -> inspection.SubscriptionPage:
         """One page of subscriptions, as `topics_page`. Raises NotFound.
 
-        Example: `client.subscriptions_page("flights", page_size=10).items`
+        Example: `(await client.subscriptions_page("flights", page_size=10)).items`
         """
         return await self._connections.run(
             self._calls.subscriptions_page(topic, page_token, page_size=page_size, timeout_s=timeout_s)
@@ -76,7 +88,11 @@ class Inspecting:
     def consumers(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> AsyncIterator[consumer_stats.ConsumerStats]:
-        """As `tarry.Client.consumers`."""
+        """The consumers of a KEY_SHARED subscription, in the order in which they joined, page by page; none when nobody
+        opened it as that. Raises NotFound.
+
+        Example: `{each.name: each.unacked async for each in client.consumers("flights", "departures")}`
+        """
         return items(lambda token: self.consumers_page(topic, subscription, token, timeout_s=timeout_s))
 
     async def consumers_page(
@@ -88,7 +104,10 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> consumer_stats.ConsumerPage:
-        """As `tarry.Client.consumers_page`."""
+        """One page of consumers, as `topics_page`, and what the keys of the subscription wait for. Raises NotFound.
+
+        Example: `(await client.consumers_page("flights", "departures", page_size=10)).items`
+        """
         return await self._connections.run(
             self._calls.consumers_page(topic, subscription, page_token, page_size=page_size, timeout_s=timeout_s)
         )
@@ -96,8 +115,12 @@ class Inspecting:
     async def key_shared_stats(
         self, topic: str, subscription: str, *, timeout_s: float | None = None
     ) -> consumer_stats.KeySharedStats | None:
-        """As `tarry.Client.key_shared_stats`."""
-        return (await self.consumers_page(topic, subscription, page_size=1, timeout_s=timeout_s)).key_shared
+        """What the keys of a subscription wait for; None when nobody opened it as KEY_SHARED. Raises NotFound.
+
+        Example: `await client.key_shared_stats("flights", "departures")`
+        """
+        page = await self.consumers_page(topic, subscription, page_size=1, timeout_s=timeout_s)
+        return page.key_shared
 
     def scheduled(
         self,
@@ -109,7 +132,13 @@ class Inspecting:
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.ScheduledPage]:
-        """As `tarry.Client.scheduled`."""
+        """Rows that are not due yet, in the order in which they come due: pages, until there are no more.
+
+        `from_ms`, `until_ms`: Unix time in ms, the end not included; None = open. `ledgers`: (first, last), both
+        included. `subscription`: only what it is owed. Raises NotFound.
+
+        Example: `async for page in client.scheduled("flights", until_ms=noon_ms): print(page.entry_id)`
+        """
         return _pages(
             lambda token: self.scheduled_page(
                 topic,
@@ -137,7 +166,7 @@ class Inspecting:
         """One page of rows that are not due yet, from the token of the page before on; `page_size` 0 = 1,000, at most
         10,000. The rest as `scheduled`.
 
-        Example: `client.scheduled_page("flights", page_size=10).deliver_at_ms`
+        Example: `(await client.scheduled_page("flights", page_size=10)).deliver_at_ms`
         """
         return await self._connections.run(
             self._calls.scheduled_page(
@@ -163,7 +192,13 @@ class Inspecting:
         subscription: str | None = None,
         timeout_s: float | None = None,
     ) -> inspection.Histogram:
-        """As `tarry.Client.histogram`."""
+        """How many rows come due in each of many bars of one width: exact.
+
+        `from_ms` None = now; `until_ms` None = behind the last row; `width_ms` None = about 60 bars of a round width.
+        The rest as `scheduled`. Raises NotFound.
+
+        Example: `(await client.histogram("flights", width_ms=60_000)).rows.max()`
+        """
         return await self._connections.run(
             self._calls.histogram(
                 topic,
@@ -184,7 +219,10 @@ class Inspecting:
         ledgers: tuple[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.BacklogPage]:
-        """As `tarry.Client.backlog`."""
+        """What a subscription is owed that is due and not acknowledged, in due order, in pages as `scheduled`.
+
+        Example: `sum([len(page) async for page in client.backlog("flights", "departures")])`
+        """
         return _pages(lambda token: self.backlog_page(topic, subscription, token, ledgers=ledgers, timeout_s=timeout_s))
 
     async def backlog_page(
@@ -199,7 +237,7 @@ class Inspecting:
     ) -> inspection.BacklogPage:
         """One page of a backlog, as `scheduled_page`. Raises NotFound.
 
-        Example: `client.backlog_page("flights", "departures").state`
+        Example: `(await client.backlog_page("flights", "departures")).state`
         """
         return await self._connections.run(
             self._calls.backlog_page(
@@ -215,7 +253,12 @@ class Inspecting:
         *,
         timeout_s: float | None = None,
     ) -> AsyncIterator[inspection.DeadLetterPage]:
-        """As `tarry.Client.dead_letters`."""
+        """Dead letters of a subscription, in the order in which they became such, in pages as `scheduled`.
+
+        `which`: None = all. Raises NotFound, InvalidArgument: a range that ends before it begins.
+
+        Example: `async for page in client.dead_letters("flights", "departures"): print(page.dead_letter_id)`
+        """
         return _pages(lambda token: self.dead_letters_page(topic, subscription, which, token, timeout_s=timeout_s))
 
     async def dead_letters_page(
@@ -228,7 +271,10 @@ class Inspecting:
         page_size: int = 0,
         timeout_s: float | None = None,
     ) -> inspection.DeadLetterPage:
-        """As `tarry.Client.dead_letters_page`."""
+        """One page of dead letters, as `scheduled_page`. Raises NotFound, InvalidArgument.
+
+        Example: `(await client.dead_letters_page("flights", "departures", page_size=10)).dead_letter_id`
+        """
         return await self._connections.run(
             self._calls.dead_letters_page(
                 topic, subscription, which, page_token, page_size=page_size, timeout_s=timeout_s
@@ -236,7 +282,10 @@ class Inspecting:
         )
 
     async def lookup(self, topic: str, *, timeout_s: float | None = None) -> results.TopicLocation:
-        """As `tarry.Client.lookup`."""
+        """The shard of a topic and its owner, whether the topic exists or not; any daemon answers.
+
+        Example: `(await client.lookup("flights")).owner_address`
+        """
         return await self._connections.run(self._calls.lookup(topic, timeout_s=timeout_s))
 
 
@@ -253,6 +302,7 @@ async def items(page_from: Callable[[str], Awaitable[inspection.Page[T]]]) -> As
 
 
 async def _pages(page_from: Callable[[str], Awaitable[P]]) -> AsyncIterator[P]:
+    """Pages until there are no more, without those that are empty."""
     token = ""
     while True:
         page = await page_from(token)

@@ -1,42 +1,40 @@
-"""Reading and writing a bidirectional stream on the event loop, through its connections.
+"""Reading and writing a bidirectional stream, through its connections.
 
-Owns: the task; opening, reading, writing and closing.
+Owns: opening, reading and closing, one stream after the other.
 Does not own: when and where it is opened again (`tarry.streams`); what is sent and what the answers mean: that is the
 handler's (`tarry.aio.add_stream`, `tarry.aio.subscription`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
-import grpc.aio
 
-from tarry import errors, streams
+from tarry import errors, on_event_loop, streams
 from tarry.aio import connections
 
-T = TypeVar("T")
 Response = TypeVar("Response")
 ResponseIn = TypeVar("ResponseIn", contravariant=True)
 
-# What gRPC calls a write that failed.
-_WRITE_FAILED = "Internal error from Core"
-
 
 class Handler(Protocol[ResponseIn]):
-    """As `tarry.session.Handler`."""
+    """Called by the session, one call at a time."""
 
-    async def wait_until_wanted(self) -> bool: ...
+    async def wait_until_wanted(self) -> bool:
+        """Returns True when a stream is needed, False when the session is closed."""
 
-    def opened(self, sending: streams.Sending) -> None: ...
+    def opened(self, sending: streams.Sending) -> None:
+        """A stream has begun."""
 
-    def received(self, response: ResponseIn) -> bool: ...
+    def received(self, response: ResponseIn) -> bool:
+        """True when the answer shows progress. A TarryError that it raises ends the stream."""
 
-    def interrupted(self, error: errors.TarryError) -> None: ...
+    def interrupted(self, error: errors.TarryError) -> None:
+        """The stream is gone, another will be opened."""
 
-    def failed(self, error: errors.TarryError) -> None: ...
+    def failed(self, error: errors.TarryError) -> None:
+        """The session is over; called once, last."""
 
 
 class Session(Generic[Response]):
@@ -53,133 +51,59 @@ class Session(Generic[Response]):
         self._lifetime = lifetime
         self._method = method
         self._handler = handler
-        self._has_failed = False
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=lifetime.name)
-        shared.keep(self._task)
-        # A task that is cancelled before its first step runs nothing of itself.
-        self._task.add_done_callback(lambda _: self._fail(lifetime.closed()))
+        self._changed = on_event_loop.Condition()
+        self._closed = False
+        self._call: on_event_loop.StreamCall[Response] | None = None
+        self._ending: errors.TarryError = lifetime.closed()
+        self._running = on_event_loop.Running(self._run, self._ended, name=lifetime.name)
 
     async def close(self) -> None:
-        """Ends the stream and waits for the task; idempotent."""
-        self._task.cancel()
-        await asyncio.wait((self._task,))
+        """Ends the stream and waits until the session is over; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            if self._call is not None:
+                self._call.cancel()
+        await self._running.join()
 
     async def _run(self) -> None:
-        ending: errors.TarryError = self._lifetime.closed()
         try:
             while await self._handler.wait_until_wanted():
                 error = await self._read_one_stream()
+                if self._closed:
+                    break
                 delay_s = self._lifetime.reopens_after_s(error)
                 self._handler.interrupted(error)
-                await asyncio.sleep(delay_s)
+                with self._changed:
+                    await self._changed.wait_for(lambda: self._closed, delay_s)
         except errors.TarryError as error:
-            ending = error
-        except asyncio.CancelledError:
+            self._ending = error
+        except Exception as bug:
+            self._ending = self._lifetime.ended_by_bug(bug)
             raise
-        except BaseException as bug:
-            ending = self._lifetime.ended_by_bug(bug)
-            raise
-        finally:
-            self._fail(ending)
 
-    def _fail(self, error: errors.TarryError) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._handler.failed(error)
+    def _ended(self) -> None:
+        self._handler.failed(self._ending)
 
     async def _read_one_stream(self) -> errors.TarryError:
         """Opens a stream and reads it to its end; the reason of the end."""
-        sending = _Outbox()
+        sending = on_event_loop.Outbox()
         call = None
-        ending = _Ending()
         try:
-            method: grpc.aio.StreamStreamMultiCallable[bytes, Response] = self._shared.channel(
-                self._lifetime.address
-            ).stream_stream(self._method.path, request_serializer=None, response_deserializer=self._method.read)
-            call = method(sending, metadata=self._shared.metadata)
-            call.add_done_callback(ending.note)
+            with self._changed:
+                if self._closed:
+                    return self._lifetime.closed()
+                self._call = call = self._shared.open(self._lifetime.address, self._method, sending)
             self._handler.opened(sending)
-            async for response in call:
+            async for response in on_event_loop.answers(call):
                 if self._handler.received(response):
                     self._lifetime.progressed()
             return streams.why_ended(None)
         except grpc.RpcError as failure:
-            return streams.why_ended(ending.failure or failure)
+            return streams.why_ended(failure)
         except errors.TarryError as error:
             return error
-        except asyncio.CancelledError:
-            if connections.is_being_cancelled():
-                raise
-            # gRPC's word for a stream that it could not write to, and for a channel that was closed.
-            self._shared.check_open()
-            return streams.why_ended(None)
         finally:
             sending.close()
             if call is not None:
                 call.cancel()
-
-
-class _Ending:
-    """The status that a stream ended with, read when it comes.
-
-    In grpcio, 1.85 included, a write that fails because the stream has ended overwrites the status; the first one is
-    the daemon's. When the write is told of first, all that is known is that the stream is broken.
-    """
-
-    def __init__(self) -> None:
-        self.failure: grpc.aio.AioRpcError | None = None
-
-    def note(self, call: grpc.aio.Call) -> None:
-        """Called by gRPC as soon as there is a status, so that nothing below waits."""
-        if self.failure is not None:
-            return
-        code, details = _at_once(call.code()), _at_once(call.details())
-        if code is grpc.StatusCode.INTERNAL and details == _WRITE_FAILED:
-            code = grpc.StatusCode.UNAVAILABLE
-        self.failure = grpc.aio.AioRpcError(code, None, _at_once(call.trailing_metadata()), details)
-
-
-def _at_once(answer: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that does not wait."""
-    try:
-        answer.send(None)
-    except StopIteration as finished:
-        result: T = finished.value
-        return result
-    answer.close()
-    raise errors.Internal("a status that has come was waited for")
-
-
-class _Outbox:
-    """What is to be sent on one stream: the requests that gRPC pulls."""
-
-    def __init__(self) -> None:
-        self._ready: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._held_back: set[asyncio.TimerHandle] = set()
-
-    def put(self, message: bytes) -> None:
-        self._ready.put_nowait(message)
-
-    def put_after(self, delay_s: float, message: Callable[[], bytes]) -> None:
-        def put() -> None:
-            self._held_back.discard(timer)
-            self.put(message())
-
-        timer = asyncio.get_running_loop().call_later(delay_s, put)
-        self._held_back.add(timer)
-
-    def close(self) -> None:
-        """Ends the iteration when what was put before is sent; what is held back is dropped."""
-        for timer in self._held_back:
-            timer.cancel()
-        self._held_back.clear()
-        self._ready.put_nowait(None)
-
-    def __aiter__(self) -> _Outbox:
-        return self
-
-    async def __anext__(self) -> bytes:
-        message = await self._ready.get()
-        if message is None:
-            raise StopAsyncIteration
-        return message

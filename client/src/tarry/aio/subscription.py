@@ -1,23 +1,21 @@
-"""Receiving what is due and acknowledging it, through broken streams and changes of owner, on the event loop.
+"""Receiving what is due and acknowledging it, through broken streams and changes of owner.
 
-Owns: waiting, and settling futures; what all kinds of subscriptions have alike.
-Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.aio.session`); consumers
-and plans (`tarry.aio.key_shared_subscription`).
+Owns: waiting in the caller, and settling futures in the session; what all subscriptions have alike.
+Does not own: permits, what is held, acknowledgements (`tarry.receiving`); the stream (`tarry.aio.session`);
+consumers and plans (`tarry.aio.key_shared_subscription`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
+from asyncio import Future
+from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from tarry import batch, calls, columns, errors, futures, receiving, results, retry, streams
-from tarry.aio import changes, connections, session
+from tarry import batch, calls, columns, errors, on_event_loop, receiving, results, retry, streams
+from tarry.aio import connections, futures, session
 
-R = TypeVar("R")
 Received = TypeVar("Received")
-Opened = TypeVar("Opened", bound="Receiver[Any]")
 
 
 class Receiver(Generic[Received]):
@@ -29,10 +27,12 @@ class Receiver(Generic[Received]):
         known: calls.Calls,
         topic: str,
         subscription: str,
-        state: receiving.Receiving[asyncio.Future[Any], Received],
+        state: receiving.Receiving[Future[Any], Received],
     ) -> None:
         self._timeout_s = known.timeout_s
-        self._changes = changes.Changes()
+        # Guards the state, and is not held while a future is settled. Only the session settles futures and removes
+        # requests.
+        self._changed = on_event_loop.Condition()
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
         self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
@@ -40,33 +40,38 @@ class Receiver(Generic[Received]):
 
     @property
     def epoch(self) -> int:
-        """As `tarry.Subscription.epoch`."""
+        """The highest epoch seen; 0 before the first stream is open."""
         return self._receiving.epoch
 
     @property
     def streams_opened(self) -> int:
-        """As `tarry.Subscription.streams_opened`."""
+        """How often a stream was opened: more than 1 after a reconnect."""
         return self._receiving.streams_opened
 
     @property
     def rebuild_needed(self) -> tuple[results.RebuildNeeded, ...]:
-        """As `tarry.Subscription.rebuild_needed`."""
+        """Ranges to add again: rows of them were lost with a damaged bucket. As of the last stream that was opened.
+
+        Example: `for lost in subscription.rebuild_needed: add_again(lost.first_ledger_id, lost.last_ledger_id)`
+        """
         return self._receiving.rebuild_needed
 
     @property
     def held(self) -> int:
-        """As `tarry.Subscription.held`."""
-        return self._receiving.held
+        """Positions received, and neither acknowledged nor released."""
+        with self._changed:
+            return self._receiving.held
 
     async def wait_until_open(self, deadline: retry.Deadline) -> None:
-        """As `tarry.Subscription.wait_until_open`."""
+        """Waits for the first stream. Raises what refused it, or DeadlineExceeded."""
         state = self._receiving
-        if not await self._changes.wait_for(
-            lambda: state.streams_opened or state.ended is not None, deadline.remaining_s()
-        ):
-            raise deadline.exceeded(state.last_error, attempts=self._lifetime.failures)
-        if not state.streams_opened:
-            state.raise_ended()
+        with self._changed:
+            if not await self._changed.wait_for(
+                lambda: state.streams_opened or state.ended is not None, deadline.remaining_s()
+            ):
+                raise deadline.exceeded(state.last_error, attempts=self._lifetime.failures)
+            if not state.streams_opened:
+                state.raise_ended()
 
     def __aiter__(self) -> AsyncIterator[Received]:
         return self
@@ -78,21 +83,26 @@ class Receiver(Generic[Received]):
         return received
 
     async def receive(self, timeout_s: float | None = None) -> Received | None:
-        """As `tarry.Subscription.receive`.
+        """What came next; None when nothing came in time, or when the subscription was closed.
 
         Example: `if (batch := await subscription.receive(1.0)) is not None: await subscription.ack(batch)`
         """
-        await self._changes.wait_for(lambda: self._receiving.has_news, timeout_s)
-        return self._receiving.take()
+        with self._changed:
+            await self._changed.wait_for(lambda: self._receiving.has_news, timeout_s)
+            return self._receiving.take()
 
-    def ack(self, given: batch.HandedOut) -> asyncio.Future[int]:
-        """As `tarry.Subscription.ack`: it is sent at once; await the future to know that it is durable.
+    def ack(self, given: batch.HandedOut) -> Future[int]:
+        """Acknowledges a batch, a part of one, or columns (ledger_id, entry_id, deliver_at_ms[, batch_index]).
 
-        Cancelling the future takes nothing back.
+        The future is settled when it is durable, with the number of positions that were ignored because they were not
+        in the backlog with that time. After a reconnect it may count positions that the first try had acknowledged.
+        Raises InvalidArgument, Closed, or the failure that ended the subscription.
 
         Example: `ignored = await subscription.ack(batch)`
         """
-        return whole(self._receiving.acknowledge(given, promise), sum)
+        with self._changed:
+            parts = self._receiving.acknowledge(given, on_event_loop.promise)
+        return futures.whole(parts, sum)
 
     def nack(
         self,
@@ -102,20 +112,23 @@ class Receiver(Generic[Received]):
         delay_level: columns.Column | None = None,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
-    ) -> asyncio.Future[results.Nacked]:
-        """As `tarry.Subscription.nack`; sent and awaited as `ack`.
+    ) -> Future[results.Nacked]:
+        """Negatively acknowledges, as `Client.nack`: positions come back later, and hold no permit meanwhile.
+
+        The future is settled as that of `ack`. With `batch_index` the entry as a whole stays here: acknowledge it, too.
 
         Example: `await subscription.nack(batch.take([0]), delay_ms=10_000)`
         """
-        parts = self._receiving.nack(
-            given,
-            promise,
-            delay_ms=delay_ms,
-            delay_level=delay_level,
-            batch_index=batch_index,
-            key_hash=key_hash,
-        )
-        return whole(parts, results.Nacked.merge)
+        with self._changed:
+            parts = self._receiving.nack(
+                given,
+                on_event_loop.promise,
+                delay_ms=delay_ms,
+                delay_level=delay_level,
+                batch_index=batch_index,
+                key_hash=key_hash,
+            )
+        return futures.whole(parts, results.Nacked.merge)
 
     def reject(
         self,
@@ -124,35 +137,60 @@ class Receiver(Generic[Received]):
         *,
         batch_index: columns.Column | None = None,
         key_hash: columns.Column | None = None,
-    ) -> asyncio.Future[results.Nacked]:
-        """As `tarry.Subscription.reject`; sent and awaited as `ack`."""
-        parts = self._receiving.nack(
-            given, promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
-        )
-        return whole(parts, results.Nacked.merge)
+    ) -> Future[results.Nacked]:
+        """Makes positions dead letters, as `Client.reject`. The future is settled as that of `nack`.
 
-    def extend(self, given: batch.HandedOut) -> asyncio.Future[int]:
-        """As `tarry.Subscription.extend`; sent and awaited as `ack`."""
-        return whole(self._receiving.extend(given, promise), sum)
+        Example: `await subscription.reject(batch.take([0]), "no such gate")`
+        """
+        with self._changed:
+            parts = self._receiving.nack(
+                given, on_event_loop.promise, reject=True, reason=reason, batch_index=batch_index, key_hash=key_hash
+            )
+        return futures.whole(parts, results.Nacked.merge)
+
+    def extend(self, given: batch.HandedOut) -> Future[int]:
+        """Begins the ack time-out of positions anew. Only where the policy has one (`ack_timeout_ms`) it matters.
+
+        The future has the number of positions that were ignored because they are not in flight at this stream.
+
+        Example: `ignored = await subscription.extend(batch)`
+        """
+        with self._changed:
+            parts = self._receiving.extend(given, on_event_loop.promise)
+        return futures.whole(parts, sum)
 
     def ack_unconfirmed(self, given: batch.HandedOut) -> None:
-        """As `tarry.Subscription.ack_unconfirmed`."""
-        self._receiving.acknowledge_unconfirmed(given)
+        """Acknowledges without an answer: nothing is repeated, and what is lost on the way is handed out again."""
+        with self._changed:
+            self._receiving.acknowledge_unconfirmed(given)
 
     def release(self, given: batch.Batch) -> None:
-        """As `tarry.Subscription.release`."""
-        self._receiving.release(given)
+        """Takes the permits back without acknowledging.
+
+        The positions stay in flight while this stream lives, and may still be acknowledged; they are handed out again
+        after the stream ends, also when it is this library that opens another.
+        """
+        with self._changed:
+            self._receiving.release(given)
 
     async def flush(self, timeout_s: float | None = None) -> None:
-        """As `tarry.Subscription.flush`."""
-        if not await self._changes.wait_for(lambda: self._receiving.is_confirmed, timeout_s):
-            raise self._receiving.unconfirmed(timeout_s)
-        self._receiving.raise_ended()
+        """Waits until every acknowledgement, also every negative one, is durable.
+
+        Raises DeadlineExceeded, or the failure that ended the subscription.
+        """
+        with self._changed:
+            if not await self._changed.wait_for(lambda: self._receiving.is_confirmed, timeout_s):
+                raise self._receiving.unconfirmed(timeout_s)
+            self._receiving.raise_ended()
 
     async def close(self) -> None:
-        """As `tarry.Subscription.close`."""
-        self._receiving.closed = True
-        self._changes.notify()
+        """Ends the stream at once; idempotent.
+
+        What is not acknowledged is handed out again, and unsettled futures fail with Closed.
+        """
+        with self._changed:
+            self._receiving.closed = True
+            self._changed.notify_all()
         await self._session.close()
 
     async def __aenter__(self) -> Self:
@@ -173,31 +211,42 @@ class Receiver(Generic[Received]):
         return not self._receiving.closed
 
     def opened(self, sending: streams.Sending) -> None:
-        self._receiving.opened(sending)
+        with self._changed:
+            self._receiving.opened(sending)
 
     def received(self, response: receiving.Response) -> bool:
-        is_progress, settled = self._receiving.received(response)
-        if not settled:
-            self._changes.notify()
+        with self._changed:
+            is_progress, settled = self._receiving.received(response)
+            if not settled:
+                self._changed.notify_all()
         self._settle(settled)
         return is_progress
 
     def interrupted(self, error: errors.TarryError) -> None:
-        self._settle(self._receiving.interrupted(error))
+        with self._changed:
+            lost = self._receiving.interrupted(error)
+        self._settle(lost)
 
     def failed(self, error: errors.TarryError) -> None:
-        self._settle(self._receiving.failed(error))
-        self._changes.notify()
+        with self._changed:
+            left = self._receiving.failed(error)
+            self._changed.notify_all()
+        self._settle(left)
 
-    def _settle(self, settled: Iterable[receiving.Settled[asyncio.Future[Any]]]) -> None:
+    def _settle(self, settled: Iterable[receiving.Settled[Future[Any]]]) -> None:
         for each in settled:
             futures.settle(each)
-            self._receiving.remove(each.request_id)
-            self._changes.notify()
+            with self._changed:
+                self._receiving.remove(each.request_id)
+                self._changed.notify_all()
 
 
 class Subscription(Receiver[batch.Batch]):
-    """As `tarry.Subscription`; made by `Client.subscribe`.
+    """Made by `Client.subscribe`. A context manager, and an iterator of batches that ends when it is closed.
+
+    Leaving it waits until every acknowledgement, also every negative one, is durable, for the client's `timeout_s` at
+    most. Used by one event loop. A failure that no retry cures (the subscription was deleted, say) is
+    raised from the iteration, after what was received before it.
 
     Example: `async for batch in subscription: await subscription.ack(batch)`
     """
@@ -205,41 +254,7 @@ class Subscription(Receiver[batch.Batch]):
     def __init__(
         self, shared: connections.Connections, known: calls.Calls, topic: str, subscription: str, *, permits: int
     ) -> None:
-        state: receiving.SharedReceiving[asyncio.Future[Any]] = receiving.SharedReceiving(
+        state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic, subscription, permits=permits, rows_max=known.rows_max, policy=known.policy
         )
         super().__init__(shared, known, topic, subscription, state)
-
-
-def promise() -> asyncio.Future[Any]:
-    return asyncio.get_running_loop().create_future()
-
-
-def whole(parts: list[asyncio.Future[R]], combine: Callable[[list[R]], R]) -> asyncio.Future[R]:
-    """One future of a call that was sent as several requests."""
-    if len(parts) == 1:
-        return parts[0]
-    joined: asyncio.Future[R] = promise()
-    futures.join(parts, combine, joined)
-    return joined
-
-
-class Opening(Generic[Opened]):
-    """A subscription that is being opened: await it, or enter it with `async with`."""
-
-    def __init__(self, opening: Callable[[], Coroutine[Any, Any, Opened]]) -> None:
-        self._opening = opening
-        self._opened: Opened | None = None
-
-    def __await__(self) -> Generator[Any, None, Opened]:
-        return self._opening().__await__()
-
-    async def __aenter__(self) -> Opened:
-        self._opened = await self
-        return await self._opened.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._opened is not None:
-            await self._opened.__aexit__(kind, error, traceback)

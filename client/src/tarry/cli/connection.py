@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from tarry import client, errors, inspection
+from tarry import channels, errors, inspection
 from tarry.cli import output
+from tarry.threads import client
 
 DEFAULT_TIMEOUT_S = 10.0
 UNTIL_DONE_S = 365 * 86_400.0
@@ -28,7 +29,7 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
     @click.option(
         "--address",
         envvar="TARRY_ADDRESS",
-        default=client.DEFAULT_TARGET,
+        default=channels.DEFAULT_TARGET,
         show_default=True,
         show_envvar=True,
         help="host:port of a daemon.",

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from tarry import client, consumer_stats, key_order
+from tarry import consumer_stats, key_order
 from tarry.cli import connection, output, policy_text
+from tarry.threads import client
 
 _COLUMNS = (
     *("consumer", "instance", "address", "id", "stream", "permits", "unacked", "slots", "hash ranges"),

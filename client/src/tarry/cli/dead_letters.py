@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-from tarry import client, inspection, redelivery, results
+from tarry import inspection, redelivery, results
 from tarry.cli import connection, output, pending, rows
+from tarry.threads import client
 
 REASONS = {reason.name.lower().replace("_", "-"): reason for reason in redelivery.DeadLetterReason}
 """As they are given: too-often, rejected."""

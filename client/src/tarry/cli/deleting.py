@@ -13,9 +13,10 @@ from typing import Any
 
 import click
 
-from tarry import client, deletions
+from tarry import deletions
 from tarry.cli import connection, output, rows
 from tarry.cli.deletions import filter_options, text_of, which_of
+from tarry.threads import client
 
 # Of one command: each is a record of its own.
 _RECORDED_MAX = 100_000

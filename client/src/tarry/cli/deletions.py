@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from tarry import client, deletions
+from tarry import deletions
 from tarry.cli import connection, output, pending, rows
+from tarry.threads import client
 
 COMPONENTS = {each.name.lower().replace("_", "-"): each for each in deletions.LedgerComponent}
 """As they are given: managed-ledger, managed-cursor, schema-storage."""

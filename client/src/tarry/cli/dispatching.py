@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from tarry import batch, client, columns, hashing, key_shared, results, subscription
+from tarry import batch, columns, hashing, key_shared, results
 from tarry.cli import connection, output, rows
+from tarry.threads import client, subscription
 
 # Of `tarry ack` and `tarry nack`.
 POSITIONS_IN_REQUEST = 50_000

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import click
 
-from tarry import client, inspection
+from tarry import inspection
 from tarry.cli import connection, output, policy_text
+from tarry.threads import client
 
 P = TypeVar("P", bound=inspection.Page[Any])
 

@@ -10,8 +10,9 @@ import itertools
 
 import click
 
-from tarry import client, policies, results
+from tarry import policies, results
 from tarry.cli import connection, output
+from tarry.threads import client
 
 
 @click.command()

@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from tarry import client, errors, policies, results
+from tarry import errors, policies, results
 from tarry.cli import connection, output, rows
+from tarry.threads import client
 
 FIELDS = tuple(field.name for field in dataclasses.fields(policies.TopicPolicy))
 _YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")

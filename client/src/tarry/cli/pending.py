@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from tarry import client, inspection
+from tarry import inspection
 from tarry.cli import bars, connection, output, rows
+from tarry.threads import client
 
 # Rows that are shown in a terminal when nobody says how many.
 ROWS_IN_TERMINAL = 50

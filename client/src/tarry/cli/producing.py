@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
-from tarry import add_stream, client, results
+from tarry import results
 from tarry.cli import connection, output, rows
+from tarry.threads import add_stream, client
 
 
 @click.command()

@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 
-from tarry import client, key_order, policies
+from tarry import key_order, policies
 from tarry.cli import connection, output, policy_text, rows
+from tarry.threads import client
 
 _SELECTORS = policy_text.choices(key_order.HashSelector)
 _KEY_ORDERS = policy_text.choices(key_order.KeyOrder)

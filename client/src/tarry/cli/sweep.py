@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 
-from tarry import client, deletions, errors
+from tarry import deletions, errors
 from tarry.cli import connection, output, pending, rows
 from tarry.cli.deletions import what
+from tarry.threads import client
 
 _CLASSES = {
     "listed": "every object",

@@ -11,8 +11,9 @@ from concurrent import futures
 
 import click
 
-from tarry import client, results
+from tarry import results
 from tarry.cli import connection, output
+from tarry.threads import client
 
 # How often it is looked how far the work is.
 _LOOK_EVERY_S = 0.5

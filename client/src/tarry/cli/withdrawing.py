@@ -16,8 +16,9 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import client, columns, errors, results
+from tarry import columns, errors, results
 from tarry.cli import connection, output, rows
+from tarry.threads import client
 
 REASONS = {"not_found": "not found", "already_due": "already due", "in_flight": "in flight"}
 """Why a position is as it was: as it is called in JSON, and for people."""

@@ -1,0 +1,65 @@
+"""Promises of answers, settled and joined.
+
+Owns: settling them, and one of a call that was sent as several requests.
+Does not own: making them (`tarry.on_event_loop`), and what the answers mean.
+"""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tarry import on_event_loop, streams
+
+T = TypeVar("T")
+
+
+def settle(settled: streams.Settled[Any, Any]) -> None:
+    """Gives a request's future its result or its failure."""
+    if settled.error is None:
+        _succeed(settled.answer, settled.result)
+    else:
+        _fail(settled.answer, settled.error)
+
+
+def whole(parts: list[Future[T]], combine: Callable[[list[T]], T]) -> Future[T]:
+    """One future for all parts: with their results combined, or the first failure in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: Future[T] = on_event_loop.promise()
+    guard = on_event_loop.Condition()
+    unsettled = len(parts)
+
+    def settle_all() -> None:
+        failures = [failure for part in parts if (failure := part.exception()) is not None]
+        if failures:
+            _fail(joined, failures[0])
+        else:
+            _succeed(joined, combine([part.result() for part in parts]))
+
+    def settled(_: Any) -> None:
+        nonlocal unsettled
+        with guard:
+            unsettled -= 1
+            if unsettled:
+                return
+        settle_all()
+
+    if not parts:
+        settle_all()
+    for part in parts:
+        part.add_done_callback(settled)
+    return joined
+
+
+def _succeed(future: Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        # Whether the caller looks at it is the caller's choice: nobody is to complain.
+        future.exception()

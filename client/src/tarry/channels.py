@@ -1,0 +1,49 @@
+"""What every connection to a daemon goes by, whoever waits for its answers.
+
+Owns: the default target and time-out, gRPC's options, and the metadata of a call.
+Does not own: the channels themselves (`tarry.aio.connections`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from tarry import errors
+
+DEFAULT_TARGET = "127.0.0.1:7461"
+DEFAULT_TIMEOUT_S = 30.0
+
+OPTIONS = (
+    # The daemon bounds what it sends by rows; a bound here would only turn an answer into an error.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # gRPC's own back-off grows to two minutes: far longer than a daemon needs to come back.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A host that is gone sends nothing: only a ping tells an idle stream.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Two clients in one process are to fail and recover apart.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+CLIENT_ID_KEY = "tarry-client-id"
+CLIENT_ID_MAX_BYTES = 128
+# A call that has to wait for a former owner is answered at once with how long, and waited for here.
+TOLD_OF_FORMER_OWNER = ("tarry-told-of-former-owner", "1")
+
+
+def unsaid(why: str) -> None:
+    """Nobody wants to know what is waited for."""
+
+
+def metadata_of(client_id: str | None) -> tuple[tuple[str, str], ...]:
+    """What every call carries. Raises InvalidArgument."""
+    if client_id is None:
+        return (TOLD_OF_FORMER_OWNER,)
+    if not 1 <= len(client_id) <= CLIENT_ID_MAX_BYTES or not re.fullmatch("[!-~]+", client_id):
+        raise errors.InvalidArgument(
+            f"client_id is {client_id!r}; it must be 1 to {CLIENT_ID_MAX_BYTES} printable ASCII characters, no blanks"
+        )
+    return (TOLD_OF_FORMER_OWNER, (CLIENT_ID_KEY, client_id))
