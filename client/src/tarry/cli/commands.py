@@ -13,17 +13,17 @@ import click
 from tarry.cli import (
     consumers,
     dead_letters,
-    deleting,
-    deletions,
+    deletion_changes,
+    deletion_listing,
     dispatching,
-    inspecting,
     levels,
-    operating,
+    looking,
     pending,
     producing,
     subscribing,
     sweep,
     upkeep,
+    whole_topics,
     withdrawing,
 )
 
@@ -58,25 +58,25 @@ for command in (
     dispatching.nack,
     dead_letters.dead_letters,
     subscribing.subscription,
-    inspecting.topics,
-    inspecting.stats,
-    inspecting.subscriptions,
+    looking.topics,
+    looking.stats,
+    looking.subscriptions,
     consumers.consumers,
-    inspecting.buckets,
+    looking.buckets,
     pending.scheduled,
     pending.histogram,
     pending.backlog,
-    inspecting.lookup,
-    operating.policy,
+    looking.lookup,
+    whole_topics.policy,
     levels.levels,
     upkeep.seal,
     upkeep.merge,
     upkeep.gc,
-    deletions.deletions_group,
+    deletion_listing.deletions_group,
     sweep.sweep,
-    operating.delete,
+    whole_topics.delete,
 ):
     tarry.add_command(command)
 
-for command in (deleting.retry, deleting.purge, deleting.record):
-    deletions.deletions_group.add_command(command)
+for command in (deletion_changes.retry, deletion_changes.purge, deletion_changes.record):
+    deletion_listing.deletions_group.add_command(command)

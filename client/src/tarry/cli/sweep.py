@@ -1,7 +1,7 @@
 """The command that looks for offloaded ledgers that nobody knows: sweep.
 
 Owns: its arguments, how far it is while it goes on, and how what it found is shown.
-Does not own: what becomes of what it records (`tarry.cli.deletions`); tables and JSON (`tarry.cli.output`).
+Does not own: what becomes of what it records (`tarry.cli.deletion_listing`); tables and JSON (`tarry.cli.output`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import click
 
 from tarry import deletions, errors
 from tarry.cli import connection, output, pending, rows
-from tarry.cli.deletions import what
+from tarry.cli.deletion_listing import what
 from tarry.threads import client
 
 _CLASSES = {

@@ -1,8 +1,8 @@
 """Commands that show deletions in two phases: list, dead, ended, show, stats.
 
 Owns: which deletions are asked for, and how they are shown.
-Does not own: what changes something of them (`tarry.cli.deleting`); looking for what nobody knows (`tarry.cli.sweep`);
-tables and JSON (`tarry.cli.output`).
+Does not own: what changes something of them (`tarry.cli.deletion_changes`); looking for what nobody knows
+(`tarry.cli.sweep`); tables and JSON (`tarry.cli.output`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands that change something of deletions in two phases: retry, purge, record.
 
 Owns: their arguments, and what is asked before.
-Does not own: showing deletions, and the options that choose some (`tarry.cli.deletions`); tables and JSON
+Does not own: showing deletions, and the options that choose some (`tarry.cli.deletion_listing`); tables and JSON
 (`tarry.cli.output`).
 """
 
@@ -15,7 +15,7 @@ import click
 
 from tarry import deletions
 from tarry.cli import connection, output, rows
-from tarry.cli.deletions import filter_options, text_of, which_of
+from tarry.cli.deletion_listing import filter_options, text_of, which_of
 from tarry.threads import client
 
 # Of one command: each is a record of its own.

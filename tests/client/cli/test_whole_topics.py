@@ -7,7 +7,7 @@ import json
 import grpc
 import pytest
 
-from tarry.cli import operating, output
+from tarry.cli import output, whole_topics
 from tarry.v1 import admin_pb2, policy_pb2
 from tests.client.cli.conftest import Run
 from tests.client.fake_daemon import FakeDaemon, answer, refuse
@@ -37,7 +37,7 @@ def test_a_policy_is_shown_as_it_was_set_and_as_it_is_in_force(with_policy: Fake
     assert {"bucket_form\t-\tcolumnar", "shared_index\t-\ttrue"} <= set(lines)
     assert lines[-2:] == ["client_bytes_per_second_max\t-\t0", "two_phase_deletion_enabled\t-\ttrue"]
     parsed = json.loads(run("policy", "t", "--json").stdout)
-    assert set(parsed["policy"]) == set(parsed["effective"]) == set(operating.FIELDS)
+    assert set(parsed["policy"]) == set(parsed["effective"]) == set(whole_topics.FIELDS)
     assert (parsed["policy"]["bucket_form"], parsed["effective"]["bucket_form"]) == (None, "columnar")
     assert with_policy.count("SetTopicPolicy") == 0
 
