@@ -47,7 +47,7 @@ class AddRequests(Generic[Answer]):
         bytes_max: int,
         policy: retry.RetryPolicy,
     ) -> None:
-        """Raises InvalidArgument."""
+        """`in_flight` is the most that may be unanswered. Raises InvalidArgument."""
         if in_flight < 1:
             raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
         self._topic = wire.utf8("topic", topic)

@@ -94,7 +94,7 @@ class Asking:
     def ask_and_tell(
         self, method: Method[Response], request: bytes | Callable[[], bytes], *, topic: str | None
     ) -> Plan[tuple[Response, bool]]:
-        """The same; also whether an earlier attempt may have been carried out, and its answer was lost."""
+        """Asks as `ask` does; also tells whether an earlier attempt may have been carried out, its answer lost."""
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0

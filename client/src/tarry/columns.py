@@ -39,7 +39,7 @@ class Positions(NamedTuple):
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64]
     batch_index: NDArray[np.uint32] | None = None
-    """Of each row the message of its batch, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
+    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
 
     @property
     def rows(self) -> int:

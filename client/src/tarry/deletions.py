@@ -127,11 +127,11 @@ class PendingDelete:
     component: LedgerComponent = LedgerComponent.MANAGED_LEDGER
     ledger_type: LedgerType = LedgerType.LEDGER
     cursor_name: str | None = None
-    """Of a MANAGED_CURSOR alone, and required there."""
+    """Required for a MANAGED_CURSOR, and nowhere else allowed."""
     schema_id: str | None = None
-    """Of SCHEMA_STORAGE alone, and required there."""
+    """Required for SCHEMA_STORAGE, and nowhere else allowed."""
     offload_context: OffloadContext | None = None
-    """Of an OFFLOADED_LEDGER alone, and required there."""
+    """Required for an OFFLOADED_LEDGER, and nowhere else allowed."""
 
     def to_message(self) -> ledger_deletion_pb2.PendingDelete:
         """Raises TypeError or ValueError: a value that the field cannot hold."""
@@ -174,12 +174,12 @@ class RecordedDeletes:
     recorded: tuple[PendingDelete, ...]
     """Durable: these ledgers may leave the owner's metadata now."""
     already_recorded: tuple[PendingDelete, ...]
-    """Of `recorded`, those that were there before, and are not over."""
+    """Those of `recorded` that were there before, and are not over."""
     refused: tuple[RefusedDelete, ...]
 
     def remaining(self, ledger_ids: Iterable[int]) -> list[int]:
-        """Of a topic's ledgers those that must stay in its metadata, in their order: all but those that were recorded,
-        each with every deletion that was given of it.
+        """Which of a topic's ledgers must stay in its metadata, in their order: all but those that were recorded, each
+        with every deletion that was given of it.
 
         Example: `client.record_pending_deletes("flights", [tarry.PendingDelete(1)]).remaining([1, 2, 3])`
         """
@@ -267,7 +267,7 @@ class Deletion:
     failures: int
     """Attempts that failed."""
     next_attempt_at_ms: int | None
-    """Of a waiting one."""
+    """When it is tried again; None when it is not waiting."""
     maybe_deleted: bool
     """An attempt may have deleted something, though its answer is missing: it cannot be in use any more."""
     ended_at_ms: int | None
@@ -335,7 +335,7 @@ class DeletionStats:
     """Deletions that are not over, what is held not counted; 0 = all are (PIP-186,
     getEstimatedInflightDeletionLedgerCount)."""
     begun: int
-    """Of these, those whose attempt has begun."""
+    """How many of `in_flight` have an attempt that has begun."""
     oldest_ms: int | None
     """When the oldest of them was recorded, or retried."""
     given_up: int
@@ -369,9 +369,9 @@ class OrphanedLedger:
 
     topic: str
     pending_delete: PendingDelete
-    """As it would be recorded."""
+    """What would be recorded."""
     size_bytes: int
-    """Of its objects together."""
+    """The size of its objects together."""
     modified_ms: int
     """When the youngest of them was written."""
     unknown_topic: bool

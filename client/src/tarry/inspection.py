@@ -61,9 +61,9 @@ class SubscriptionStats:
     leased: int = 0
     policy: policies.SubscriptionPolicy = dataclasses.field(default_factory=policies.SubscriptionPolicy)
     own_pending: int = 0
-    """Of the topic's `pending`, rows of this subscription's own index."""
+    """How many of the topic's `pending` rows are in this subscription's own index."""
     nacked: int = 0
-    """Of `backlog`, positions that wait for their redelivery."""
+    """How many positions of `backlog` wait for their redelivery."""
     next_redelivery_ms: int | None = None
     """When the next of these comes back; None when there is none."""
     dead_letters: int = 0
@@ -275,7 +275,7 @@ class ScheduledPage(RowsPage):
     """Rows that are not due yet."""
 
     subscription_index: NDArray[np.int64]
-    """Of each row, which of `subscriptions` it is of."""
+    """Which of `subscriptions` each row is of."""
     subscriptions: tuple[str, ...]
     """Subscriptions whose own index a row is in; the empty name is the shared index."""
 
@@ -295,13 +295,13 @@ class BacklogPage(RowsPage):
     """Rows that are due and not acknowledged."""
 
     state: NDArray[np.int64]
-    """Of each row its `BacklogState`."""
+    """The `BacklogState` of each row."""
     redelivery_count: NDArray[np.uint32]
     """How often each was negatively acknowledged or timed out."""
     batch_index: NDArray[np.uint32] | None
-    """As of `tarry.Batch`."""
+    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
     redeliver_at_ms: NDArray[np.uint64]
-    """Of a NACKED row when it comes back, else 0."""
+    """When a NACKED row comes back; 0 where it is not one."""
 
     @staticmethod
     def from_message(message: inspect_pb2.ListBacklogResponse) -> BacklogPage:
@@ -321,16 +321,16 @@ class DeadLetterPage(RowsPage):
     """Dead letters in the order in which they became such; `deliver_at_ms` is that of their last hand-out."""
 
     dead_letter_id: NDArray[np.uint64]
-    """Ascending; of one subscription an id is never used again."""
+    """Ascending; a subscription never uses an id again."""
     batch_index: NDArray[np.uint32] | None
-    """As of `tarry.Batch`."""
+    """The message of its batch that each row is, or `NO_BATCH_INDEX`; None when all rows are entries as a whole."""
     redelivery_count: NDArray[np.uint32]
     """How often each was negatively acknowledged or timed out, the last time included."""
     dead_at_ms: NDArray[np.uint64]
     reason: NDArray[np.int64]
-    """Of each row its `DeadLetterReason`."""
+    """The `DeadLetterReason` of each row."""
     text_index: NDArray[np.int64]
-    """Of each row, which of `texts` the dispatcher gave as its reason."""
+    """Which of `texts` the dispatcher gave as the reason of each row."""
     texts: tuple[str, ...]
     """The first one is empty."""
 

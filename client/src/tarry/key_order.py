@@ -76,7 +76,7 @@ class KeySharedPolicy:
     selector: HashSelector | None = None
     """None: CONSISTENT_HASHING."""
     points_per_consumer: int | None = None
-    """Of CONSISTENT_HASHING alone: 1 to 1,000, None: 100."""
+    """How many points of the ring each has, 1 to 1,000, None: 100. Only with CONSISTENT_HASHING."""
     order: KeyOrder | None = None
     """None: DRAINING_HASHES."""
     allow_out_of_order_delivery: bool = False
@@ -84,8 +84,8 @@ class KeySharedPolicy:
     nack_order: NackOrder | None = None
     """None: SKIP."""
     nack_block_max_ms: int | None = None
-    """Of BLOCK_KEY alone: for how long a hash waits for a position that is not acknowledged after all; 1 ms to 12
-    hours, None: 10 minutes."""
+    """For how long a hash waits for a position that is not acknowledged after all; 1 ms to 12 hours, None: 10 minutes.
+    Only with BLOCK_KEY."""
 
     def to_message(self) -> policy_pb2.KeySharedPolicy:
         """Raises InvalidArgument: a value that the field cannot hold."""

@@ -61,7 +61,7 @@ class _Plan(receiving.Request[Answer]):
 
 
 class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
-    """Of a KEY_SHARED subscription: several receivers, the positions of a key to one of them at a time."""
+    """A KEY_SHARED subscription: several receivers, the positions of a key to one of them at a time."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         rows_max: int,
         policy: retry.RetryPolicy,
     ) -> None:
-        """Raises InvalidArgument."""
+        """Begins with these consumers. Raises InvalidArgument."""
         super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy)
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
@@ -340,7 +340,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         return True
 
     def _take_back_declared(self, not_held: NDArray[np.int64]) -> None:
-        """Of what was declared as held the consumers must not go on with these."""
+        """Tells consumers what they must not go on with, by its index among what was declared as held."""
         first = 0
         for number, part in self._held_declared:
             rows = not_held[(not_held >= first) & (not_held < first + len(part))] - first

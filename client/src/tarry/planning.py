@@ -30,7 +30,7 @@ class Planning:
 
 
 def check_names(topic: str, subscription: str = "") -> None:
-    """Raises InvalidArgument."""
+    """Refuses names that have no UTF-8 form: raises InvalidArgument."""
     wire.utf8("topic", topic)
     wire.utf8("subscription", subscription)
 
@@ -43,7 +43,7 @@ def time_range(first_name: str, first: int | None, last_name: str, last: int | N
 
 
 def ledger_range(ledgers: tuple[int, int] | None) -> inspect_pb2.LedgerRange | None:
-    """Raises InvalidArgument."""
+    """A range of ledgers, both ends included; None: all. Raises InvalidArgument."""
     if ledgers is None:
         return None
     first, last = ledgers

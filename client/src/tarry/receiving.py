@@ -136,7 +136,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
     def __init__(
         self, topic: str, subscription: str, windows: dict[int, Window], *, rows_max: int, policy: retry.RetryPolicy
     ) -> None:
-        """Raises InvalidArgument."""
+        """Nothing is received before a stream is `opened`. Raises InvalidArgument."""
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
         self._windows = windows
@@ -440,12 +440,12 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
 
 
 class SharedReceiving(Receiving[Answer, batch.Batch]):
-    """Of a SHARED subscription: one receiver, any position."""
+    """A SHARED subscription: one receiver, any position."""
 
     def __init__(
         self, topic: str, subscription: str, *, permits: int, rows_max: int, policy: retry.RetryPolicy
     ) -> None:
-        """Raises InvalidArgument."""
+        """`permits` are those of its one receiver. Raises InvalidArgument."""
         check_permits(permits)
         self._window = Window(permits)
         super().__init__(topic, subscription, {0: self._window}, rows_max=rows_max, policy=policy)
@@ -473,6 +473,6 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
 
 
 def check_permits(permits: int) -> None:
-    """Raises InvalidArgument."""
+    """Refuses permits that the wire cannot grant: raises InvalidArgument."""
     if not 1 <= permits <= PERMITS_MAX:
         raise errors.InvalidArgument(f"permits is {permits}; it must be from 1 to {PERMITS_MAX}")

@@ -143,7 +143,7 @@ class Rescheduled(Withdrawn):
 
     @staticmethod
     def merge(parts: Sequence[tuple[int, Rescheduled]]) -> Rescheduled:
-        """As `Cancelled.merge`."""
+        """The result of a batch from those of its requests, each with the index of its first row."""
         return Rescheduled(
             **_merged(parts),
             rescheduled=sum(part.rescheduled for _, part in parts),
@@ -312,7 +312,7 @@ class Replayed:
 
     @staticmethod
     def merge(parts: Sequence[Replayed]) -> Replayed:
-        """As `Nacked.merge`."""
+        """The result of a call from those of its requests."""
         return Replayed(replayed=sum(part.replayed for part in parts), skipped=sum(part.skipped for part in parts))
 
 
@@ -326,8 +326,8 @@ class DelayLevelsInForce:
     of_topic: bool
     """They were set for the topic; if not, they are the daemon's."""
     pending: tuple[int, ...]
-    """Of a topic: rows that are not due yet, by the level they were added by, level 1 first; it may be longer than the
-    table, which had more levels then."""
+    """How many rows of the topic are not due yet, by the level they were added by, level 1 first; it may be longer than
+    the table, which had more levels then."""
 
     @staticmethod
     def from_message(message: admin_pb2.GetDelayLevelsResponse) -> DelayLevelsInForce:
@@ -357,7 +357,7 @@ class TopicPolicies:
     """The policy of a topic."""
 
     policy: policies.TopicPolicy
-    """As it was set."""
+    """What was set."""
     effective: policies.TopicPolicy
     """What is in force with the daemon's defaults: every field is set."""
 
@@ -418,7 +418,7 @@ class Garbage:
     shards: int
     topics_done: int
     topics: int
-    """Of the shards that were listed so far."""
+    """How many the shards have that were listed so far."""
     done: bool
     """Whether it is over: nothing follows."""
     tombstones: GarbageCount

@@ -34,7 +34,7 @@ U64Column = NDArray[np.uint64]
 U32Column = NDArray[np.uint32]
 I32Column = NDArray[np.int32]
 _Piece: TypeAlias = bytes | memoryview
-"""Of a message; they are joined once, so that columns are copied once."""
+"""A part of a message; the parts are joined once, so that columns are copied once."""
 
 
 def utf8(name: str, text: str) -> bytes:

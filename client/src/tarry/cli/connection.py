@@ -20,7 +20,7 @@ from tarry.threads import client
 
 DEFAULT_TIMEOUT_S = 10.0
 UNTIL_DONE_S = 365 * 86_400.0
-"""As long as nobody ends the command."""
+"""The time-out of what goes on until somebody ends the command."""
 
 
 def connected(command: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +100,7 @@ def meant_for_this_daemon() -> Iterator[None]:
 
 
 def subscription_stats(connected: client.Client, topic: str, subscription: str) -> inspection.SubscriptionStats:
-    """Raises NotFound."""
+    """Counts of one subscription. Raises NotFound."""
     for each in connected.subscriptions(topic):
         if each.subscription == subscription:
             return each

@@ -18,7 +18,7 @@ from tarry.cli import connection, output, pending, rows
 from tarry.threads import client
 
 REASONS = {reason.name.lower().replace("_", "-"): reason for reason in redelivery.DeadLetterReason}
-"""As they are given: too-often, rejected."""
+"""Reasons by the words of options: too-often, rejected."""
 
 # In one request: the most that a page has.
 _PORTION = 10_000

@@ -19,9 +19,9 @@ from tarry.cli import connection, output, pending, rows
 from tarry.threads import client
 
 COMPONENTS = {each.name.lower().replace("_", "-"): each for each in deletions.LedgerComponent}
-"""As they are given: managed-ledger, managed-cursor, schema-storage."""
+"""Components by the words of options: managed-ledger, managed-cursor, schema-storage."""
 TYPES = {each.name.lower().replace("_", "-"): each for each in deletions.LedgerType}
-"""As they are given: ledger, offloaded-ledger."""
+"""Types by the words of options: ledger, offloaded-ledger."""
 
 # The most that a page has.
 _PAGE_MAX = 1_000

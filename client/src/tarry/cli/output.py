@@ -44,12 +44,12 @@ _SHORT_LIST = 3
 
 
 def as_json(value: object) -> None:
-    """One line of JSON; dataclasses become objects, members of an enum their names."""
+    """Prints `json_text`."""
     click.echo(json_text(value))
 
 
 def json_text(value: object) -> str:
-    """As `as_json` prints it."""
+    """One line of JSON; dataclasses become objects, members of an enum their names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     return json.dumps(_with_names(value))
@@ -130,7 +130,7 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
 
 
 def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> None:
-    """As rows come: there may be more of them than memory has room for."""
+    """Prints rows as they come: there may be more of them than memory has room for."""
     click.echo("\t".join(names))
     is_empty = True
     for row in rows:
@@ -192,7 +192,7 @@ def name_text(name: int | None) -> str:
 
 
 def batch_indexes(given: NDArray[np.uint32] | None, rows: int) -> list[int | None]:
-    """Of each row; None where it is an entry as a whole."""
+    """The message of its batch that each row is; None where it is an entry as a whole."""
     if given is None:
         return [None] * rows
     return [None if index == columns.NO_BATCH_INDEX else index for index in given.tolist()]
@@ -220,7 +220,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def duration_text(duration_ms: int) -> str:
-    """As a duration is written in an option: `30s`, `1m30s`, `1500ms`."""
+    """How a duration is written in an option: `30s`, `1m30s`, `1500ms`."""
     if duration_ms == 0 or duration_ms % 1000:
         return f"{duration_ms}ms"
     text, left = "", duration_ms

@@ -74,7 +74,7 @@ def parse(written: str) -> redelivery.RedeliveryPolicy:
 
 
 def redelivery_text(policy: redelivery.RedeliveryPolicy) -> str:
-    """As it can be given to `--redelivery`."""
+    """What can be given to `--redelivery`."""
     return " ".join(_words(policy))
 
 

@@ -256,7 +256,7 @@ T = TypeVar("T")
 
 
 def readable(batches: Iterator[T]) -> Iterator[T]:
-    """The same batches of a file; what cannot be read as text becomes click.UsageError."""
+    """Passes batches of a file on; what cannot be read as text becomes click.UsageError."""
     try:
         yield from batches
     except UnicodeDecodeError as error:

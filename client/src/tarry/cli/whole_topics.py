@@ -102,7 +102,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _text(value: object) -> str:
-    """As it can be given to --set."""
+    """What can be given to --set."""
     if value is None:
         return "-"
     return str(value).lower() if isinstance(value, bool) else str(value)
