@@ -116,7 +116,21 @@ CHECKS: dict[str, Callable[[str, Path], list[str]]] = {
 }
 
 
+README_WORDS_MAX = 800
+# A command that takes a file, or one that makes it.
+FILE_TAKEN_OR_MADE = re.compile(r"--(?:file|config) ([\w.]+)|>{1,2}([\w.]+)")
 TERM = re.compile(r"^\| \*\*([^*]+)\*\* \|", re.MULTILINE)
+
+
+def unmade_files(text: str) -> list[str]:
+    """Files that a session of commands takes before a command of it has made them."""
+    made: set[str] = set()
+    unmade = []
+    for taken, written in FILE_TAKEN_OR_MADE.findall("\n".join(FENCE.findall(text))):
+        if taken and taken not in made:
+            unmade.append(taken)
+        made.add(written)
+    return unmade
 
 
 def unused_terms(glossary: str, texts: Iterable[str]) -> list[str]:
@@ -149,6 +163,19 @@ def test_what_a_document_names_exists(document: Path, check: str) -> None:
 )
 def test_what_does_not_exist_is_found(check: str, text: str, absent: str) -> None:
     assert CHECKS[check](text, REPOSITORY / "README.md") == [absent]
+
+
+def test_the_readme_is_read_in_a_few_minutes() -> None:
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS_MAX
+
+
+def test_the_tour_makes_the_files_that_it_uses() -> None:
+    assert unmade_files((REPOSITORY / "docs" / "TOUR.md").read_text(encoding="utf-8")) == []
+
+
+def test_a_file_that_is_used_before_it_is_made_is_found() -> None:
+    made_late = "$ tarry add flights --file rows.csv\n$ python3 - >rows.csv <<'END'\n"
+    assert unmade_files(f"```\n{made_late}$ tarryd --config rows.csv\n```\n") == ["rows.csv"]
 
 
 def test_every_term_of_the_glossary_is_used() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
-from collections.abc import Iterator
+import string
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import click
 import pytest
@@ -11,6 +15,8 @@ import pytest
 import tarry.cli
 from tarry.cli import commands
 from tests.client.cli.conftest import Run
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def walk(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -59,6 +65,18 @@ def test_every_command_that_does_something_takes_the_common_options(run: Run, pa
     assert ("--yes" in shown) == (path in TAKING_AWAY)
 
 
+def parse(words: Sequence[str]) -> None:
+    """Raises click.UsageError for a command line that the command would refuse. Files need not be there."""
+    words = [word for word in words if word not in ("--file", "rows.csv", "-")]
+    command: click.Command = commands.tarry
+    context = click.Context(command, info_name="tarry")
+    while isinstance(command, click.Group):
+        name, below, words = command.resolve_command(context, words)
+        assert below is not None
+        context, command = click.Context(below, parent=context, info_name=name), below
+    command.parse_args(context, words)
+
+
 @pytest.mark.parametrize("path", EVERY, ids=" ".join)
 def test_every_example_can_be_parsed(path: tuple[str, ...]) -> None:
     help_text = EVERY[path].help or ""
@@ -69,16 +87,39 @@ def test_every_example_can_be_parsed(path: tuple[str, ...]) -> None:
     for example in examples:
         for piece in example.split(" | "):
             program, *words = shlex.split(piece)
-            if program != "tarry":
-                continue
-            words = [word for word in words if word != "rows.csv" and word != "--file"]
-            command: click.Command = commands.tarry
-            context = click.Context(command, info_name="tarry")
-            while isinstance(command, click.Group):
-                name, below, words = command.resolve_command(context, words)
-                assert below is not None
-                context, command = click.Context(below, parent=context, info_name=name), below
-            command.parse_args(context, [word for word in words if word != "-"])
+            if program == "tarry":
+                parse(words)
+
+
+SESSION = re.compile(r"^(?:\$|>) +(.*\btarry .*)$", re.MULTILINE)
+# What the shell puts into the lines of documents.
+VARIABLES = {"hour": "11", "DUE": "2026-11-26 23:15:07.603+00:00"}
+
+
+def commands_of(line: str) -> Iterator[list[str]]:
+    """The words of each `tarry` of a line of a shell session."""
+    lexer = shlex.shlex(string.Template(line).substitute(VARIABLES), posix=True, punctuation_chars="|;&")
+    lexer.whitespace_split = True
+    for is_separator, words in itertools.groupby(lexer, lambda word: set(word) <= set("|;&")):
+        program, *rest = words
+        if not is_separator and program == "tarry":
+            yield rest
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/TOUR.md"])
+def test_every_command_of_a_document_can_be_parsed(document: str) -> None:
+    lines = SESSION.findall((REPOSITORY / document).read_text(encoding="utf-8"))
+    assert lines
+    for line in lines:
+        for words in commands_of(line):
+            parse(words)
+
+
+def test_a_command_that_is_no_more_is_found() -> None:
+    (words,) = commands_of("sleep 1; tarry backlog flights departures --limit ${hour} | wc -l  # some")
+    parse(words)
+    with pytest.raises(click.UsageError):
+        parse([*words, "--nothing"])
 
 
 def test_the_version_is_the_distribution_s(run: Run) -> None:

@@ -66,7 +66,7 @@ def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
 
 
 def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(shell: Shell) -> None:
-    """The tour of the README."""
+    """What the tour shows."""
     assert shell.parsed("levels arrivals --set 1s\t5s\t1m")["delay_ms"] == [1_000, 5_000, 60_000]
     shell.out("subscription create arrivals belts --redelivery list\t100ms --max-redeliver-count 1")
     shell.out("add arrivals --ledger 3 --entries 0 --level 1")
@@ -97,7 +97,7 @@ def test_what_cannot_be_dealt_with_comes_back_is_given_up_and_delivered_again(sh
 
 
 def test_the_messages_of_a_key_are_in_order_also_across_one_that_is_handed_back(shell: Shell) -> None:
-    """The tour of the README."""
+    """What the tour shows."""
     shell.out("subscription create boarding gates --nack-order block-key --nack-precision-bits 0")
     shell.out("add boarding --ledger 7 --entries 0-2 --in 1ms --key N14228")
     shell.out("add boarding --ledger 7 --entries 3-4 --in 1ms --key N24211")

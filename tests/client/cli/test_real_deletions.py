@@ -92,7 +92,7 @@ def ended(shell: Shell) -> list[tuple[int, str, bool]]:
 def test_ledgers_are_recorded_deleted_given_up_tried_again_and_forgotten(
     shell: Shell, owner: LedgerOwnerServer, archive: LocalDirectory
 ) -> None:
-    """The tour of the README."""
+    """What the tour shows."""
     unanswered = shell.result("deletions record orders --ledger 1-2")
     assert unanswered.returncode == 2
     assert "--yes" in unanswered.stderr
