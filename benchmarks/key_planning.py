@@ -18,13 +18,13 @@ import numpy as np
 from benchmarks import report
 from daemon.core.claims import HeldPositions
 from daemon.core.key_shared import stats
-from daemon.core.key_shared.consumers import Joining
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import HASH_SLOTS
-from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.key_consumers import Joining
+from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentCache
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED

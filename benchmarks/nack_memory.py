@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import load, redis_load, report, side_process, workbench
 from benchmarks.load import U64
-from daemon import memory
+from daemon import process_memory
 from daemon.core.nack_tracker import NackTracker, rounded_up
 from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.redelivery_counts import RedeliveryCounts
@@ -174,7 +174,7 @@ def _measured(bench: workbench.Workbench, rounds: workbench.Rounds, case: Case) 
 
 def track(case: Case, batch_rows: int, seed: int, parent: Connection) -> None:
     """In a process of its own: sends that it is ready, then the figures, and how many rows it counted."""
-    memory.keep_little()
+    process_memory.keep_little()
     parent.send("ready")
     now_ms = load.now_ms()
     warm_up = dataclasses.replace(case, count=WARM_UP_ROWS)
@@ -218,7 +218,7 @@ def _tracked(case: Case, batch_rows: int, now_ms: int, seed: int) -> tuple[NackT
 
 def _resident_bytes() -> int:
     gc.collect()
-    memory.give_back()
+    process_memory.give_back()
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024

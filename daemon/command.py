@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from daemon import config, errors, logs, memory
+from daemon import config, errors, logs, process_memory
 from storage_backends import object_store, probe, store_opening
 
 # So long may a thread that seals, or reads segments, keep the interpreter from the event loop; Python's own is 5 ms.
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         log.error("%s", error)
         return EXIT_WRONG_CONFIGURATION
     logs.configure(level=settings.log.level, form=settings.log.format)
-    memory.keep_little()
+    process_memory.keep_little()
     try:
         with contextlib.closing(store_opening.open_store(settings.store)) as store:
             probed = _probe(store)

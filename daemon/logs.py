@@ -32,7 +32,7 @@ def configure(*, level: str = "info", form: Literal["text", "json"] = "text", st
 
 
 class TextForm(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z info  daemon.engine.engine: serving shards=16`."""
+    """`2026-01-31T12:00:00.123Z info  daemon.owner.engine: serving shards=16`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())

@@ -26,13 +26,12 @@ from pathlib import Path
 import msgspec
 import ulid
 
-from daemon import config, errors, memory, metrics
-from daemon.durability import counted_store
-from daemon.engine import loop_pause, pools
-from daemon.engine.engine import Engine
-from daemon.engine.environment import TAIL_REQUESTS_MAX, TAIL_SLOTS_MAX, Environment
+from daemon import config, errors, metrics, process_memory
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
+from daemon.owner.engine import Engine
+from daemon.surroundings import counted_store, loop_pause, pools
+from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_SLOTS_MAX, Environment
 from storage_backends import local_directory, object_store
 
 log = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ async def serve(
         threads.deletions.threads.submit(stores_of_ledgers.open_ahead)
         daemon_metrics.collect_topics_from(engine.requests.metrics_snapshot)
         await server.start(engine)
-        memory.keep_for_good()
+        process_memory.keep_for_good()
         _announce(settings, metrics_address, ready_file)
         watching = asyncio.create_task(loop_pause.watch(daemon_metrics.event_loop_paused))
         await _run(engine, server, signals, probed)
@@ -211,7 +210,7 @@ def _environment(
         blocking_sleep=time.sleep,
         jitter=random.random,
         new_id=_new_id,
-        give_back_memory=memory.give_back,
+        give_back_memory=process_memory.give_back,
         tail_slots_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_SLOTS_MAX,
     )
 

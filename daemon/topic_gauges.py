@@ -2,7 +2,7 @@
 
 Owns: their names and meaning, the numbers of one topic that they are made of, and the bound on the number of topics
 among the series.
-Does not own: the numbers (`daemon.engine.inspection`), and what is reported as it happens (`metrics`).
+Does not own: the numbers (`daemon.owner.topic_inspection`), and what is reported as it happens (`metrics`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the layout of the directory, what is synchronised when, the removal of temporaries that dead processes left, and
 the locks by which one process sees that another is dead.
-Does not own: the bytes in front of a body (`envelope`), the keys, and who holds which lock (`daemon.durability`).
+Does not own: the bytes in front of a body (`envelope`), the keys, and who holds which lock (`daemon.owner`).
 
 An object `a/b/c` is the file `a/b/c`, with one exception. Keys `.../journal/<20 digits>...` are numbered without end
 and are kept in folders of 1,000 numbers, `journal/00000000000000012000+/00000000000000012345`; no key contains a `+`,

@@ -2,7 +2,7 @@
 
 Owns: which keys the parts of an entry have, and showing parts as messages of their entries.
 Does not own: what numbers they have (`storage_backends.formats.index_ids`), and what becomes of them (`redelivering`,
-`acknowledging`).
+`acknowledgements`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every bucket has: which of its positions are there, due, gone and acknowledged.
 
 Owns: the sets of one bucket and the changes that keep them consistent.
-Does not own: the rows themselves (`mutable_bucket`, `sealed_bucket`) and who is owed them (`subscription`).
+Does not own: the rows themselves (`mutable_bucket`, `sealed_bucket`) and who is owed them (`subscription_state`).
 
 Invariants: `passed` and every `acknowledged` set are subsets of `present`; `waiting` = present - passed; a sealed
 bucket's rows are `present` and `gone` together; `gone` only grows.

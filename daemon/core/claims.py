@@ -1,7 +1,7 @@
 """Positions that a dispatcher claims to have been handed out, and finding them in the backlog of a subscription.
 
 Owns: claims, and in which of the subscription's indexes they are: the shared one is asked first, then its own.
-Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`acknowledging`).
+Does not own: what is in hand (`in_flight`), and what an acknowledgement does (`acknowledgements`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index, SeenRows
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
 

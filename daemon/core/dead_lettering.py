@@ -1,8 +1,8 @@
 """Dead letters of a topic: positions that a subscription gave up, until they are delivered again or purged.
 
 Owns: the records by which they come and leave, the ids that they get, and applying these records to the lists.
-Does not own: which positions become dead letters (`redelivering`), the lists themselves (`dead_letters`), and that the
-rows leave the backlog (`acknowledging`).
+Does not own: which positions become dead letters (`redelivering`), the lists themselves (`dead_letter_rows`), and that
+the rows leave the backlog (`acknowledgements`).
 
     a decision -> an id, staged -(its slot is applied)-> in the list -(replay, purge: staged)-> leaving -> a row, or not
 """
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from daemon.core.dead_letters import DeadLetterRows
+from daemon.core.dead_letter_rows import DeadLetterRows
 from daemon.core.indexes import Indexes
 from daemon.core.positions import bitmap_of, contained, pages_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, is_of_batch_parts, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterReason, DeadLetterRecord, PurgeRecord, ReplayRecord

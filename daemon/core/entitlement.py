@@ -1,8 +1,8 @@
 """What subscriptions are owed of an index: rows until they acknowledge them, or are owed them no longer.
 
 Owns: the sets of what each subscription acknowledged, and which rows are gone since nobody is owed them any longer.
-Does not own: the buckets that keep these sets (`index`, `bucket`), the backlogs (`subscription`), and which records say
-so (`acknowledging`, `withdrawals`, `topic`).
+Does not own: the buckets that keep these sets (`index`, `bucket`), the backlogs (`subscription_state`), and which
+records say so (`acknowledgements`, `withdrawals`, `topic`).
 
 The shared index is owed to every subscription that is entitled to a row. A subscription's own indexes are owed to it
 alone: what it acknowledges there is gone, and nothing else is kept of who acknowledged what.

@@ -1,7 +1,8 @@
 """Feeding subscriptions: rows that have just been passed, and a backlog that is read again.
 
 Owns: which of such rows a subscription is owed, that they are counted once, and which of them nobody is owed.
-Does not own: passing (`index`), READY itself (`subscription`), and what becomes of rows that nobody is owed (`topic`).
+Does not own: passing (`index`), READY itself (`subscription_state`), and what becomes of rows that nobody is owed
+(`topic`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import Place, in_due_order
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
 
 # Rows that are looked at in one turn, whatever is left of them.

@@ -3,7 +3,7 @@
 Owns: which tombstones are due, how far the orphan floor may move, which manifests have served, and when a pass would
 delete suspiciously much.
 Does not own: which objects are orphans (`storage_backends.shard_listing`), reading, listing, deleting (`garbage`) and
-when that is done (`daemon.engine.collection_pass`).
+when that is done (`daemon.owner.collection_pass`).
 
 R4: an object may go only if its base is below the orphan floor of a manifest that does not name it: who brings in an
 object from then on is refused, since its base is below the floor. R9: time decides only how far the floor moves, and a

@@ -2,8 +2,8 @@
 
 Owns: the table from key to the time a position was handed out with, to the dispatcher that holds it: a stream, or a
 lease, which is a number of its own, and to since when.
-Does not own: permits, order, what an acknowledgement does (`subscription`, `index`), how long is too long, and at whom
-the rows of a hash are (`key_shared`, a watcher).
+Does not own: permits, order, what an acknowledgement does (`subscription_state`, `index`), how long is too long, and at
+whom the rows of a hash are (`key_share`, a watcher).
 
 A dispatcher mostly acknowledges batches whole and as they came, one or several at a time: the latest batches are kept
 so and found by their first key. All others are in a few runs sorted by key, each at least twice as long as the next; a

@@ -1,8 +1,8 @@
 """An index of a topic: every row that is not gone, in a mutable bucket or a sealed one.
 
 Owns: the buckets, membership over all of them, what comes and leaves, and the cut for a seal.
-Does not own: who is owed its rows (`entitlement`), what comes due next (`indexes`), who receives rows (`subscription`),
-requests (`topic`), and what is stored (`daemon.durability`).
+Does not own: who is owed its rows (`entitlement`), what comes due next (`indexes`), who receives rows
+(`subscription_state`), requests (`topic`), and what is stored (`daemon.shard`).
 
     add -> mutable bucket -(cut)-> sealing bucket -(seal committed)-> sealed bucket -(every row gone)-> dropped
     a row waits in its bucket until the head passes it: then it is due, until it is gone

@@ -2,7 +2,7 @@
 
 Owns: that a position that has a row is never planned, that what waits for a NACKED row cannot be held or named, and
 that nothing is handed out before an earlier row that is due and not read.
-Does not own: who receives what (`key_shared`), and streams (the engine).
+Does not own: who receives what (`key_share`), and streams (the engine).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, are_owed
 from daemon.core.in_flight import Mask
 from daemon.core.indexes import Indexes
-from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import Place
 from daemon.core.segments import SegmentRange
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32, Rows
 

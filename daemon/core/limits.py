@@ -1,7 +1,8 @@
 """What a request may ask for.
 
 Owns: the limits of requests and the checks that need nothing but the request, the limits and the time.
-Does not own: the shape of columns (`daemon.grpc_services.columns`) and where the numbers come from (`daemon.settings`).
+Does not own: the shape of columns (`daemon.grpc_services.wire_columns`) and where the numbers come from
+(`daemon.settings`).
 """
 
 from __future__ import annotations

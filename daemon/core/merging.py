@@ -2,7 +2,7 @@
 
 Owns: the choice of a run; the sets, the head and the late rows of a merged bucket as they follow from its sources.
 Does not own: the merge itself (`storage_backends.formats.merge`), when it is made and when it is adopted
-(`daemon.engine.merging`, `adoption`), and putting the bucket into the index (`index`).
+(`daemon.topic.topic_merging`, `adoption`), and putting the bucket into the index (`index`).
 
 A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
 was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of

@@ -1,7 +1,7 @@
 """The bucket that takes new rows, in memory until its seal is committed.
 
 Owns: the rows in the order they came, as growing columns, and which of them come due next.
-Does not own: when it is sealed (`indexes`), sealing itself (`daemon.durability.sealing`) and who receives rows.
+Does not own: when it is sealed (`indexes`), sealing itself (`daemon.topic.sealing`) and who receives rows.
 
 Rows that come in due order follow FIFO runs, ranges of the columns (`fifo_runs`). Of the others, loose rows, those far
 from due lie in the columns unsorted, those near are in sorted runs. Every loose row with a time at or below
@@ -22,7 +22,7 @@ from pyroaring import BitMap64
 
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.fifo_runs import RUNS_MAX, FifoRuns, Ranges
-from daemon.core.key_order import KeyOrder
+from daemon.core.ordered_keys import KeyOrder
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, keys_of, pages_of
 from daemon.core.runs import SortedRun, TieredRuns, earliest
 from daemon.errors import InvariantViolated

@@ -3,7 +3,8 @@
 Owns: the tables that give every page of an index (2^32 entry ids of one ledger) an ordinal; a position's key is the
 ordinal above the low 32 bits of its entry id, so that one bitmap and one array hold positions of any ledger. A position
 that is in two indexes of a topic has two keys.
-Does not own: what a set of positions means (`bucket`, `subscription`), and stored forms (`storage_backends.formats`).
+Does not own: what a set of positions means (`bucket`, `subscription_state`), and stored forms
+(`storage_backends.formats`).
 
 Keys live in memory only and mean nothing in another topic. Their order is not the order of positions.
 """

@@ -2,7 +2,7 @@
 
 Owns: what a negative acknowledgement, a rejection or a time-out makes of each position (it comes back later, or becomes
 a dead letter), the records that say so, and that positions are NACKED when these are applied.
-Does not own: when positions come back (`nack_tracker`, `subscription`), which delay a policy gives
+Does not own: when positions come back (`nack_tracker`, `subscription_state`), which delay a policy gives
 (`redelivery_policy`), dead letters (`dead_lettering`), finding rows of the backlog (`claims`), and waiting for slots
 (the engine).
 
@@ -27,17 +27,17 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.claims import HeldPositions, are_owed, matched
+from daemon.core.dead_letter_rows import DeadLetterRows
 from daemon.core.dead_lettering import DeadLettering
-from daemon.core.dead_letters import DeadLetterRows
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
-from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.nack_tracker import rounded_up
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, Record

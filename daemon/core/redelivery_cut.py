@@ -1,7 +1,8 @@
 """What was negatively acknowledged of a topic, its dead letters and its levels, as of one moment.
 
 Owns: the frozen values, and taking them.
-Does not own: the stored form (`daemon.durability.redeliveries`), and putting them back (`redelivering`, `level_rows`).
+Does not own: the stored form (`daemon.topic.stored_redeliveries`), and putting them back (`redelivering`,
+`level_rows`).
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import dataclasses
 
 from pyroaring import BitMap64
 
-from daemon.core.dead_letters import FrozenDeadLetters
+from daemon.core.dead_letter_rows import FrozenDeadLetters
 from daemon.core.nack_tracker import FrozenNacks
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -2,7 +2,7 @@
 
 Owns: checking a request against what is applied and what is staged, applying decisions in the order of their slots,
 and feeding what comes due to the subscriptions.
-Does not own: waiting for slots, timers and loading (`daemon.engine`), and what is stored (`daemon.durability`).
+Does not own: waiting for slots, timers and loading (`daemon.topic`), and what is stored (`daemon.shard`).
 
     request -> stage_*: a decision, in columns -> one journal slot -> apply_*: the state changes -> the answer
 
@@ -20,7 +20,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core import adding, delay_levels, entitlement, feeding, limits, trimming
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
@@ -40,7 +40,7 @@ from daemon.core.redelivery_cut import RedeliveryCut, cut_of
 from daemon.core.runs import earliest
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import Withdrawals
 from daemon.errors import InvariantViolated

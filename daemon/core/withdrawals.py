@@ -24,7 +24,7 @@ from daemon.core import adding, entitlement
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Rows

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import urllib.parse
 
-from daemon import errors
-from daemon.engine import calls
+from daemon import call_values, errors
 from daemon.grpc_services.pipeline import Context
 
 CLIENT_ID_KEY = "tarry-client-id"
@@ -49,6 +48,6 @@ def host_of(peer: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def caller_of(context: Context, size_bytes: int) -> calls.Caller:
+def caller_of(context: Context, size_bytes: int) -> call_values.Caller:
     """The caller of one request of that size. Raises `InvalidArgument`."""
-    return calls.Caller(client_of(context), size_bytes)
+    return call_values.Caller(client_of(context), size_bytes)

@@ -13,7 +13,7 @@ from daemon.grpc_services import records, unary
 from tarry.v1 import cluster_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.engine.engine import Engine
+    from daemon.owner.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, TypeAlias
 
-from daemon import config
-from daemon.engine import calls
-from daemon.grpc_services import columns, consumers, dead_letters, page_tokens, records, unary
+from daemon import call_values, config
+from daemon.grpc_services import consumer_messages, dead_letter_messages, page_tokens, records, unary, wire_columns
 from daemon.grpc_services.pipeline import Context
 from tarry.v1 import inspect_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.engine.engine import Engine
+    from daemon.owner.engine import Engine
 
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Inspect"]
 
@@ -97,7 +96,9 @@ class Inspect:
         after = _row_after(request, page_tokens.List.SCHEDULED)
         page = await self._requests.list_scheduled(request.topic, _view(request), request.page_size, after)
         token = _row_token(page.next_after, request, page_tokens.List.SCHEDULED)
-        return columns.scheduled_response(page, pb.ListScheduledResponse(next_page_token=token, as_of_ms=page.as_of_ms))
+        return wire_columns.scheduled_response(
+            page, pb.ListScheduledResponse(next_page_token=token, as_of_ms=page.as_of_ms)
+        )
 
     async def _histogram(self, request: pb.GetHistogramRequest, _: Context) -> pb.GetHistogramResponse:
         found = await self._requests.histogram(request.topic, _view(request), request.width_ms)
@@ -109,7 +110,9 @@ class Inspect:
             request.topic, request.subscription, _ledgers(request), request.page_size, after
         )
         token = _row_token(page.next_after, request, page_tokens.List.BACKLOG)
-        return columns.backlog_response(page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms))
+        return wire_columns.backlog_response(
+            page, pb.ListBacklogResponse(next_page_token=token, as_of_ms=page.as_of_ms)
+        )
 
     async def _list_consumers(self, request: pb.ListConsumersRequest, _: Context) -> pb.ListConsumersResponse:
         place = page_tokens.place_in(request, request.page_token, page_tokens.List.CONSUMERS, _CONSUMER)
@@ -117,25 +120,27 @@ class Inspect:
             request.topic, request.subscription, _page_size(request), place[0] if place else 0
         )
         after = None if page.next_after is None else (page.next_after,)
-        return consumers.response(page, page_tokens.of_place(after, request, page_tokens.List.CONSUMERS, _CONSUMER))
+        return consumer_messages.response(
+            page, page_tokens.of_place(after, request, page_tokens.List.CONSUMERS, _CONSUMER)
+        )
 
     async def _list_dead_letters(self, request: pb.ListDeadLettersRequest, _: Context) -> bytes:
         place = page_tokens.place_in(request, request.page_token, page_tokens.List.DEAD_LETTERS, _DEAD_LETTER_ID)
         page = await self._requests.list_dead_letters(
             request.topic,
             request.subscription,
-            dead_letters.filter_of(request.filter),
+            dead_letter_messages.filter_of(request.filter),
             request.page_size,
             place[0] if place else 0,
         )
         after = None if page.next_after is None else (page.next_after,)
         token = page_tokens.of_place(after, request, page_tokens.List.DEAD_LETTERS, _DEAD_LETTER_ID)
         rest = pb.ListDeadLettersResponse(next_page_token=token, as_of_ms=page.as_of_ms)
-        return dead_letters.page_response(page, rest)
+        return dead_letter_messages.page_response(page, rest)
 
 
-def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> calls.View:
-    return calls.View(request.from_ms, request.until_ms, _ledgers(request), request.subscription or None)
+def _view(request: pb.ListScheduledRequest | pb.GetHistogramRequest) -> call_values.View:
+    return call_values.View(request.from_ms, request.until_ms, _ledgers(request), request.subscription or None)
 
 
 def _ledgers(
@@ -155,11 +160,11 @@ def _page_size(request: page_tokens.Paged) -> int:
     return page_tokens.page_size(request, default=PAGE_SIZE_MAX, most=PAGE_SIZE_MAX)
 
 
-def _row_token(after: calls.Place | None, request: _Placed, of: page_tokens.List) -> str:
+def _row_token(after: call_values.Place | None, request: _Placed, of: page_tokens.List) -> str:
     return page_tokens.of_place(after, request, of, _ROW)
 
 
-def _row_after(request: _Placed, of: page_tokens.List) -> calls.Place | None:
+def _row_after(request: _Placed, of: page_tokens.List) -> call_values.Place | None:
     """Raises `InvalidArgument`, also for a token of another request."""
     place = page_tokens.place_in(request, request.page_token, of, _ROW)
-    return calls.Place(*place) if place else None
+    return call_values.Place(*place) if place else None

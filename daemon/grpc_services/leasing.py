@@ -11,14 +11,14 @@ import functools
 import logging
 from typing import TYPE_CHECKING
 
-from daemon import errors
-from daemon.engine import calls, leases
-from daemon.grpc_services import columns, records
+from daemon import call_values, errors
+from daemon.grpc_services import records, wire_columns
 from daemon.grpc_services.pipeline import Context
+from daemon.subscription import leases
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.engine.requests import Requests
+    from daemon.owner.requests import Requests
 
 # Of the time to the deadline, this much is kept for the answer's way, or half of it when it is short.
 ANSWER_MS = 200.0
@@ -59,20 +59,22 @@ class Leasing:
         rest = pb.GetScheduledMessagesResponse(
             lease_ms=leased.lease_ms, rebuild_needed=records.rebuild_needed(leased.rebuild_needed)
         )
-        return columns.leased_response(leased, rest)
+        return wire_columns.leased_response(leased, rest)
 
-    def _nobody_receives(self, request: pb.GetScheduledMessagesRequest, waiting: asyncio.Future[calls.Leased]) -> None:
+    def _nobody_receives(
+        self, request: pb.GetScheduledMessagesRequest, waiting: asyncio.Future[call_values.Leased]
+    ) -> None:
         if not waiting.cancelled() and waiting.exception() is None:
             self._give_back(request, waiting.result())
 
-    def _give_back(self, request: pb.GetScheduledMessagesRequest, leased: calls.Leased) -> None:
+    def _give_back(self, request: pb.GetScheduledMessagesRequest, leased: call_values.Leased) -> None:
         if len(leased.handed_out.rows):
             held = leased.handed_out.held()
             task = asyncio.create_task(self._end_lease(request.topic, request.subscription, held))
             self._returning.add(task)
             task.add_done_callback(self._returning.discard)
 
-    async def _end_lease(self, topic: str, subscription: str, held: calls.HeldPositions) -> None:
+    async def _end_lease(self, topic: str, subscription: str, held: call_values.HeldPositions) -> None:
         try:
             await self._requests.extend_lease(topic, subscription, held, 0)
         except errors.TarryError as error:

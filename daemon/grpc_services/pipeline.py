@@ -2,7 +2,7 @@
 
 Owns: the bound on what a stream may have unanswered (reading stops at it: back-pressure), writing answers in the order
 in which they become known, by one writer, and the last answers before a stream ends by an error.
-Does not own: what a request is and does (`delayed_delivery`, `dispatch`).
+Does not own: what a request is and does (`delayed_delivery_service`, `dispatch_service`).
 
 A request costs no task: its work is a future, whose callback queues the answer and wakes the writer.
 """

@@ -1,7 +1,7 @@
 """The engine's records as messages that have fields of the same names.
 
 Owns: that correspondence.
-Does not own: what the fields mean (the contract's comments) and columns (`columns`).
+Does not own: what the fields mean (the contract's comments) and columns (`wire_columns`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from google.protobuf import message
 
-from daemon.engine import calls
-from daemon.grpc_services import policies
+from daemon import call_values
+from daemon.grpc_services import policy_messages
 from tarry.v1 import inspect_pb2
 
 M = TypeVar("M", bound=message.Message)
@@ -24,12 +24,12 @@ def as_message(message_type: type[M], record: object, **others: Any) -> M:
     return message_type(**{name: getattr(record, name) for name in names if name not in others}, **others)
 
 
-def rebuild_needed(ranges: Iterable[calls.RebuildNeeded]) -> list[inspect_pb2.RebuildNeeded]:
+def rebuild_needed(ranges: Iterable[call_values.RebuildNeeded]) -> list[inspect_pb2.RebuildNeeded]:
     return [as_message(inspect_pb2.RebuildNeeded, each) for each in ranges]
 
 
-def subscription_stats(subscriptions: Iterable[calls.SubscriptionStats]) -> list[inspect_pb2.SubscriptionStats]:
+def subscription_stats(subscriptions: Iterable[call_values.SubscriptionStats]) -> list[inspect_pb2.SubscriptionStats]:
     return [
-        as_message(inspect_pb2.SubscriptionStats, each, policy=policies.subscription_policy_message(each.policy))
+        as_message(inspect_pb2.SubscriptionStats, each, policy=policy_messages.subscription_policy_message(each.policy))
         for each in subscriptions
     ]

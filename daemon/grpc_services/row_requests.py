@@ -4,7 +4,7 @@ send them.
 Owns: the way past the protobuf runtime. Between other work, with cold caches, the runtime and its way to numpy take
 30 us for an add of 1,000 rows; this takes 15.
 Does not own: refusals, and whatever is not the plain form: each field known, packed and at most once, columns that fit.
-For anything else this module answers None (`parsing`, `columns` read it), and what it reads is what they would read.
+For anything else this module answers None (`parsing` and `wire_columns` read it), and what it reads they would read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from daemon.engine import calls
+from daemon import call_values
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = npt.NDArray[np.uint64]
@@ -74,7 +74,7 @@ class _NotPlainError(Exception):
     """For the runtime."""
 
 
-def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | None:
+def stream_add(data: bytes) -> tuple[int, str, str | None, call_values.AddBatch] | None:
     """request_id, topic, subscription and rows of a `StreamAddMessagesRequest`; None: it is for the runtime to read.
 
     The subscription is None where the request names none.
@@ -90,7 +90,7 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | Non
             outer[_REQUEST_ID][1],
             _text(data, fields[_TOPIC]),
             _text(data, fields[_SUBSCRIPTION]) or None if _SUBSCRIPTION in fields else None,
-            calls.AddBatch(
+            call_values.AddBatch(
                 ledger_id=_u64(data, fields[_LEDGER_ID], rows),
                 entry_id=_u64(data, fields[_ENTRY_ID], rows),
                 deliver_at_ms=_u64(data, fields[_DELIVER_AT_MS], rows) if _DELIVER_AT_MS in fields else None,
@@ -104,7 +104,7 @@ def stream_add(data: bytes) -> tuple[int, str, str | None, calls.AddBatch] | Non
         return None
 
 
-def acknowledge(data: bytes) -> tuple[int, calls.HeldPositions] | None:
+def acknowledge(data: bytes) -> tuple[int, call_values.HeldPositions] | None:
     """request_id and positions of a `SubscribeRequest` that acknowledges; None when it is for the runtime to read."""
     try:
         fields = _fields_of(data, _OF_SUBSCRIBE, _ACKNOWLEDGE_FIELDS)
@@ -112,7 +112,7 @@ def acknowledge(data: bytes) -> tuple[int, calls.HeldPositions] | None:
             return None
         ledger_id, entry_id, deliver_at_ms = (fields[tag] for tag in _ACKNOWLEDGED)
         rows = entry_id[1] >> 3
-        positions = calls.HeldPositions(
+        positions = call_values.HeldPositions(
             _u64(data, ledger_id, rows), _u64(data, entry_id, rows), _u64(data, deliver_at_ms, rows)
         )
     except (_NotPlainError, KeyError, IndexError):
@@ -120,7 +120,7 @@ def acknowledge(data: bytes) -> tuple[int, calls.HeldPositions] | None:
     return fields.get(_ACKNOWLEDGED_ID, (0, 0))[1], positions
 
 
-def negative_acknowledge(data: bytes) -> tuple[int, calls.Nack] | None:
+def negative_acknowledge(data: bytes) -> tuple[int, call_values.Nack] | None:
     """request_id and rows of a `SubscribeRequest` that acknowledges negatively, with one delay or one for each row or
     none; None when it is for the runtime to read.
     """
@@ -131,7 +131,7 @@ def negative_acknowledge(data: bytes) -> tuple[int, calls.Nack] | None:
         ledger_id, entry_id = (fields[tag] for tag in _NACKED)
         rows = entry_id[1] >> 3
         times = fields.get(_NACKED_DELIVER_AT_MS)
-        positions = calls.HeldPositions(
+        positions = call_values.HeldPositions(
             _u64(data, ledger_id, rows),
             _u64(data, entry_id, rows),
             _u64(data, times, rows) if times is not None else np.zeros(rows, np.uint64),
@@ -139,7 +139,7 @@ def negative_acknowledge(data: bytes) -> tuple[int, calls.Nack] | None:
         delay_ms = _u64(data, fields[_NACKED_DELAY_MS], rows) if _NACKED_DELAY_MS in fields else None
     except (_NotPlainError, KeyError, IndexError):
         return None
-    return fields.get(_NACKED_ID, (0, 0))[1], calls.Nack(positions, delay_ms=delay_ms)
+    return fields.get(_NACKED_ID, (0, 0))[1], call_values.Nack(positions, delay_ms=delay_ms)
 
 
 def _fields_of(data: bytes, request: int, known: frozenset[int]) -> _Fields | None:

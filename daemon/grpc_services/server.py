@@ -15,17 +15,17 @@ from grpc_reflection.v1alpha import reflection
 
 from daemon import config
 from daemon.grpc_services import (
-    admin,
+    admin_service,
     cluster_service,
-    delayed_delivery,
-    dispatch,
-    health,
+    delayed_delivery_service,
+    dispatch_service,
+    health_service,
     inspect_service,
-    ledger_deletion,
+    ledger_deletion_service,
 )
 
 if TYPE_CHECKING:
-    from daemon.engine.engine import Engine
+    from daemon.owner.engine import Engine
 
 # A message that is a little too large is still read, so that it can be refused by name; beyond that gRPC itself ends
 # the call with RESOURCE_EXHAUSTED.
@@ -38,9 +38,9 @@ class Server:
     def __init__(self, settings: config.Config) -> None:
         self._settings = settings
         self._server = grpc.aio.server(options=_options(settings))
-        self._health: health.HealthReport | None = None
+        self._health: health_service.HealthReport | None = None
         self._calls = _OpenCalls()
-        self._delayed_delivery: delayed_delivery.DelayedDelivery | None = None
+        self._delayed_delivery: delayed_delivery_service.DelayedDelivery | None = None
 
     def bind(self) -> int:
         """Takes the address, so that the daemon knows its port before it serves. Raises `OSError` when it is taken."""
@@ -51,13 +51,15 @@ class Server:
 
     async def start(self, engine: Engine) -> None:
         """Serves. An engine that is not ready refuses by itself; health follows it."""
-        self._delayed_delivery = delayed_delivery.DelayedDelivery(engine, self._settings)
+        self._delayed_delivery = delayed_delivery_service.DelayedDelivery(engine, self._settings)
         services = {
-            delayed_delivery.DESCRIPTOR.full_name: self._delayed_delivery.handlers(),
-            dispatch.DESCRIPTOR.full_name: dispatch.Dispatch(engine, self._settings).handlers(),
+            delayed_delivery_service.DESCRIPTOR.full_name: self._delayed_delivery.handlers(),
+            dispatch_service.DESCRIPTOR.full_name: dispatch_service.Dispatch(engine, self._settings).handlers(),
             inspect_service.DESCRIPTOR.full_name: inspect_service.Inspect(engine, self._settings).handlers(),
-            admin.DESCRIPTOR.full_name: admin.Admin(engine, self._settings).handlers(),
-            ledger_deletion.DESCRIPTOR.full_name: ledger_deletion.LedgerDeletion(engine, self._settings).handlers(),
+            admin_service.DESCRIPTOR.full_name: admin_service.Admin(engine, self._settings).handlers(),
+            ledger_deletion_service.DESCRIPTOR.full_name: ledger_deletion_service.LedgerDeletion(
+                engine, self._settings
+            ).handlers(),
             cluster_service.DESCRIPTOR.full_name: cluster_service.Cluster(engine, self._settings).handlers(),
         }
         self._server.add_generic_rpc_handlers(
@@ -68,7 +70,7 @@ class Server:
                 for name, handlers in services.items()
             )
         )
-        self._health = health.HealthReport(engine, tuple(services))
+        self._health = health_service.HealthReport(engine, tuple(services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((*services, health_name, reflection.SERVICE_NAME), self._server)

@@ -3,7 +3,7 @@
 Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
 where.
 Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
-streams have (`key_shared`), and the form of columns and errors (`columns`, `status`).
+streams have (`key_shared_messages`), and the form of columns and errors (`wire_columns`, `status`).
 
 A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
 which take turns: a `Done` waits for at most one `Messages`.
@@ -16,18 +16,17 @@ import functools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from daemon import config, errors
-from daemon.engine import calls
-from daemon.engine.key_shared_stream import KeySharedStream
-from daemon.grpc_services import columns, key_shared, parsing, pipeline, records, row_requests, status
+from daemon import call_values, config, errors
+from daemon.grpc_services import key_shared_messages, parsing, pipeline, records, row_requests, status, wire_columns
+from daemon.subscription.key_shared_stream import KeySharedStream
 from tarry.v1 import dispatch_pb2 as pb
 
 if TYPE_CHECKING:
-    from daemon.engine.dispatch import DispatchStream
-    from daemon.engine.engine import Engine
+    from daemon.owner.engine import Engine
+    from daemon.subscription.open_stream import DispatchStream
 
 # Of a request: how many positions were ignored, and of a negative acknowledgement more.
-_Outcome: TypeAlias = int | calls.NackOutcome
+_Outcome: TypeAlias = int | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 
@@ -85,11 +84,11 @@ class SubscribeStream:
         requests, names = self._engine.requests, (request.topic, request.subscription)
         match request.type:
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED:
-                key_shared.require_none(request)
-                return await requests.open_dispatch(*names, columns.held(request))
+                key_shared_messages.require_none(request)
+                return await requests.open_dispatch(*names, wire_columns.held(request))
             case pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED:
-                consumers = [key_shared.consumer(each) for each in request.consumers]
-                return await requests.open_key_shared(*names, consumers, columns.held_by_consumers(request))
+                consumers = [key_shared_messages.consumer(each) for each in request.consumers]
+                return await requests.open_key_shared(*names, consumers, wire_columns.held_by_consumers(request))
         name = pb.SubscriptionType.Name(request.type)
         raise errors.InvalidArgument(
             f"type: {name}; it must be SUBSCRIPTION_TYPE_SHARED or SUBSCRIPTION_TYPE_KEY_SHARED"
@@ -121,8 +120,8 @@ class SubscribeStream:
         while True:
             outgoing = await (stream.next() if isinstance(stream, KeySharedStream) else stream.next_messages())
             # That a plan was made is to be answered.
-            is_owed = isinstance(outgoing, calls.Planned)
-            for response in key_shared.responses(outgoing):
+            is_owed = isinstance(outgoing, call_values.Planned)
+            for response in key_shared_messages.responses(outgoing):
                 async with self._writing:
                     if reader.done() and not is_owed:
                         return
@@ -152,16 +151,18 @@ class SubscribeStream:
             case "acknowledge":
                 request_id = request.acknowledge.request_id
                 work: _Work = _acknowledge(
-                    stream, request_id, functools.partial(columns.handed_out, request.acknowledge)
+                    stream, request_id, functools.partial(wire_columns.handed_out, request.acknowledge)
                 )
                 self._answer(stream, size_bytes, request_id, work)
             case "negative_acknowledge":
                 request_id = request.negative_acknowledge.request_id
-                work = _nack(stream, request_id, functools.partial(columns.nack, request.negative_acknowledge))
+                work = _nack(stream, request_id, functools.partial(wire_columns.nack, request.negative_acknowledge))
                 self._answer(stream, size_bytes, request_id, work)
             case "extend":
                 extend = request.extend
-                self._answer(stream, size_bytes, extend.request_id, lambda: stream.extend(columns.handed_out(extend)))
+                self._answer(
+                    stream, size_bytes, extend.request_id, lambda: stream.extend(wire_columns.handed_out(extend))
+                )
             case "open":
                 raise errors.InvalidArgument(
                     "open: the stream is open already; a stream has one open, its first message"
@@ -181,9 +182,9 @@ class SubscribeStream:
             self._refuse(stream, size_bytes, f"{kind}: the stream is SHARED, and has no consumers", request_id)
         elif kind == "plan_dispatch":
             answer = functools.partial(_not_planned, stream.epoch, request_id)
-            self._pipeline.submit(size_bytes, lambda: key_shared.plan(stream, request.plan_dispatch), answer)
+            self._pipeline.submit(size_bytes, lambda: key_shared_messages.plan(stream, request.plan_dispatch), answer)
         else:
-            self._answer(stream, size_bytes, request_id, lambda: key_shared.change(stream, request))
+            self._answer(stream, size_bytes, request_id, lambda: key_shared_messages.change(stream, request))
 
     def _flow(self, stream: _Opened, size_bytes: int, flow: pb.Flow) -> None:
         if not flow.permits:
@@ -220,7 +221,7 @@ def _close_unused(opening: asyncio.Future[_Opened]) -> None:
 
 
 def _acknowledge(
-    stream: _Opened, request_id: int, given: Callable[[], calls.HeldPositions]
+    stream: _Opened, request_id: int, given: Callable[[], call_values.HeldPositions]
 ) -> Callable[[], Awaitable[int]]:
     def work() -> Awaitable[int]:
         held = given()
@@ -232,8 +233,8 @@ def _acknowledge(
 
 
 def _nack(
-    stream: _Opened, request_id: int, given: Callable[[], calls.Nack]
-) -> Callable[[], Awaitable[calls.NackOutcome]]:
+    stream: _Opened, request_id: int, given: Callable[[], call_values.Nack]
+) -> Callable[[], Awaitable[call_values.NackOutcome]]:
     return lambda: stream.negative_acknowledge(given(), awaited=request_id != 0)
 
 
@@ -243,7 +244,7 @@ def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answere
     done = pb.Done(request_id=request_id, epoch=epoch)
     if isinstance(outcome, Exception):
         done.error.CopyFrom(status.refusal(outcome))
-    elif isinstance(outcome, calls.NackOutcome):
+    elif isinstance(outcome, call_values.NackOutcome):
         done.ignored, done.dead_lettered = outcome.ignored, outcome.dead_lettered
     else:
         done.ignored = outcome

@@ -1,10 +1,11 @@
 """The frame of every call with one request, and one answer or a stream of them.
 
 Owns: parse, call, encode, or end with the error's status; what a caller that goes away breaks off.
-Does not own: what a call does (`admin`, `inspect_service` ...) and calls with a stream of requests (`pipeline`).
+Does not own: what a call does (`admin_service`, `inspect_service` ...) and calls with a stream of requests
+(`pipeline`).
 
 Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
-answer may be encoded by hand (`columns`).
+answer may be encoded by hand (`wire_columns`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 from google.protobuf import message
 
-from daemon import config, errors
-from daemon.engine import calls
+from daemon import call_values, config, errors
 from daemon.grpc_services import callers, parsing, status
 from daemon.grpc_services.pipeline import Context
 
@@ -72,7 +72,7 @@ class Frame:
         return self.cancelled_handler(request_type, told)
 
     def caller_handler(
-        self, request_type: type[M], call: Callable[[M, calls.Caller], Coroutine[Any, Any, Answer]]
+        self, request_type: type[M], call: Callable[[M, call_values.Caller], Coroutine[Any, Any, Answer]]
     ) -> Handler:
         """The same, of a call that is told who makes it and how large the request is."""
 

@@ -2,7 +2,7 @@
 
 Owns: the choice, the question whether a ledger is in use, and that every attempt ends with an answer or
 `DeletionFailed`.
-Does not own: when an attempt is made (`daemon.engine`), and what a store does.
+Does not own: when an attempt is made (`daemon.ledger_deletion`), and what a store does.
 
 Only the configuration says where a ledger can be: a record that names a bucket, a driver or a topic of which it knows
 nothing fails with that reason, and is a dead letter in the end.

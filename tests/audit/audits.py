@@ -17,7 +17,7 @@ from audit import driver as audit
 from audit.driver import Limits, Request
 from audit.findings import Finding, Kind, Report, Severity
 from audit.reading import WallClock
-from daemon.engine import bucket_life
+from daemon.topic import bucket_life
 from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.memory_store import MemoryStore

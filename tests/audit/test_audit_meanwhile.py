@@ -21,9 +21,9 @@ import pytest
 from audit.driver import Limits
 from audit.findings import Kind
 from daemon import config
-from daemon.engine.calls import AddBatch
-from daemon.engine.engine import Engine
+from daemon.call_values import AddBatch
 from daemon.errors import QuotaExceeded
+from daemon.owner.engine import Engine
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from pyspark.sql import SparkSession
 
-from daemon import config
+from daemon import call_values, config
 from daemon.core.claims import HeldPositions
-from daemon.engine import calls
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from forecast import counting_tasks, forecast_job
 from forecast.result import Forecast, TopicForecast
 from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Counts, Steps
@@ -108,7 +107,7 @@ def forecast(
 
 
 async def add(engine: Engine, topic: str, rows: Rows, subscription: str | None = None) -> None:
-    batch = calls.AddBatch(
+    batch = call_values.AddBatch(
         ledger_id=rows.ledger_id,
         entry_id=rows.entry_id,
         deliver_at_ms=rows.deliver_at_ms,
@@ -135,7 +134,7 @@ async def settled(engine: Engine, topic: str, subscription: str, rng: random.Ran
     if not len(back):
         return
     delay_ms = np.array([rng.randrange(2 * HOUR_MS, 3 * DAY_MS) for _ in back.ledger_id], np.uint64)
-    nack = calls.Nack(positions=back, delay_ms=delay_ms, delay_level=None, key_hash=None, reject=False, text="")
+    nack = call_values.Nack(positions=back, delay_ms=delay_ms, delay_level=None, key_hash=None, reject=False, text="")
     await engine.requests.negative_acknowledge(topic, subscription, nack)
 
 
@@ -149,7 +148,9 @@ async def parts_come_back(engine: Engine, topic: str, subscription: str, rng: ra
         np.arange(count, dtype=np.uint32),
     )
     delay_ms = np.array([rng.randrange(2 * HOUR_MS, DAY_MS) for _ in range(count)], np.uint64)
-    nack = calls.Nack(positions=positions, delay_ms=delay_ms, delay_level=None, key_hash=None, reject=False, text="")
+    nack = call_values.Nack(
+        positions=positions, delay_ms=delay_ms, delay_level=None, key_hash=None, reject=False, text=""
+    )
     await engine.requests.negative_acknowledge(topic, subscription, nack)
 
 
@@ -179,7 +180,7 @@ async def lived(engine: Engine, topic: str, subscriptions: Sequence[str], seed: 
                 await engine.requests.reschedule(
                     topic,
                     None,
-                    calls.RescheduleBatch(
+                    call_values.RescheduleBatch(
                         ledger_id=ledgers, entry_id=entry_id, deliver_at_ms=to, delay_ms=None, key_hash=None
                     ),
                 )
@@ -209,8 +210,8 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-async def histogram(engine: Engine, topic: str, steps: Steps) -> calls.Histogram:
-    view = calls.View(from_ms=steps.begin_ms(0), until_ms=steps.until_ms)
+async def histogram(engine: Engine, topic: str, steps: Steps) -> call_values.Histogram:
+    view = call_values.View(from_ms=steps.begin_ms(0), until_ms=steps.until_ms)
     return await engine.requests.histogram(topic, view, steps.step_ms)
 
 

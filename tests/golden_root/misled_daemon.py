@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from daemon import main, process
-from daemon.engine import bucket_life, in_use_changing
+from daemon.ledger_deletion import in_use_changing
+from daemon.topic import bucket_life
 from storage_backends import object_store, store_opening
 from tests.support.fault_store import Call, Fault, FaultStore
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from daemon.durability import checkpoint_store, shard_manifest
+from daemon.shard import checkpoint_store, shard_manifest
 from jobs.root import Root, TopicPlace
 from jobs.topic_reading import read_states
 from jobs.topic_state import TopicState, owed_mask, rows_of

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine.served_topic import ServedTopic
+from daemon.topic.served_topic import ServedTopic
 from tests.daemon.engine.calling import acknowledge, clear, create, get, rows_of, stats
 from tests.peers.tracking import NOTHING, add, counts
 from tests.support.engine_fixture import Daemon, EngineFixture, no_positions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from daemon.engine import calls
+from daemon import call_values
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -38,10 +38,10 @@ def sealed_at(rows: int, *, rows_of_segment: int | None = None) -> tuple[str, ..
 
 def add(
     daemon: Daemon, rows: Sequence[Row], *, topic: str = "t", return_already_due: bool = False
-) -> asyncio.Task[calls.AddOutcome]:
+) -> asyncio.Task[call_values.AddOutcome]:
     """Adds rows in one request, in their order."""
     columns = [np.array([row[index] for row in rows], np.uint64) for index in range(3)]
-    batch = calls.AddBatch(
+    batch = call_values.AddBatch(
         ledger_id=columns[0],
         entry_id=columns[1],
         deliver_at_ms=columns[2],
@@ -62,7 +62,7 @@ async def add_one_by_one(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t
 async def contained(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t") -> set[tuple[int, int]]:
     """Which of the rows' positions the index has, pending or due."""
     ledger_id, entry_id = (np.array([row[index] for row in rows], np.uint64) for index in range(2))
-    asked = calls.EntryRanges(ledger_id, entry_id, entry_id)
+    asked = call_values.EntryRanges(ledger_id, entry_id, entry_id)
     found = await daemon.call(daemon.engine.requests.contains(topic, asked, None))
     assert found.continuation is None
     return {
@@ -75,7 +75,7 @@ async def contained(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t") ->
     }
 
 
-async def sealed_buckets(daemon: Daemon, *, topic: str = "t") -> tuple[calls.BucketSummary, ...]:
+async def sealed_buckets(daemon: Daemon, *, topic: str = "t") -> tuple[call_values.BucketSummary, ...]:
     """All of them, by their ledgers."""
     page = await daemon.call(daemon.engine.requests.list_buckets(topic, 1000, ""))
     assert page.next_after is None
@@ -97,7 +97,7 @@ def live_objects(machines: EngineFixture, topic: str = "t") -> list[str]:
     return sorted(live.object.name for live in manifest_of(machines, topic).live)
 
 
-def counts(stats: calls.TopicStats) -> tuple[int, int, int, int, int, int]:
+def counts(stats: call_values.TopicStats) -> tuple[int, int, int, int, int, int]:
     """Everything that is counted of a topic's index; all zero when nothing is left."""
     return (
         stats.pending,

@@ -13,10 +13,11 @@ from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import KeyedRows
 from daemon.core.withdrawals import Withdrawals
-from daemon.durability import garbage, progress
-from daemon.engine.bucket_life import BucketLife
-from daemon.engine.merging import BucketMerging
-from daemon.engine.withdrawing import Withdrawing
+from daemon.shard import garbage
+from daemon.topic import stored_progress
+from daemon.topic.bucket_life import BucketLife
+from daemon.topic.topic_merging import BucketMerging
+from daemon.topic.topic_withdrawing import Withdrawing
 from storage_backends import shard_listing, topic_manifest, topic_merge
 from storage_backends.formats import manifest, merge
 from storage_backends.formats.bucket_format import KeptRows
@@ -65,7 +66,7 @@ def a_merge_drops_what_is_gone_in_memory_alone(patch: pytest.MonkeyPatch) -> Non
     def plan(self: BucketMerging, run: Sequence[str]) -> Any:
         planned = plan_of(self, run)
         index = self._topic.indexes.holding(run[0])
-        stored = progress.to_stored(index.pages, index.cut().bits) if index is not None else manifest.Progress()
+        stored = stored_progress.to_stored(index.pages, index.cut().bits) if index is not None else manifest.Progress()
         return dataclasses.replace(planned, tip=dataclasses.replace(planned.tip, progress=stored, progress_object=None))
 
     patch.setattr(BucketMerging, "_plan", plan)
@@ -78,7 +79,7 @@ def bits_under_the_names_of_sources_are_overlooked_at_recovery(patch: pytest.Mon
     ) -> BucketProgress | None:
         return by_bucket.get(name)
 
-    patch.setattr(progress, "of_bucket", of_bucket)
+    patch.setattr(stored_progress, "of_bucket", of_bucket)
 
 
 def the_sources_of_sources_are_forgotten(patch: pytest.MonkeyPatch) -> None:

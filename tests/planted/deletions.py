@@ -15,8 +15,8 @@ from daemon.core.deletions.by_ledger import DeletionsByLedger
 from daemon.core.deletions.in_use import InUse
 from daemon.core.deletions.ledger_deletions import DeletionCut, LedgerDeletions, Recorded
 from daemon.core.deletions.waiting import Waiting
-from daemon.engine.in_use_changing import InUseChanging
-from daemon.engine.ledger_deleting import Attempt, ShardDeletions
+from daemon.ledger_deletion.in_use_changing import InUseChanging
+from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
 from daemon.ledger_stores import offloaded
 from storage_backends.formats import slot_format
 from storage_backends.formats.deletion_format import (

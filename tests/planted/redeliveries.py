@@ -11,16 +11,16 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core import redelivering
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.dead_lettering import DeadLettering
 from daemon.core.in_flight import InFlight
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows
 from daemon.core.redelivery_counts import RedeliveryCounts
-from daemon.core.subscription import SubscriptionState
-from daemon.durability import checkpoint, redeliveries, sealing
-from daemon.engine import acknowledging as engine_acknowledging
-from daemon.engine.redelivering import TopicRedelivery
+from daemon.core.subscription_state import SubscriptionState
+from daemon.subscription import acknowledging as engine_acknowledging
+from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
 from storage_backends.formats import manifest, slot_format
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import NackRecord, PurgeRecord, ReplayRecord
@@ -52,13 +52,13 @@ def _without(patch: pytest.MonkeyPatch, kind: type[Any]) -> None:
 
 
 def a_checkpoint_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint.part_of
+    part_of = checkpoint_parts.part_of
 
-    def forgetting(cut: checkpoint.TopicCut) -> Any:
+    def forgetting(cut: checkpoint_parts.TopicCut) -> Any:
         part = part_of(cut)
         return dataclasses.replace(part, progress=_forgetting(part.progress, nacked=()))
 
-    patch.setattr(checkpoint, "part_of", forgetting)
+    patch.setattr(checkpoint_parts, "part_of", forgetting)
 
 
 def a_seal_forgets_what_waits_for_its_redelivery(patch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def a_seal_forgets_dead_letters(patch: pytest.MonkeyPatch) -> None:
 
 
 def ids_of_dead_letters_are_given_again(patch: pytest.MonkeyPatch) -> None:
-    to_stored = redeliveries._redeliveries
+    to_stored = stored_redeliveries._redeliveries
 
     def stored(*arguments: Any) -> manifest.Redeliveries | None:
         made = to_stored(*arguments)
         return None if made is None else dataclasses.replace(made, last_dead_letter_id=0)
 
-    patch.setattr(redeliveries, "_redeliveries", stored)
+    patch.setattr(stored_redeliveries, "_redeliveries", stored)
 
 
 def _sealed(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
@@ -94,7 +94,7 @@ def counts_are_lost_at_a_takeover(patch: pytest.MonkeyPatch) -> None:
 
 
 def delay_levels_are_lost_with_a_seal_or_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(redeliveries, "_levels", lambda pages, levels: ())
+    patch.setattr(stored_redeliveries, "_levels", lambda pages, levels: ())
 
 
 # ---- when positions come back

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from daemon.core.subscription import SubscriptionState
-from daemon.durability import backoff, slot_put, takeover
-from daemon.durability.epoch_confirmation import EpochConfirmation
-from daemon.durability.journal import JournalWriter, WrittenSlot
-from daemon.durability.journal_truncation import JournalTruncation
-from daemon.engine import group_commit
-from daemon.engine.acknowledging import Acknowledging
-from daemon.engine.group_commit import GroupCommit
-from daemon.engine.shard import ServedShard
+from daemon.core.subscription_state import SubscriptionState
+from daemon.owner import takeover
+from daemon.shard import group_commit, slot_put
+from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard.group_commit import GroupCommit
+from daemon.shard.journal_truncation import JournalTruncation
+from daemon.shard.journal_writer import JournalWriter, WrittenSlot
+from daemon.shard.shard import ServedShard
+from daemon.subscription.acknowledging import Acknowledging
+from daemon.surroundings import backoff
 from storage_backends import object_store, topic_manifest
 from storage_backends.formats import manifest, names, slot_format
 from tests.planted.bug import Bug

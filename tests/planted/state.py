@@ -15,9 +15,11 @@ from daemon.core.index import BucketBits
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint, recovery, sealing, shard_manifest, takeover
-from daemon.durability.shard_claim import ShardClaim
-from daemon.engine.bucket_life import BucketLife
+from daemon.owner import takeover
+from daemon.shard import recovery, shard_manifest
+from daemon.shard.shard_claim import ShardClaim
+from daemon.topic import checkpoint_parts, sealing
+from daemon.topic.bucket_life import BucketLife
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.row_columns import Rows
@@ -193,12 +195,12 @@ def a_checkpoint_forgets_the_rows_of_a_seal_under_way(patch: pytest.MonkeyPatch)
 
 
 def _patch_part(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
-    part_of = checkpoint.part_of
+    part_of = checkpoint_parts.part_of
 
-    def forgetting(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+    def forgetting(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
         return dataclasses.replace(part_of(cut), **forgotten)
 
-    patch.setattr(checkpoint, "part_of", forgetting)
+    patch.setattr(checkpoint_parts, "part_of", forgetting)
 
 
 def a_checkpoint_counts_whatever_the_manifest_has_reached(patch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from tests.daemon.core import test_planted_bugs_of_departures as departures
 from tests.daemon.core import test_planted_bugs_of_own_indexes as own_indexes
 from tests.daemon.core import test_planted_bugs_of_withdrawals as withdrawals
 from tests.daemon.core.deletions import test_planted_bugs_of_deletions as shard_deletions
-from tests.daemon.durability import test_garbage_interleavings as collectors
-from tests.daemon.durability import test_takeover as takeovers
 from tests.daemon.engine import test_partial_recovery as loading
 from tests.daemon.engine import test_planted_bugs_of_buckets as lives
 from tests.daemon.engine import test_planted_bugs_of_deletions as attempts
 from tests.daemon.engine import test_planted_bugs_of_withdrawals as races
+from tests.daemon.owner import test_takeover as takeovers
+from tests.daemon.shard import test_garbage_interleavings as collectors
 from tests.models import deletion_model
 from tests.models import test_protocol_models as models
 from tests.planted import buckets, deletions, redeliveries, rules, state

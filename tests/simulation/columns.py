@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from daemon.engine.calls import AddBatch, EntryRanges, HandedOut, HeldPositions
+from daemon.call_values import AddBatch, EntryRanges, HandedOut, HeldPositions
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U32, U64, Rows
 from tests.simulation.positions import Position, named, part_of

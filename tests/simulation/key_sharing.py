@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from daemon.engine.calls import Consumer, HandedOut, HeldByConsumers, SubscriptionPolicy, TakenBack
-from daemon.engine.dispatch import StreamClosed
-from daemon.engine.key_shared_stream import KeySharedStream
+from daemon.call_values import Consumer, HandedOut, HeldByConsumers, SubscriptionPolicy, TakenBack
 from daemon.errors import TarryError
+from daemon.subscription.key_shared_stream import KeySharedStream
+from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32
 from tests.simulation.columns import handed_of, held_positions, positions_of

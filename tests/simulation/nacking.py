@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from daemon.engine.calls import DeadLetterFilter, Nack, NackOutcome, SubscriptionPolicy, TopicDelayLevels
-from daemon.engine.dispatch import DispatchStream
-from daemon.engine.dispatch import OpenStream as OpenDispatch
+from daemon.call_values import DeadLetterFilter, Nack, NackOutcome, SubscriptionPolicy, TopicDelayLevels
+from daemon.subscription.open_stream import DispatchStream
+from daemon.subscription.open_stream import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests.simulation.columns import held_positions

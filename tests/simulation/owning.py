@@ -18,9 +18,9 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from daemon.engine import in_use_changing, ledger_deleting
-from daemon.engine.deletion_calls import DeletionFilter, InUseRecorded
-from daemon.engine.deletion_requests import DeletionRequests
+from daemon.ledger_deletion import in_use_changing, shard_deletions
+from daemon.ledger_deletion.deletion_requests import DeletionRequests
+from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
 from tests.simulation.deletion_truth import OVER, Standing
@@ -65,7 +65,7 @@ def small_decisions(seed: int) -> Iterator[None]:
     rows = random.Random(f"decisions {seed}").choice((2, 5, 4_000))
     with (
         mock.patch.object(in_use_changing, "LEDGERS_A_DECISION", rows),
-        mock.patch.object(ledger_deleting, "DELETES_A_DECISION", rows),
+        mock.patch.object(shard_deletions, "DELETES_A_DECISION", rows),
     ):
         yield
 

@@ -11,10 +11,10 @@ import collections
 import functools
 from collections.abc import Mapping, Set
 
+from daemon.call_values import View
 from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
 from daemon.core.topic import Topic
-from daemon.engine.calls import View
 from daemon.errors import Corruption
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U32, Rows

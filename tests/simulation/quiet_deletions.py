@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from daemon.core.deletions.listing import ALL, ListedState
-from daemon.engine.ledger_deleting import ShardDeletions as Served
+from daemon.ledger_deletion.shard_deletions import ShardDeletions as Served
 from storage_backends.formats.deletion_format import Deletion, PendingDelete
 from tests.simulation.deletion_truth import Recorded, ShardDeletions, Standing, ledger_of
 from tests.simulation.history import History

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Set
 
 import numpy as np
 
+from daemon.call_values import BacklogPage, DeadLetterFilter
 from daemon.core import level_rows
 from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
-from daemon.engine.calls import BacklogPage, DeadLetterFilter
 from tests.simulation.columns import positions_of, rows_of
 from tests.simulation.oracle import Oracle, Row, TopicTruth
 from tests.simulation.positions import Position, entry_of, in_index, is_part, owner_of

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from daemon.call_values import DeadLetterFilter, DeadLetterRows, NackOutcome, Replayed
 from daemon.core import redelivery_policy
-from daemon.engine.calls import DeadLetterFilter, DeadLetterRows, NackOutcome, Replayed
 from daemon.settings import Redelivery
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy
 from tests.simulation.history import History

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from daemon.core.dead_letters import DeadLetterFilter
+from daemon.core.dead_letter_rows import DeadLetterFilter
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.slot_format import (
     DeadLetterReason,

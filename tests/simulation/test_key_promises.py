@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.engine.calls import SubscriptionPolicy
+from daemon.call_values import SubscriptionPolicy
 from storage_backends.formats.manifest import KeySharedPolicy
 from tests.simulation import key_sharing
 from tests.simulation.run import run

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.call_values import EntryRanges, LedgerRanges
 from daemon.core.withdrawals import CancelOutcome, RescheduleBatch, RescheduleOutcome
-from daemon.engine.calls import EntryRanges, LedgerRanges
-from daemon.engine.dispatch import DispatchStream, StreamClosed
 from daemon.errors import InvariantViolated, TarryError
+from daemon.subscription.open_stream import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests.simulation.cluster import Cluster

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from daemon.core.adding import AddOutcome
-from daemon.engine.dispatch import StreamClosed
 from daemon.errors import TarryError
+from daemon.subscription.open_stream import StreamClosed
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 
 T = TypeVar("T")

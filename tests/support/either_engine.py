@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from tests.support import real_engine
 from tests.support.fake_engine import FakeEngine
 

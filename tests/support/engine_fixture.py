@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from daemon import config, metrics
-from daemon.engine.calls import AddBatch, AddOutcome, HeldPositions
-from daemon.engine.dispatch import DispatchStream
-from daemon.engine.engine import Engine
-from daemon.engine.environment import TAIL_SLOTS_MAX, Environment
-from daemon.engine.pools import Pool, Pools
-from daemon.engine.served_topic import ServedTopic
-from daemon.engine.shard import ServedShard
+from daemon.call_values import AddBatch, AddOutcome, HeldPositions
 from daemon.ledger_stores.ledger_stores import LedgerStores
+from daemon.owner.engine import Engine
+from daemon.shard.shard import ServedShard
+from daemon.subscription.open_stream import DispatchStream
+from daemon.surroundings.environment import TAIL_SLOTS_MAX, Environment
+from daemon.surroundings.pools import Pool, Pools
+from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (
     ShardManifest,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daemon import config, errors
+from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.engine import calls, leases
+from daemon.subscription import leases
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tests.support.fake_topic import EPOCH, DeadLetter, Lease, Row, Subscription, Topic
@@ -38,7 +38,7 @@ class FakeClaims(abc.ABC):
     @abc.abstractmethod
     async def _begin(self) -> int: ...
 
-    async def acknowledge(self, topic: str, subscription: str, claims: calls.HeldPositions) -> int:
+    async def acknowledge(self, topic: str, subscription: str, claims: call_values.HeldPositions) -> int:
         self.check_claims(claims)
         now_ms = await self._begin()
         known = self.find(topic, subscription)
@@ -47,7 +47,9 @@ class FakeClaims(abc.ABC):
         known.acknowledge(owed)
         return len(claimed) - len(owed)
 
-    async def negative_acknowledge(self, topic: str, subscription: str, nack: calls.Nack) -> calls.NackOutcome:
+    async def negative_acknowledge(
+        self, topic: str, subscription: str, nack: call_values.Nack
+    ) -> call_values.NackOutcome:
         now_ms = await self._begin()
         known, rows = self.find(topic, subscription), rows_of(nack.positions)
         policy_ms, bits = self._check_nack(known, nack), known.policy.nack_precision_bits or 0
@@ -73,9 +75,9 @@ class FakeClaims(abc.ABC):
                 )
                 known.bury(letter)
         known.wake()
-        return calls.NackOutcome(ignored, dead_lettered)
+        return call_values.NackOutcome(ignored, dead_lettered)
 
-    def _check_nack(self, known: Subscription, nack: calls.Nack) -> list[int]:
+    def _check_nack(self, known: Subscription, nack: call_values.Nack) -> list[int]:
         """The delay of each row."""
         self.check_claims(nack.positions)
         columns = (nack.positions.ledger_id, nack.positions.entry_id, nack.positions.batch_index)
@@ -93,13 +95,13 @@ class FakeClaims(abc.ABC):
         given: list[int] = delay_ms.tolist()
         return given
 
-    def check_claims(self, claims: calls.HeldPositions, *, least: int = 1) -> None:
+    def check_claims(self, claims: call_values.HeldPositions, *, least: int = 1) -> None:
         if least or len(claims):
             limits.check_rows("entry_id", len(claims), self.settings.limits.rows_per_request_max)
         limits.check_batch_index(claims.entry_id, claims.batch_index)
 
     async def held_by(
-        self, topic: str, subscription: str, holder: FakeDispatchStream, claims: calls.HeldPositions
+        self, topic: str, subscription: str, holder: FakeDispatchStream, claims: call_values.HeldPositions
     ) -> int:
         """How many of the positions a stream holds."""
         self.check_claims(claims)
@@ -108,7 +110,9 @@ class FakeClaims(abc.ABC):
         held = set(self.topics[topic].backlog(known, self.now_ms())).intersection(rows_of(claims))
         return sum(known.in_flight.get(row[1:]) is holder for row in held)
 
-    async def extend_lease(self, topic: str, subscription: str, claims: calls.HeldPositions, lease_ms: int) -> int:
+    async def extend_lease(
+        self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
+    ) -> int:
         self.check_claims(claims)
         leases.check_lease(lease_ms)
         await self._begin()
@@ -120,12 +124,12 @@ class FakeClaims(abc.ABC):
         self.end_later(known, lease, lease_ms)
         return len(claims) - len(moved)
 
-    def handed_out(self, topic: str, subscription: Subscription, rows: list[Row]) -> calls.HandedOut:
+    def handed_out(self, topic: str, subscription: Subscription, rows: list[Row]) -> call_values.HandedOut:
         due, ledger_id, entry_id = zip(*(row[:3] for row in rows), strict=True) if rows else ((), (), ())
         hashes = [self.topics[topic].key_hash(row[1:]) for row in rows]
         counts = [subscription.counts.get(row, 0) for row in rows]
         parts = [row[3] if len(row) > 3 else NO_BATCH_INDEX for row in rows]
-        return calls.HandedOut(
+        return call_values.HandedOut(
             epoch=EPOCH,
             rows=Rows(
                 np.array(due, np.uint64),
@@ -148,7 +152,7 @@ class FakeClaims(abc.ABC):
             end()
 
 
-def rows_of(claims: calls.HeldPositions) -> list[Row]:
+def rows_of(claims: call_values.HeldPositions) -> list[Row]:
     """Of one message of a batch with its batch index."""
     columns = (claims.deliver_at_ms.tolist(), claims.ledger_id.tolist(), claims.entry_id.tolist())
     rows: list[Row] = list(zip(*columns, strict=True))

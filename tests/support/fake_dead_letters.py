@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from daemon import config, errors
+from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.engine import calls, dead_letters
+from daemon.subscription import served_dead_letters
 from tests.support.fake_topic import DeadLetter, Subscription
 
 
@@ -26,22 +26,22 @@ class FakeDeadLetters(abc.ABC):
     async def _begin(self) -> int: ...
 
     async def list_dead_letters(
-        self, topic: str, subscription: str, asked: calls.DeadLetterFilter, page_size: int, after_id: int
-    ) -> calls.DeadLetterPage:
+        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, page_size: int, after_id: int
+    ) -> call_values.DeadLetterPage:
         now_ms = await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
         size = limits.page_rows(page_size)
         rest = [number for number in chosen if number > after_id]
         page = rest[:size]
-        return calls.DeadLetterPage(
+        return call_values.DeadLetterPage(
             rows=_columns({number: known.dead_letters[number] for number in page}),
             next_after=page[-1] if len(rest) > size else None,
             as_of_ms=now_ms,
         )
 
     async def replay_dead_letters(
-        self, topic: str, subscription: str, asked: calls.DeadLetterFilter, delay_ms: int
-    ) -> calls.Replayed:
+        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, delay_ms: int
+    ) -> call_values.Replayed:
         now_ms = await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
         delay_max_ms = self.settings.limits.delay_max_ms
@@ -49,22 +49,24 @@ class FakeDeadLetters(abc.ABC):
             raise errors.DelayTooLong(f"delay_ms is {delay_ms}, the limit is {delay_max_ms}")
         replayed = sum(known.replay(number, now_ms + delay_ms) for number in chosen)
         known.wake()
-        return calls.Replayed(replayed, len(chosen) - replayed)
+        return call_values.Replayed(replayed, len(chosen) - replayed)
 
-    async def purge_dead_letters(self, topic: str, subscription: str, asked: calls.DeadLetterFilter) -> int:
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> int:
         await self._begin()
         known, chosen = self._chosen(topic, subscription, asked)
         for number in chosen:
             del known.dead_letters[number]
         return len(chosen)
 
-    def _chosen(self, topic: str, subscription: str, asked: calls.DeadLetterFilter) -> tuple[Subscription, list[int]]:
-        dead_letters.check_filter(asked, ids_max=self.settings.limits.rows_per_request_max)
+    def _chosen(
+        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter
+    ) -> tuple[Subscription, list[int]]:
+        served_dead_letters.check_filter(asked, ids_max=self.settings.limits.rows_per_request_max)
         known = self.find(topic, subscription)
         return known, [number for number, letter in known.dead_letters.items() if _is_asked_for(asked, number, letter)]
 
 
-def _is_asked_for(asked: calls.DeadLetterFilter, number: int, letter: DeadLetter) -> bool:
+def _is_asked_for(asked: call_values.DeadLetterFilter, number: int, letter: DeadLetter) -> bool:
     first, last = asked.ledgers or (0, (1 << 64) - 1)
     return (
         (asked.ids is None or number in asked.ids.tolist())
@@ -75,9 +77,9 @@ def _is_asked_for(asked: calls.DeadLetterFilter, number: int, letter: DeadLetter
     )
 
 
-def _columns(letters: dict[int, DeadLetter]) -> calls.DeadLetterRows:
+def _columns(letters: dict[int, DeadLetter]) -> call_values.DeadLetterRows:
     texts = sorted({"", *(letter.text for letter in letters.values())})
-    return calls.DeadLetterRows(
+    return call_values.DeadLetterRows(
         dead_letter_id=np.array([*letters], np.uint64),
         ledger_id=np.array([letter.row[1] for letter in letters.values()], np.uint64),
         entry_id=np.array([letter.row[2] for letter in letters.values()], np.uint64),

@@ -1,4 +1,4 @@
-"""An engine that is all in memory: the facade of `daemon.engine`, to test the edge without storage.
+"""An engine that is all in memory: the facade of `daemon.owner.engine`, to test the edge without storage.
 
 It is real as far as a caller sees: adds are idempotent, what is due is handed out in order against permits or leased,
 acknowledgements count what they ignored, trims and policies do what they say. It has no journal and no recovery.
@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from daemon import config, errors
+from daemon import call_values, config, errors
 from daemon.core import limits
-from daemon.engine import calls, leases, topic_settings
+from daemon.subscription import leases
+from daemon.topic_terms import topic_settings
 from storage_backends.formats.row_columns import U32, U64
 from tests.support.fake_claims import FakeClaims, rows_of
 from tests.support.fake_dead_letters import FakeDeadLetters
@@ -30,7 +31,7 @@ from tests.support.fake_views import FakeViews
 
 OWNER = "fake"
 ADDRESS = "127.0.0.1:1"
-DEFAULT_POLICY = calls.TopicPolicy(
+DEFAULT_POLICY = call_values.TopicPolicy(
     delay_max_ms=315_360_000_000,
     min_index_count_per_bucket=50_000,
     bucket_rows_max=200_000,
@@ -63,20 +64,20 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         self.settings = settings
         self.now_ms = now_ms
         self.topics: dict[str, Topic] = {}
-        self.tables: dict[str, calls.TopicDelayLevels] = {}
-        self.rebuild_needed: tuple[calls.RebuildNeeded, ...] = ()
+        self.tables: dict[str, call_values.TopicDelayLevels] = {}
+        self.rebuild_needed: tuple[call_values.RebuildNeeded, ...] = ()
         self.fail_with: Exception | None = None
         self.hold: asyncio.Event | None = None
         self.former_owner_s = 0.0
         self.calls_begun = 0
-        self.callers: list[calls.Caller | None] = []
+        self.callers: list[call_values.Caller | None] = []
         """Of each add."""
         self.streams_opened = 0
         self._happened = asyncio.Event()
         self._last_subscription_id = 0
         self._incarnations: dict[str, int] = {}
-        self._health = calls.Health(serving=True, reason="")
-        self._on_health_change: list[Callable[[calls.Health], None]] = []
+        self._health = call_values.Health(serving=True, reason="")
+        self._on_health_change: list[Callable[[call_values.Health], None]] = []
 
     @property
     def requests(self) -> FakeEngine:
@@ -86,10 +87,10 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
     async def add(
         self,
         topic: str,
-        batch: calls.AddBatch,
+        batch: call_values.AddBatch,
         subscription: str | None = None,
-        caller: calls.Caller | None = None,
-    ) -> calls.AddOutcome:
+        caller: call_values.Caller | None = None,
+    ) -> call_values.AddOutcome:
         self.callers.append(caller)
         now_ms = await self._begin()
         request_limits = self.settings.limits
@@ -116,7 +117,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             accepted += 1
         for each in self.topics[topic].subscriptions.values():
             each.wake()
-        return calls.AddOutcome(
+        return call_values.AddOutcome(
             accepted=accepted,
             duplicates=len(times) - accepted - len(returned),
             returned_index=np.array(returned, np.uint32),
@@ -125,7 +126,9 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             raised_deliver_at_ms=np.empty(0, np.uint64),
         )
 
-    async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> calls.CancelOutcome:
+    async def cancel(
+        self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
+    ) -> call_values.CancelOutcome:
         now_ms = await self._begin()
         self._check_positions(topic, subscription, ledger_id, entry_id)
         known = self._topic(topic)
@@ -135,7 +138,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         for position, tables in zip(positions, found, strict=True):
             for table in tables:
                 del table[position]
-        return calls.CancelOutcome(
+        return call_values.CancelOutcome(
             cancelled=sum(map(bool, found)),
             not_found=_column(refused["not_found"]),
             already_due=_column(refused["already_due"]),
@@ -143,8 +146,8 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         )
 
     async def reschedule(
-        self, topic: str, subscription: str | None, batch: calls.RescheduleBatch
-    ) -> calls.RescheduleOutcome:
+        self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
+    ) -> call_values.RescheduleOutcome:
         now_ms = await self._begin()
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         times = limits.absolute_times(
@@ -160,7 +163,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
                 table[position] = (due, key_hash)
         for each in known.subscriptions.values():
             each.wake()
-        return calls.RescheduleOutcome(
+        return call_values.RescheduleOutcome(
             rescheduled=sum(map(bool, found)),
             not_found=_column(refused["not_found"]),
             already_due=_column(refused["already_due"]),
@@ -174,7 +177,9 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         limits.check_rows("entry_id", len(entry_id), self.settings.limits.rows_per_request_max)
         limits.check_distinct(ledger_id, entry_id)
 
-    async def contains(self, topic: str, asked: calls.EntryRanges, subscription: str | None) -> calls.Contained:
+    async def contains(
+        self, topic: str, asked: call_values.EntryRanges, subscription: str | None
+    ) -> call_values.Contained:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(asked.ledger_id), self.settings.limits.rows_per_request_max)
@@ -190,7 +195,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             return known.contains(asked, known.owed, now_ms)
         return known.contains(asked, self.find(topic, subscription).owes, now_ms)
 
-    async def trim(self, topic: str, subscription: str | None, ranges: calls.LedgerRanges) -> int:
+    async def trim(self, topic: str, subscription: str | None, ranges: call_values.LedgerRanges) -> int:
         await self._begin()
         self._check_names(topic, subscription)
         limits.check_rows("ledger_id", len(ranges.ledger_id), self.settings.limits.rows_per_request_max)
@@ -214,8 +219,8 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         return known.drop(None if subscription is None else self.find(topic, subscription), chosen)
 
     async def create_subscription(
-        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
-    ) -> calls.SubscriptionCreated:
+        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
+    ) -> call_values.SubscriptionCreated:
         now_ms = await self._begin()
         self._check_names(topic, subscription)
         topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
@@ -232,13 +237,13 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         known = mine[subscription]
         if known.policy != policy:
             raise errors.AlreadyExists(f"subscription {subscription!r} exists with another policy")
-        return calls.SubscriptionCreated(
+        return call_values.SubscriptionCreated(
             subscription_id=known.subscription_id, since_ms=known.since_ms, created=created
         )
 
     async def update_subscription(
-        self, topic: str, subscription: str, policy: calls.SubscriptionPolicy
-    ) -> calls.SubscriptionPolicy:
+        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
+    ) -> call_values.SubscriptionPolicy:
         await self._begin()
         topic_settings.check_subscription_policy(policy, delay_max_ms=self.settings.limits.delay_max_ms)
         self.find(topic, subscription).policy = policy
@@ -250,7 +255,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         del self.topics[topic].subscriptions[subscription]
         return dead_letters
 
-    async def open_dispatch(self, topic: str, subscription: str, held: calls.HeldPositions) -> FakeDispatchStream:
+    async def open_dispatch(self, topic: str, subscription: str, held: call_values.HeldPositions) -> FakeDispatchStream:
         await self._begin()
         known = self.find(topic, subscription)
         backlog = set(self.topics[topic].backlog(known, self.now_ms()))
@@ -271,7 +276,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
 
     async def get_scheduled(
         self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
-    ) -> calls.Leased:
+    ) -> call_values.Leased:
         await self._begin()
         known = self.find(topic, subscription)
         leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
@@ -291,7 +296,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
             known.pullers.discard(changed)
         if rows:
             self.end_later(known, lease, lease_ms)
-        return calls.Leased(self.handed_out(topic, known, rows), lease_ms, self.rebuild_needed)
+        return call_values.Leased(self.handed_out(topic, known, rows), lease_ms, self.rebuild_needed)
 
     def take(self, topic: str, subscription: Subscription, holder: FakeDispatchStream | Lease, limit: int) -> list[Row]:
         """What is handed out now; nothing of a topic that was deleted."""
@@ -303,38 +308,38 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(changed.wait(), (next_due_ms - self.now_ms()) / 1000 if next_due_ms else None)
 
-    async def set_topic_policy(self, topic: str, policy: calls.TopicPolicy) -> calls.TopicPolicy:
+    async def set_topic_policy(self, topic: str, policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
         await self._begin()
         self._check_names(topic)
         topic_settings.check_topic_policy(policy)
         self._topic_to_write(topic).policy = policy
         return _effective(policy)
 
-    async def topic_policy(self, topic: str) -> calls.TopicPolicies:
+    async def topic_policy(self, topic: str) -> call_values.TopicPolicies:
         await self._begin()
         stored = self._topic(topic).policy
-        return calls.TopicPolicies(stored=stored, effective=_effective(stored))
+        return call_values.TopicPolicies(stored=stored, effective=_effective(stored))
 
-    async def seal(self, topic: str) -> calls.Sealed:
+    async def seal(self, topic: str) -> call_values.Sealed:
         await self._begin()
         known = self._topic(topic)
         if not known.mutable:
-            return calls.Sealed(rows=0, bucket="")
+            return call_values.Sealed(rows=0, bucket="")
         name, positions = f"bucket-{len(known.buckets)}", known.mutable
         known.buckets[name] = positions
-        return calls.Sealed(rows=len(positions), bucket=name)
+        return call_values.Sealed(rows=len(positions), bucket=name)
 
-    async def merge(self, topic: str, buckets_max: int) -> calls.Merged:
+    async def merge(self, topic: str, buckets_max: int) -> call_values.Merged:
         await self._begin()
         known = self._topic(topic)
         merged = len(known.buckets) - (buckets_max or 1) + 1
         if merged < 2:
-            return calls.Merged(merges=0, merged_buckets=0, buckets=len(known.buckets))
+            return call_values.Merged(merges=0, merged_buckets=0, buckets=len(known.buckets))
         positions = [known.buckets.pop(name) for name in list(known.buckets)[:merged]]
         known.buckets[f"merged-{len(known.buckets)}"] = type(positions[0])().union(*positions)
-        return calls.Merged(merges=1, merged_buckets=merged, buckets=len(known.buckets))
+        return call_values.Merged(merges=1, merged_buckets=merged, buckets=len(known.buckets))
 
-    async def delete_topic(self, topic: str) -> calls.TopicDeleted:
+    async def delete_topic(self, topic: str) -> call_values.TopicDeleted:
         await self._begin()
         known = self._topic(topic)
         gone = errors.NotFound(f"topic: {topic!r} was deleted")
@@ -343,21 +348,21 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
                 stream.lose(gone)
         del self.topics[topic]
         self._incarnations[topic] = known.incarnation
-        return calls.TopicDeleted(rows=len(known.rows), incarnation=known.incarnation)
+        return call_values.TopicDeleted(rows=len(known.rows), incarnation=known.incarnation)
 
-    async def lookup(self, topic: str) -> calls.TopicLocation:
+    async def lookup(self, topic: str) -> call_values.TopicLocation:
         await self._begin()
         self._check_names(topic)
-        return calls.TopicLocation(shard=0, owner_address=ADDRESS, owner=OWNER, epoch=EPOCH, served_here=True)
+        return call_values.TopicLocation(shard=0, owner_address=ADDRESS, owner=OWNER, epoch=EPOCH, served_here=True)
 
     @property
-    def health(self) -> calls.Health:
+    def health(self) -> call_values.Health:
         return self._health
 
-    def on_health_change(self, callback: Callable[[calls.Health], None]) -> None:
+    def on_health_change(self, callback: Callable[[call_values.Health], None]) -> None:
         self._on_health_change.append(callback)
 
-    def set_health(self, health: calls.Health) -> None:
+    def set_health(self, health: call_values.Health) -> None:
         self._health = health
         for callback in self._on_health_change:
             callback(health)
@@ -405,7 +410,7 @@ class FakeEngine(FakeClaims, FakeDeadLetters, FakeLevels, FakeViews):
         return self.now_ms()
 
 
-def _effective(policy: calls.TopicPolicy) -> calls.TopicPolicy:
+def _effective(policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
     given = {name: value for name, value in dataclasses.asdict(policy).items() if value is not None}
     return dataclasses.replace(DEFAULT_POLICY, **given)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import abc
 
-from daemon import config
+from daemon import call_values, config
 from daemon.core import delay_levels, limits
-from daemon.engine import calls
 from storage_backends.formats.row_columns import U64
 from tests.support.fake_topic import Topic
 
@@ -16,7 +15,7 @@ class FakeLevels(abc.ABC):
 
     settings: config.Config
     topics: dict[str, Topic]
-    tables: dict[str, calls.TopicDelayLevels]
+    tables: dict[str, call_values.TopicDelayLevels]
 
     @abc.abstractmethod
     def _topic(self, topic: str) -> Topic: ...
@@ -30,15 +29,15 @@ class FakeLevels(abc.ABC):
     @abc.abstractmethod
     async def _begin(self) -> int: ...
 
-    def levels_of(self, topic: str) -> calls.DelayLevels:
+    def levels_of(self, topic: str) -> call_values.DelayLevels:
         return self._read(self.tables.get(topic))
 
-    def _read(self, table: calls.TopicDelayLevels | None) -> calls.DelayLevels:
+    def _read(self, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
         if table is None:
             return self.settings.read_delay_levels()
         return delay_levels.parse(table.table, clamp=table.clamp, delay_max_ms=self.settings.limits.delay_max_ms)
 
-    def delays_of(self, topic: str, batch: calls.AddBatch) -> U64 | None:
+    def delays_of(self, topic: str, batch: call_values.AddBatch) -> U64 | None:
         """The delays of a request to add, None where it has none."""
         if batch.delay_level is None:
             return batch.delay_ms
@@ -46,7 +45,7 @@ class FakeLevels(abc.ABC):
         limits.check_delay("the delay of delay_level", delay_ms, self.settings.limits.delay_max_ms)
         return delay_ms
 
-    async def set_delay_levels(self, topic: str, table: calls.TopicDelayLevels | None) -> calls.DelayLevels:
+    async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
         await self._begin()
         self._check_names(topic)
         levels = self._read(table)
@@ -56,8 +55,8 @@ class FakeLevels(abc.ABC):
             self.tables[topic] = table
         return levels
 
-    async def delay_levels(self, topic: str) -> calls.TopicLevels:
+    async def delay_levels(self, topic: str) -> call_values.TopicLevels:
         await self._begin()
         if topic:
             self._topic(topic)
-        return calls.TopicLevels(self.levels_of(topic), of_topic=topic in self.tables, pending=())
+        return call_values.TopicLevels(self.levels_of(topic), of_topic=topic in self.tables, pending=())

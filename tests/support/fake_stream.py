@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from daemon.engine import calls
+from daemon import call_values
 from storage_backends.formats.row_columns import U32, U64
 from tests.support.fake_topic import EPOCH, Subscription
 
@@ -54,17 +54,17 @@ class FakeDispatchStream:
         *,
         awaited: bool = True,
     ) -> int:
-        claims = calls.HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
+        claims = call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
         return await self._engine.acknowledge(self._topic, self._name, claims)
 
-    async def negative_acknowledge(self, nack: calls.Nack, *, awaited: bool = True) -> calls.NackOutcome:
+    async def negative_acknowledge(self, nack: call_values.Nack, *, awaited: bool = True) -> call_values.NackOutcome:
         return await self._engine.negative_acknowledge(self._topic, self._name, nack)
 
-    async def extend(self, claims: calls.HeldPositions) -> int:
+    async def extend(self, claims: call_values.HeldPositions) -> int:
         held = await self._engine.held_by(self._topic, self._name, self, claims)
         return len(claims) - held
 
-    async def next_messages(self) -> calls.HandedOut:
+    async def next_messages(self) -> call_values.HandedOut:
         while True:
             self.changed.clear()
             if self.lost is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daemon.engine import calls
+from daemon import call_values
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Subscription:
 
     subscription_id: int
     since_ms: int
-    policy: calls.SubscriptionPolicy
+    policy: call_values.SubscriptionPolicy
     acknowledged: set[Row] = dataclasses.field(default_factory=set)
     own: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     in_flight: dict[Position, FakeDispatchStream | Lease] = dataclasses.field(default_factory=dict)
@@ -145,7 +145,7 @@ class Topic:
 
     rows: dict[Position, tuple[int, int]] = dataclasses.field(default_factory=dict)
     subscriptions: dict[str, Subscription] = dataclasses.field(default_factory=dict)
-    policy: calls.TopicPolicy = dataclasses.field(default_factory=calls.TopicPolicy)
+    policy: call_values.TopicPolicy = dataclasses.field(default_factory=call_values.TopicPolicy)
     buckets: dict[str, frozenset[Position]] = dataclasses.field(default_factory=dict)
     incarnation: int = 1
 
@@ -231,7 +231,9 @@ class Topic:
     def mutable(self) -> frozenset[Position]:
         return frozenset(self.rows).difference(*self.buckets.values())
 
-    def contains(self, asked: calls.EntryRanges, owed: Callable[[Row], bool], now_ms: int) -> calls.Contained:
+    def contains(
+        self, asked: call_values.EntryRanges, owed: Callable[[Row], bool], now_ms: int
+    ) -> call_values.Contained:
         pending: list[Row] = []
         due: list[Row] = []
         rows = 0
@@ -243,9 +245,9 @@ class Topic:
                     continue
                 rows += 1
                 if rows > CONTAINED_MAX:
-                    return calls.Contained(_ranges(pending), _ranges(due), (index, position[1]))
+                    return call_values.Contained(_ranges(pending), _ranges(due), (index, position[1]))
                 _extend(pending if deliver_at_ms > now_ms else due, position, first)
-        return calls.Contained(_ranges(pending), _ranges(due), None)
+        return call_values.Contained(_ranges(pending), _ranges(due), None)
 
     def drop(self, subscription: Subscription | None, chosen: Callable[[Position], bool]) -> int:
         """For the whole topic, or what one subscription is owed."""
@@ -257,12 +259,12 @@ class Topic:
                 del self.rows[row[1:]]
         return len(rows)
 
-    def bucket(self, name: str, now_ms: int) -> calls.BucketSummary:
+    def bucket(self, name: str, now_ms: int) -> call_values.BucketSummary:
         positions = self.buckets[name]
         times = [self.rows[position][0] for position in positions if position in self.rows]
         pending = sum(due > now_ms for due in times)
         ledgers = [ledger_id for ledger_id, _ in positions]
-        return calls.BucketSummary(
+        return call_values.BucketSummary(
             bucket=name,
             size_bytes=100,
             rows=len(positions),
@@ -281,9 +283,9 @@ class Topic:
             subscription="",
         )
 
-    def stats(self, name: str, now_ms: int) -> calls.SubscriptionStats:
+    def stats(self, name: str, now_ms: int) -> call_values.SubscriptionStats:
         known = self.subscriptions[name]
-        return calls.SubscriptionStats(
+        return call_values.SubscriptionStats(
             subscription=name,
             subscription_id=known.subscription_id,
             since_ms=known.since_ms,
@@ -309,6 +311,6 @@ def _extend(ranges: list[Row], position: Position, first_entry_id: int) -> None:
         ranges.append((ledger_id, entry_id, entry_id))
 
 
-def _ranges(ranges: list[Row]) -> calls.EntryRanges:
+def _ranges(ranges: list[Row]) -> call_values.EntryRanges:
     ledger_id, first, last = np.array(ranges, np.uint64).reshape(-1, 3).T
-    return calls.EntryRanges(ledger_id, first, last)
+    return call_values.EntryRanges(ledger_id, first, last)

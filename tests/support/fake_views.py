@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from daemon import errors
-from daemon.engine import calls
+from daemon import call_values, errors
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tests.support.fake_topic import EPOCH, Subscription, Topic
@@ -28,7 +27,7 @@ class FakeViews(abc.ABC):
     """The calls that only look."""
 
     topics: dict[str, Topic]
-    rebuild_needed: tuple[calls.RebuildNeeded, ...]
+    rebuild_needed: tuple[call_values.RebuildNeeded, ...]
     now_ms: Callable[[], int]
 
     @abc.abstractmethod
@@ -40,11 +39,11 @@ class FakeViews(abc.ABC):
     @abc.abstractmethod
     def _check_names(self, topic: str, subscription: str | None = None) -> None: ...
 
-    async def list_topics(self, page_size: int, after: str) -> calls.TopicPage:
+    async def list_topics(self, page_size: int, after: str) -> call_values.TopicPage:
         page, next_after = _page(self.topics, page_size, after)
-        return calls.TopicPage(
+        return call_values.TopicPage(
             topics=tuple(
-                calls.TopicSummary(
+                call_values.TopicSummary(
                     topic=name,
                     shard=0,
                     pending=self.topics[name].pending(self.now_ms()),
@@ -60,9 +59,9 @@ class FakeViews(abc.ABC):
             topics_damaged=0,
         )
 
-    async def topic_stats(self, topic: str) -> calls.TopicStats:
+    async def topic_stats(self, topic: str) -> call_values.TopicStats:
         known = self._topic(topic)
-        return calls.TopicStats(
+        return call_values.TopicStats(
             topic=topic,
             topic_id="id",
             shard=0,
@@ -83,24 +82,26 @@ class FakeViews(abc.ABC):
             merges=0,
         )
 
-    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> calls.SubscriptionPage:
+    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> call_values.SubscriptionPage:
         known = self._topic(topic)
         page, next_after = _page(known.subscriptions, page_size, after)
-        return calls.SubscriptionPage(
+        return call_values.SubscriptionPage(
             subscriptions=tuple(known.stats(name, self.now_ms()) for name in page),
             next_after=next_after,
             as_of_ms=self.now_ms(),
         )
 
-    async def list_consumers(self, topic: str, subscription: str, page_size: int, after: int) -> calls.ConsumerPage:
+    async def list_consumers(
+        self, topic: str, subscription: str, page_size: int, after: int
+    ) -> call_values.ConsumerPage:
         """Nobody has a subscription open as KEY_SHARED here."""
         self.find(topic, subscription)
-        return calls.ConsumerPage((), next_after=None, as_of_ms=self.now_ms(), key_shared=None)
+        return call_values.ConsumerPage((), next_after=None, as_of_ms=self.now_ms(), key_shared=None)
 
-    async def list_buckets(self, topic: str, page_size: int, after: str) -> calls.BucketPage:
+    async def list_buckets(self, topic: str, page_size: int, after: str) -> call_values.BucketPage:
         known = self._topic(topic)
         page, next_after = _page(known.buckets, page_size, after)
-        return calls.BucketPage(
+        return call_values.BucketPage(
             buckets=tuple(known.bucket(name, self.now_ms()) for name in page),
             next_after=next_after,
             as_of_ms=self.now_ms(),
@@ -108,14 +109,14 @@ class FakeViews(abc.ABC):
         )
 
     async def list_scheduled(
-        self, topic: str, view: calls.View, page_size: int, after: calls.Place | None
-    ) -> calls.ScheduledPage:
+        self, topic: str, view: call_values.View, page_size: int, after: call_values.Place | None
+    ) -> call_values.ScheduledPage:
         self._check_names(topic, view.subscription)
         known = self._topic(topic)
         rows = _within(view, known.scheduled(_known(known, topic, view.subscription), self.now_ms()))
         page, next_after = _rows_after(rows, page_size, after)
         names = ["", *sorted({known.name_of(row[3]) for row in page if row[3]})]
-        return calls.ScheduledPage(
+        return call_values.ScheduledPage(
             rows=_columns(known, page),
             subscription_index=np.array([names.index(known.name_of(row[3])) for row in page], np.uint32),
             subscriptions=tuple(names),
@@ -123,11 +124,11 @@ class FakeViews(abc.ABC):
             as_of_ms=self.now_ms(),
         )
 
-    async def histogram(self, topic: str, view: calls.View, width_ms: int) -> calls.Histogram:
+    async def histogram(self, topic: str, view: call_values.View, width_ms: int) -> call_values.Histogram:
         self._check_names(topic, view.subscription)
         known = self._topic(topic)
         found = known.scheduled(_known(known, topic, view.subscription), self.now_ms())
-        times = [row[0] for row in _within(calls.View(ledgers=view.ledgers), found)]
+        times = [row[0] for row in _within(call_values.View(ledgers=view.ledgers), found)]
         from_ms = view.from_ms or self.now_ms()
         until_ms = view.until_ms or max([from_ms, *(time_ms + 1 for time_ms in times)])
         if until_ms < from_ms:
@@ -138,7 +139,7 @@ class FakeViews(abc.ABC):
             raise errors.InvalidArgument(f"width_ms: {width_ms} makes {count} bars, the limit is {BARS_MAX}")
         until_ms = view.until_ms or from_ms + count * width_ms
         bars = collections.Counter((each - from_ms) // width_ms for each in times if from_ms <= each < until_ms)
-        return calls.Histogram(
+        return call_values.Histogram(
             from_ms=from_ms,
             until_ms=until_ms,
             width_ms=width_ms,
@@ -156,20 +157,20 @@ class FakeViews(abc.ABC):
         subscription: str,
         ledgers: tuple[int, int] | None,
         page_size: int,
-        after: calls.Place | None,
-    ) -> calls.BacklogPage:
+        after: call_values.Place | None,
+    ) -> call_values.BacklogPage:
         self._check_names(topic, subscription)
         known = self._topic(topic)
         _known(known, topic, subscription)
         state = known.subscriptions[subscription]
         # Messages of a batch come after their entry.
         rows = [(*row[:3], row[3] + 1 if len(row) > 3 else 0) for row in known.backlog(state, self.now_ms())]
-        page, next_after = _rows_after(_within(calls.View(ledgers=ledgers), rows), page_size, after)
+        page, next_after = _rows_after(_within(call_values.View(ledgers=ledgers), rows), page_size, after)
         named = [row[:3] if not row[3] else (*row[:3], row[3] - 1) for row in page]
         redeliver_at_ms = np.array([state.nacked.get(row, 0) for row in named], np.uint64)
         counts = np.array([state.counts.get(row, 0) for row in named], np.uint32)
         parts = np.array([row[3] if len(row) > 3 else NO_BATCH_INDEX for row in named], np.uint32)
-        return calls.BacklogPage(
+        return call_values.BacklogPage(
             rows=_columns(known, page),
             in_flight=np.array([row[1:] in state.in_flight for row in named], np.bool_),
             redeliver_at_ms=redeliver_at_ms if redeliver_at_ms.any() else None,
@@ -186,7 +187,7 @@ def _known(known: Topic, topic: str, subscription: str | None) -> str | None:
     return subscription
 
 
-def _within(view: calls.View, rows: Iterable[Shown]) -> list[Shown]:
+def _within(view: call_values.View, rows: Iterable[Shown]) -> list[Shown]:
     if view.until_ms and view.until_ms < view.from_ms:
         raise errors.InvalidArgument(f"until_ms: {view.until_ms} is before from_ms, {view.from_ms}")
     first, last = view.ledgers or (0, (1 << 64) - 1)
@@ -197,13 +198,13 @@ def _within(view: calls.View, rows: Iterable[Shown]) -> list[Shown]:
 
 
 def _rows_after(
-    rows: Iterable[Shown], page_size: int, after: calls.Place | None
-) -> tuple[list[Shown], calls.Place | None]:
+    rows: Iterable[Shown], page_size: int, after: call_values.Place | None
+) -> tuple[list[Shown], call_values.Place | None]:
     if page_size > PAGE_MAX:
         raise errors.InvalidArgument(f"page_size: {page_size}, the limit is {PAGE_MAX}")
     size = page_size or PAGE_DEFAULT
     rest = sorted(row for row in rows if after is None or row > tuple(after))
-    return rest[:size], calls.Place(*rest[size - 1]) if len(rest) > size else None
+    return rest[:size], call_values.Place(*rest[size - 1]) if len(rest) > size else None
 
 
 def _columns(known: Topic, rows: list[Shown]) -> Rows:

@@ -11,11 +11,11 @@ import time
 from collections.abc import AsyncIterator
 
 from daemon import config, metrics
-from daemon.engine import pools
-from daemon.engine.engine import Engine
-from daemon.engine.environment import Environment
 from daemon.ledger_stores.ledger_stores import LedgerStores
+from daemon.owner.engine import Engine
 from daemon.process import SystemClock
+from daemon.surroundings import pools
+from daemon.surroundings.environment import Environment
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 

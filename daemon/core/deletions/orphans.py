@@ -2,8 +2,8 @@
 
 Owns: how listed objects make ledgers, what is found of each, the counts, and when so much is orphaned that it is more
 likely a mistake.
-Does not own: listing, asking the store and the owners, what is recorded and in use, and recording (`daemon.engine.
-sweeping`); the objects' names (`object_names`) and their metadata (`metadata`).
+Does not own: listing, asking the store and the owners, what is recorded and in use, and recording
+(`daemon.ledger_deletion.sweeping`); the objects' names (`object_names`) and their metadata (`metadata`).
 
 The first of these that holds counts: somebody says that the ledger is in use, it has a record, it is young, its
 metadata does not say whose it is, its owner does not answer, or says that it is in use; nobody ever said what is in use

@@ -2,7 +2,7 @@
 
 Owns: of every hash slot the one consumer that holds positions of it, how many they are, and how often others were kept
 back for it meanwhile.
-Does not own: who has a slot (`selectors`), and what is sent (`planning`).
+Does not own: who has a slot (`selectors`), and what is sent (`key_planning`).
 
 A hash drains while another consumer has its slot than holds its positions. Nothing is entered when slots move: what is
 held is counted from the beginning, so that a hash drains, and does no more, by the mere comparison of holders and

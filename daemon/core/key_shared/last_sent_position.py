@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon.core.in_flight import Mask, Places
-from daemon.core.key_order import KeyOrder
 from daemon.core.key_shared.hash_slots import U16
+from daemon.core.ordered_keys import KeyOrder
 from daemon.core.positions import PageTable
 from storage_backends.formats.row_columns import U64
 

@@ -1,7 +1,7 @@
 """Rows that must wait for their hash and for which there is no room: they stay in the backlog, and are sought again.
 
 Owns: of which hashes rows were let go, and which of these a reader of the backlog seeks.
-Does not own: reading (`feeding`), what waits in memory (`waiting_rows`), and which hashes may go (`key_shared`).
+Does not own: reading (`feeding`), what waits in memory (`waiting_rows`), and which hashes may go (`key_share`).
 
 When too many rows wait, those of hashes that cannot go now are let go, and so is what comes later of these. When some
 of the hashes can go, a reader looks through the backlog from the beginning: what it finds of them waits in memory
@@ -17,7 +17,7 @@ import numpy as np
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.in_flight import Mask
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
-from daemon.core.key_shared.planning import before_refused
+from daemon.core.key_shared.key_planning import before_refused
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import earliest, first_time_ms
 

@@ -3,7 +3,7 @@ one, also those that were delivered.
 
 Owns: taking back what consumers hold behind a row that is NACKED.
 Does not own: which hashes wait and for how long (`nack_blocks`), and what becomes of rows that were taken back
-(`key_shared`).
+(`key_share`).
 """
 
 from __future__ import annotations

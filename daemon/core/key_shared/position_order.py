@@ -1,7 +1,7 @@
 """The order of positions, messages of batches beside their entries.
 
 Owns: comparing rows of all of a topic's indexes by position.
-Does not own: what the order is good for (`key_shared`).
+Does not own: what the order is good for (`key_share`).
 """
 
 from __future__ import annotations

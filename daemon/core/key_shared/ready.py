@@ -1,7 +1,7 @@
 """Where rows come from that are shared by key.
 
 Owns: what sharing asks of the rows of a subscription.
-Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.subscription`).
+Does not own: READY and IN_FLIGHT, which are the subscription's (`daemon.core.subscription_state`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is shown of a KEY_SHARED subscription (PIP-282 and the statistics of draining hashes).
 
 Owns: the form, and reading it off the tables. Nothing costs more where there are more rows.
-Does not own: the tables (`key_shared`) and the wire.
+Does not own: the tables (`key_share`) and the wire.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import dataclasses
 
 import numpy as np
 
-from daemon.core.key_shared.consumers import Joining
 from daemon.core.key_shared.hash_slots import U16, HashRange
-from daemon.core.key_shared.key_shared import KeyShared
+from daemon.core.key_shared.key_consumers import Joining
+from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.key_shared.last_sent_position import Position
 from storage_backends.formats.manifest import KeySharedPolicy
 

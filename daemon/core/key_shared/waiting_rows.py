@@ -2,7 +2,7 @@
 
 Owns: the rows, how many there are of each hash, and their order: what was delivered before, by position, and then what
 never was, as it came; and what comes behind rows that were let go.
-Does not own: why they wait and which of them may go (`key_shared`).
+Does not own: why they wait and which of them may go (`key_share`).
 
 Both classes are kept as a few parts, each at least twice as long as the next; of what was delivered before no two parts
 have a slot in common, so that only those of its slots are sorted again when a row comes. A row that leaves is marked,
@@ -21,7 +21,7 @@ from pyroaring import BitMap64
 
 from daemon.core.in_flight import Mask, Places
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
-from daemon.core.key_shared.planning import before_refused
+from daemon.core.key_shared.key_planning import before_refused
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.positions import KeyedRows, bitmap_of, contained
 from daemon.core.runs import first_time_ms

@@ -27,10 +27,11 @@ from daemon.core.positions import KeyedRows
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.segments import SegmentCache, SegmentRange
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
-from daemon.durability import bucket_objects, checkpoint, recovery, sealing
+from daemon.shard import recovery
+from daemon.topic import bucket_reads, checkpoint_parts, sealing
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
@@ -340,7 +341,7 @@ class JournaledTopic:
             index = self.core.indexes.holding(segments.bucket)
             assert index is not None
             infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
-            rows = bucket_objects.read_segments(self.store, segments.bucket, infos)
+            rows = bucket_reads.read_segments(self.store, segments.bucket, infos)
             for offset, each in enumerate(rows):
                 self.core.indexes.load(segments.bucket, segments.first + offset, index.pages.keyed(each))
 
@@ -439,7 +440,7 @@ class JournaledTopic:
         """Of everything that is applied, as the shard's owner writes it."""
         parts: tuple[checkpoint_format.TopicPart, ...] = ()
         if self._changed_slot > self.tip.applied:
-            cut = checkpoint.TopicCut(
+            cut = checkpoint_parts.TopicCut(
                 topic_id=TOPIC_ID,
                 topic="topic",
                 incarnation=1,
@@ -447,7 +448,7 @@ class JournaledTopic:
                 sealing=tuple(cut for seal in self.seals for cut in seal.cuts),
                 redelivery=self.core.redelivery_cut(),
             )
-            parts = (checkpoint.part_of(cut),)
+            parts = (checkpoint_parts.part_of(cut),)
         value = checkpoint_format.Checkpoint(shard=1, epoch=EPOCH, slot=self.slot, topics=parts)
         self.checkpoint = checkpoint_format.encode_checkpoint(value)
 

@@ -14,7 +14,7 @@ from daemon.core import merging as core_merging
 from daemon.core.index import Index
 from daemon.core.merging import MergedBucket
 from daemon.core.positions import KeyedRows
-from daemon.durability import bucket_objects
+from daemon.topic import bucket_reads
 from storage_backends import bucket_merging, progress_objects, topic_merge
 from storage_backends.formats.manifest import LiveBucket
 from tests.daemon.core.journaled_topic import JournaledTopic
@@ -74,7 +74,7 @@ def adopt(topic: JournaledTopic, *, ahead_ms: int = 0) -> int:
 
 
 def _take_over(topic: JournaledTopic, index: Index, live: LiveBucket, ahead_ms: int) -> None:
-    table, metadata = bucket_objects.open_bucket(topic.store, live)
+    table, metadata = bucket_reads.open_bucket(topic.store, live)
     held = index.pages.intern_stored(metadata.positions)
     index.pages.hold(held)
     merged = MergedBucket.of(index.pages, live, table, metadata)
@@ -84,7 +84,7 @@ def _take_over(topic: JournaledTopic, index: Index, live: LiveBucket, ahead_ms: 
     )
     loaded: dict[int, KeyedRows] = {}
     for number in needed:
-        (rows,) = bucket_objects.read_segments(topic.store, merged.name, merged.segments[number : number + 1])
+        (rows,) = bucket_reads.read_segments(topic.store, merged.name, merged.segments[number : number + 1])
         loaded[number] = index.pages.keyed(rows)
     topic.core.adopt(merged, loaded, boundary_ms=boundary_ms)
     index.pages.release(held)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from hypothesis.stateful import invariant
 
-from daemon.core.dead_letters import ALL, DeadLetterRows
+from daemon.core.dead_letter_rows import ALL, DeadLetterRows
 from daemon.core.positions import KeyedRows
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats import index_ids
 from tests.daemon.core.journaled_topic import key_hashes_of
 from tests.daemon.core.merging_machine import MergingMachine

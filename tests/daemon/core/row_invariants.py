@@ -12,7 +12,7 @@ from pyroaring import BitMap64
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.positions import keys_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core.journaled_topic import JournaledTopic

@@ -12,7 +12,7 @@ from pyroaring import BitMap64
 
 from daemon.core import containment
 from daemon.core.containment import Contained, EntryRanges
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from tests.daemon.core.journaled_topic import JournaledTopic, Position
 
 NOW_MS = 1_000_000

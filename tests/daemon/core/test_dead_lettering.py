@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from tests.daemon.core import nacking
 from tests.daemon.core.journaled_topic import Position, Until, batch_of, claims_of
 from tests.daemon.core.oracle import Claim

@@ -10,7 +10,7 @@ import pytest
 from daemon.core.containment import EntryRanges
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.segments import LOADED_ROW_BYTES
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits

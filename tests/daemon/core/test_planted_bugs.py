@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from pyroaring import BitMap64
 
 from daemon.core import entitlement
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.backlog_reader import BacklogReader
 from daemon.core.bucket import Bucket, GoneSet
 from daemon.core.in_flight import InFlight, Mask
@@ -22,10 +22,11 @@ from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.runs import SortedRun
 from daemon.core.segments import SegmentCursor
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
-from daemon.durability import recovery, sealing
 from daemon.errors import InvariantViolated
+from daemon.shard import recovery
+from daemon.topic import sealing
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.merge import NotConserved
 from storage_backends.formats.row_columns import U64

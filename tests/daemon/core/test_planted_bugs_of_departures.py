@@ -9,14 +9,14 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core import containment, entitlement, feeding, quarantine, trimming
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.bucket import Bucket
 from daemon.core.departures import Departure
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
 from daemon.core.positions import KeyedRows, PageTable
 from daemon.core.quarantine import QuarantinedBucket
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.row_columns import U64

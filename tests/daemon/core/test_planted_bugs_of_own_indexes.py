@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from daemon.core import adding, containment, feeding
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.bucket_counts import BucketCounts
 from daemon.core.containment import contained_in
 from daemon.core.index import IndexCut
@@ -17,7 +17,7 @@ from daemon.core.indexes import Indexes
 from daemon.core.mutable_bucket import MutableBucket, SealLimits
 from daemon.core.positions import PagePlaces, PageTable
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint
+from daemon.topic import checkpoint_parts
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.index_ids import SHARED
 from tests.daemon.core import test_indexes, test_own_indexes
@@ -139,12 +139,12 @@ def what_is_gone_from_own_buckets_is_not_stored(patch: pytest.MonkeyPatch) -> No
 
 
 def a_checkpoint_holds_the_shared_index_only(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint.part_of
+    part_of = checkpoint_parts.part_of
 
-    def without(taken: checkpoint.TopicCut) -> TopicPart:
+    def without(taken: checkpoint_parts.TopicCut) -> TopicPart:
         return dataclasses.replace(part_of(taken), own_rows=())
 
-    patch.setattr(checkpoint, "part_of", without)
+    patch.setattr(checkpoint_parts, "part_of", without)
 
 
 def rows_of_the_shared_index_alone_make_a_seal(patch: pytest.MonkeyPatch) -> None:

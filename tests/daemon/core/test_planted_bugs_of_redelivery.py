@@ -12,10 +12,10 @@ from pyroaring import BitMap64
 
 from daemon.core import entitlement, redelivering, redelivery_cut
 from daemon.core import topic as topic_module
-from daemon.core.acknowledging import Acknowledging
+from daemon.core.acknowledgements import Acknowledging
 from daemon.core.claims import HeldPositions
+from daemon.core.dead_letter_rows import DeadLetterRows, DeadLetters
 from daemon.core.dead_lettering import DeadLettering
-from daemon.core.dead_letters import DeadLetterRows, DeadLetters
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
 from daemon.core.nack_tracker import NackTracker
@@ -23,7 +23,7 @@ from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of
 from daemon.core.redelivering import NackBatch, Redelivering, Terms
 from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.redelivery_cut import SubscriptionCut
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from daemon.core.withdrawals import Withdrawals

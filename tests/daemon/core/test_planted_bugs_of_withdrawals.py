@@ -14,7 +14,7 @@ from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.withdrawals import Withdrawals
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U64, Rows

@@ -15,7 +15,7 @@ from daemon.core.limits import RequestLimits
 from daemon.core.positions import KeyedRows
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.segments import SegmentCache
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, batch_parts_of, of_part

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from daemon.core.positions import KeyedRows
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import BATCH_BITS
 from tests.daemon.core import nacking, withdrawing

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from daemon.core.segments import LOADED_ROW_BYTES
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.segment import SegmentLimits
 from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of, listed
 

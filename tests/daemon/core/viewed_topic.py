@@ -21,7 +21,7 @@ from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.scan import Asked, Found, Page, PageScan, Part, Place, SealedPart, part_of
 from daemon.core.sealed_bucket import SealedBucket
-from daemon.durability import bucket_objects, sealing
+from daemon.topic import bucket_reads, sealing
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
@@ -184,7 +184,7 @@ class ViewedTopic(JournaledTopic):
     def _segment(self, name: str, info: SegmentInfo, pages: PageTable) -> KeyedRows:
         rows = self._segments.get((name, info.number))
         if rows is None:
-            (rows,) = bucket_objects.read_segments(self.store, name, [info])
+            (rows,) = bucket_reads.read_segments(self.store, name, [info])
             self._segments[name, info.number] = rows
         return pages.keyed(rows)
 

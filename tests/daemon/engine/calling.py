@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from daemon import call_values
 from daemon.core.claims import HeldPositions
 from daemon.core.trimming import LedgerRanges
-from daemon.engine import calls
 from tests.support.engine_fixture import Daemon
 
-NO_POLICY = calls.SubscriptionPolicy()
+NO_POLICY = call_values.SubscriptionPolicy()
 Row = tuple[int, int, int]
 """ledger, entry, deliver_at_ms"""
 
@@ -22,12 +22,12 @@ def held(rows: Sequence[Row]) -> HeldPositions:
     return HeldPositions(ledger_id, entry_id, deliver_at_ms)
 
 
-def rows_of(leased: calls.Leased) -> list[Row]:
+def rows_of(leased: call_values.Leased) -> list[Row]:
     rows = leased.handed_out.rows
     return list(zip(rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), strict=True))
 
 
-def entries_of(leased: calls.Leased) -> list[int]:
+def entries_of(leased: call_values.Leased) -> list[int]:
     return [row[1] for row in rows_of(leased)]
 
 
@@ -51,7 +51,7 @@ def clear(daemon: Daemon, *, topic: str = "t", subscription: str | None = None) 
 
 def cancel(
     daemon: Daemon, ledger_id: int, entries: Sequence[int], *, topic: str = "t", subscription: str | None = None
-) -> asyncio.Task[calls.CancelOutcome]:
+) -> asyncio.Task[call_values.CancelOutcome]:
     ledgers, entry_id = np.full(len(entries), ledger_id, np.uint64), np.array(entries, np.uint64)
     return daemon.call(daemon.engine.requests.cancel(topic, subscription, ledgers, entry_id))
 
@@ -64,10 +64,10 @@ def reschedule(
     *,
     topic: str = "t",
     subscription: str | None = None,
-) -> asyncio.Task[calls.RescheduleOutcome]:
+) -> asyncio.Task[call_values.RescheduleOutcome]:
     """To times that are as far from now, by absolute times; they may be past."""
     rows = len(entries)
-    batch = calls.RescheduleBatch(
+    batch = call_values.RescheduleBatch(
         ledger_id=np.full(rows, ledger_id, np.uint64),
         entry_id=np.array(entries, np.uint64),
         deliver_at_ms=np.full(rows, daemon.now_ms() + delay_ms, np.uint64),
@@ -77,9 +77,11 @@ def reschedule(
     return daemon.call(daemon.engine.requests.reschedule(topic, subscription, batch))
 
 
-def results(outcome: calls.CancelOutcome | calls.RescheduleOutcome) -> tuple[int, list[int], list[int], list[int]]:
+def results(
+    outcome: call_values.CancelOutcome | call_values.RescheduleOutcome,
+) -> tuple[int, list[int], list[int], list[int]]:
     """(cancelled or rescheduled, then the rows that are not found, already due, in flight)."""
-    left = outcome.cancelled if isinstance(outcome, calls.CancelOutcome) else outcome.rescheduled
+    left = outcome.cancelled if isinstance(outcome, call_values.CancelOutcome) else outcome.rescheduled
     return left, outcome.not_found.tolist(), outcome.already_due.tolist(), outcome.in_flight.tolist()
 
 
@@ -91,7 +93,7 @@ def get(
     subscription: str = "s",
     lease_ms: int = 0,
     wait_ms: int = 0,
-) -> asyncio.Task[calls.Leased]:
+) -> asyncio.Task[call_values.Leased]:
     return daemon.call(
         daemon.engine.requests.get_scheduled(topic, subscription, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
     )
@@ -112,14 +114,14 @@ def create(
     subscription: str = "s",
     *,
     topic: str = "t",
-    policy: calls.SubscriptionPolicy = NO_POLICY,
-) -> asyncio.Task[calls.SubscriptionCreated]:
+    policy: call_values.SubscriptionPolicy = NO_POLICY,
+) -> asyncio.Task[call_values.SubscriptionCreated]:
     return daemon.call(daemon.engine.requests.create_subscription(topic, subscription, policy))
 
 
-def delete_topic(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicDeleted]:
+def delete_topic(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.TopicDeleted]:
     return daemon.call(daemon.engine.requests.delete_topic(topic))
 
 
-def stats(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicStats]:
+def stats(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.TopicStats]:
     return daemon.call(daemon.engine.requests.topic_stats(topic))

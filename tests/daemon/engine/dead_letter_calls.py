@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from daemon import call_values
 from daemon.core.claims import HeldPositions
-from daemon.engine import calls
 from tests.daemon.engine.calling import Row, get, rows_of
 from tests.support.engine_fixture import Daemon
 
-ALL = calls.DeadLetterFilter()
+ALL = call_values.DeadLetterFilter()
 
 
 def nack(
@@ -25,11 +25,11 @@ def nack(
     batch_index: int | None = None,
     topic: str = "t",
     subscription: str = "s",
-) -> asyncio.Task[calls.NackOutcome]:
+) -> asyncio.Task[call_values.NackOutcome]:
     """Rows as they were handed out; `delay_ms`: None is by the policy."""
     ledger_id, entry_id, deliver_at_ms = (np.array([row[place] for row in rows], np.uint64) for place in range(3))
     parts = None if batch_index is None else np.full(len(rows), batch_index, np.uint32)
-    asked = calls.Nack(
+    asked = call_values.Nack(
         positions=HeldPositions(ledger_id, entry_id, deliver_at_ms, parts),
         delay_ms=None if delay_ms is None else np.full(len(rows), delay_ms, np.uint64),
         delay_level=None,
@@ -60,37 +60,37 @@ async def buried(
 
 def listed(
     daemon: Daemon,
-    asked: calls.DeadLetterFilter = ALL,
+    asked: call_values.DeadLetterFilter = ALL,
     page_size: int = 0,
     after_id: int = 0,
     *,
     subscription: str = "s",
-) -> asyncio.Task[calls.DeadLetterPage]:
+) -> asyncio.Task[call_values.DeadLetterPage]:
     return daemon.call(daemon.engine.requests.list_dead_letters("t", subscription, asked, page_size, after_id))
 
 
 def replay(
-    daemon: Daemon, asked: calls.DeadLetterFilter = ALL, delay_ms: int = 0, *, subscription: str = "s"
-) -> asyncio.Task[calls.Replayed]:
+    daemon: Daemon, asked: call_values.DeadLetterFilter = ALL, delay_ms: int = 0, *, subscription: str = "s"
+) -> asyncio.Task[call_values.Replayed]:
     return daemon.call(daemon.engine.requests.replay_dead_letters("t", subscription, asked, delay_ms))
 
 
-def purge(daemon: Daemon, asked: calls.DeadLetterFilter = ALL, *, subscription: str = "s") -> asyncio.Task[int]:
+def purge(daemon: Daemon, asked: call_values.DeadLetterFilter = ALL, *, subscription: str = "s") -> asyncio.Task[int]:
     return daemon.call(daemon.engine.requests.purge_dead_letters("t", subscription, asked))
 
 
-def with_ids(*ids: int) -> calls.DeadLetterFilter:
-    return calls.DeadLetterFilter(ids=np.array(ids, np.uint64))
+def with_ids(*ids: int) -> call_values.DeadLetterFilter:
+    return call_values.DeadLetterFilter(ids=np.array(ids, np.uint64))
 
 
-def ids_of(page: calls.DeadLetterPage) -> list[int]:
+def ids_of(page: call_values.DeadLetterPage) -> list[int]:
     ids: list[int] = page.rows.dead_letter_id.tolist()
     return ids
 
 
-def positions_of(page: calls.DeadLetterPage) -> list[tuple[int, int]]:
+def positions_of(page: call_values.DeadLetterPage) -> list[tuple[int, int]]:
     return list(zip(page.rows.ledger_id.tolist(), page.rows.entry_id.tolist(), strict=True))
 
 
-def texts_of(page: calls.DeadLetterPage) -> list[str]:
+def texts_of(page: call_values.DeadLetterPage) -> list[str]:
     return [page.rows.texts[number] for number in page.rows.text_index.tolist()]

@@ -14,8 +14,8 @@ import numpy as np
 
 from daemon.core.deletions.listing import DeletionFilter as ShardFilter
 from daemon.core.deletions.listing import ListedState
-from daemon.engine import deletion_calls
-from daemon.engine.deletion_requests import DeletionRequests
+from daemon.ledger_deletion import deletion_values
+from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed, Guard, Step
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.formats.deletion_format import (
@@ -31,7 +31,7 @@ from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.virtual_loop import Gate, Process
 
 TOPIC = "persistent://t/n/x"
-ALL = deletion_calls.DeletionFilter()
+ALL = deletion_values.DeletionFilter()
 PENDING, DEAD, ENDED = ListedState.PENDING, ListedState.DEAD, ListedState.ENDED
 UUID = (7, 9)
 Outcome = Answer | DeletionFailed
@@ -158,7 +158,7 @@ def calls_of(daemon: Daemon) -> DeletionRequests:
 
 def record(
     daemon: Daemon, *deletes: PendingDelete | int, topic: str = TOPIC
-) -> asyncio.Task[deletion_calls.RecordedDeletes]:
+) -> asyncio.Task[deletion_values.RecordedDeletes]:
     """A number stands for that ledger, which its owner deletes."""
     made = [ledger(each) if isinstance(each, int) else each for each in deletes]
     return daemon.call(calls_of(daemon).record_pending_deletes(topic, made))
@@ -166,7 +166,7 @@ def record(
 
 def use(
     daemon: Daemon, in_use: InUseLedgers, *, topic: str = TOPIC, replace: bool = False
-) -> asyncio.Task[deletion_calls.InUseRecorded]:
+) -> asyncio.Task[deletion_values.InUseRecorded]:
     return daemon.call(calls_of(daemon).record_in_use(topic, in_use, replace=replace))
 
 
@@ -175,11 +175,11 @@ def forget(daemon: Daemon, in_use: InUseLedgers, *, topic: str = TOPIC) -> async
 
 
 async def listed(
-    daemon: Daemon, state: ListedState, wanted: deletion_calls.DeletionFilter = ALL, page_size: int = 0
+    daemon: Daemon, state: ListedState, wanted: deletion_values.DeletionFilter = ALL, page_size: int = 0
 ) -> list[Deletion]:
     """Of all pages."""
     found: list[Deletion] = []
-    after: deletion_calls.DeletionPlace | None = None
+    after: deletion_values.DeletionPlace | None = None
     while True:
         page = await daemon.call(calls_of(daemon).list_deletes(state, wanted, page_size, after))
         found += (each.deletion for each in page.deletions)
@@ -188,7 +188,7 @@ async def listed(
         after = page.next_after
 
 
-async def stats(daemon: Daemon, topic: str = "") -> deletion_calls.DeletionStats:
+async def stats(daemon: Daemon, topic: str = "") -> deletion_values.DeletionStats:
     return await daemon.call(calls_of(daemon).stats(topic))
 
 

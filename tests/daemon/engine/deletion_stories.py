@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from daemon import config
 from daemon.core.deletions.listing import ListedState
-from daemon.engine.deletion_calls import DeletionFilter, InUseRecorded, ListedDeletion
-from daemon.engine.deletion_requests import DeletionRequests
 from daemon.errors import TarryError
+from daemon.ledger_deletion.deletion_requests import DeletionRequests
+from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded, ListedDeletion
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from daemon.settings import Deletion, DeletionOwner

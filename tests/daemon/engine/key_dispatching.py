@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from daemon.engine import calls
-from daemon.engine.key_shared_stream import KeySharedStream
+from daemon import call_values
+from daemon.subscription.key_shared_stream import KeySharedStream
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy
 from tests.daemon.engine.nacking import Claim, HandOut, claims, hand_outs, nack_of
 from tests.support.engine_fixture import TIMEOUT_S, Daemon
@@ -44,28 +44,28 @@ def planned(ledger: int, entries: Sequence[int]) -> list[Claim]:
     return [(ledger, entry, 0) for entry in entries]
 
 
-def sticky(**fields: Any) -> calls.SubscriptionPolicy:
+def sticky(**fields: Any) -> call_values.SubscriptionPolicy:
     """Consumers say which hashes they have."""
     return by_key(selector=HashSelector.STICKY, **fields)
 
 
-def by_key(**fields: Any) -> calls.SubscriptionPolicy:
-    return calls.SubscriptionPolicy(nack_precision_bits=0, key_shared=KeySharedPolicy(**fields))
+def by_key(**fields: Any) -> call_values.SubscriptionPolicy:
+    return call_values.SubscriptionPolicy(nack_precision_bits=0, key_shared=KeySharedPolicy(**fields))
 
 
 def consumer(
     consumer_id: int, *ranges: tuple[int, int], permits: int = MANY, name: str = "", address: str = ""
-) -> calls.Consumer:
-    return calls.Consumer(
+) -> call_values.Consumer:
+    return call_values.Consumer(
         consumer_id,
         name or f"consumer-{consumer_id}",
         address,
         permits,
-        tuple(calls.HashRange(first, last) for first, last in ranges),
+        tuple(call_values.HashRange(first, last) for first, last in ranges),
     )
 
 
-def halves(*, permits: int = MANY) -> list[calls.Consumer]:
+def halves(*, permits: int = MANY) -> list[call_values.Consumer]:
     """Consumer 1 has the lower half of the hashes, consumer 2 the upper one."""
     return [consumer(1, (0, HALF - 1), permits=permits), consumer(2, (HALF, HASHES - 1), permits=permits)]
 
@@ -96,21 +96,21 @@ class KeyDispatcher:
                 outgoing = await self.stream.next()
                 await self.going_on.wait()
                 match outgoing:
-                    case calls.HandedOut() as handed:
+                    case call_values.HandedOut() as handed:
                         sent = self._sent(handed)
                         self.got += sent
                         self.log += [("sent", each) for each in sent]
-                    case calls.TakenBack(rows):
+                    case call_values.TakenBack(rows):
                         taken = self._sent(rows)
                         self.taken_back += taken
                         self.log += [("taken back", each) for each in taken]
-                    case calls.Planned(request_id=request_id, consumer_id=consumer_id):
+                    case call_values.Planned(request_id=request_id, consumer_id=consumer_id):
                         self.planned[request_id] = consumer_id.tolist()
                         self.answered.append((request_id, len(self.log)))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             self.ended = error
 
-    def _sent(self, handed: calls.HandedOut) -> list[Sent]:
+    def _sent(self, handed: call_values.HandedOut) -> list[Sent]:
         assert handed.consumer_id is not None
         rows = hand_outs(handed, self._daemon.now_ms())
         return [Sent(*each) for each in zip(handed.consumer_id.tolist(), rows, strict=True)]
@@ -147,7 +147,7 @@ class KeyDispatcher:
         columns = (held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index)
         return self._daemon.call(self.stream.acknowledge(*columns))
 
-    def nack(self, rows: Sequence[Sent | Claim], delay_ms: int | None = None) -> asyncio.Task[calls.NackOutcome]:
+    def nack(self, rows: Sequence[Sent | Claim], delay_ms: int | None = None) -> asyncio.Task[call_values.NackOutcome]:
         asked = nack_of([each.row if isinstance(each, Sent) else each for each in rows], delay_ms)
         return self._daemon.call(self.stream.negative_acknowledge(asked))
 
@@ -157,9 +157,9 @@ class KeyDispatcher:
 
 async def open_by_key(
     daemon: Daemon,
-    consumers: Sequence[calls.Consumer],
+    consumers: Sequence[call_values.Consumer],
     *,
-    policy: calls.SubscriptionPolicy | None = None,
+    policy: call_values.SubscriptionPolicy | None = None,
     held: Sequence[tuple[int, Claim, int]] = (),
     topic: str = "t",
     subscription: str = "s",
@@ -171,7 +171,7 @@ async def open_by_key(
     requests = daemon.engine.requests
     if policy is not None:
         await daemon.call(requests.create_subscription(topic, subscription, policy))
-    positions = calls.HeldByConsumers(
+    positions = call_values.HeldByConsumers(
         claims([claim for _, claim, _ in held]),
         np.array([consumer_id for consumer_id, _, _ in held], np.uint32),
         np.array([key_hash for _, _, key_hash in held], np.uint32),
@@ -191,7 +191,7 @@ async def add(
 ) -> None:
     """Entries with the hashes of their keys."""
     count = len(entries)
-    batch = calls.AddBatch(
+    batch = call_values.AddBatch(
         ledger_id=np.full(count, ledger, np.uint64),
         entry_id=np.array(entries, np.uint64),
         deliver_at_ms=np.full(count, daemon.now_ms() + delay_ms, np.uint64),

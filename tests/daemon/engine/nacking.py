@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from daemon import call_values
+from daemon.call_values import Nack, NackOutcome
 from daemon.core.claims import HeldPositions
-from daemon.engine import calls
-from daemon.engine.calls import Nack, NackOutcome
-from daemon.engine.dispatch import DispatchStream
+from daemon.subscription.open_stream import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests.support.engine_fixture import TIMEOUT_S, Daemon, EngineFixture, no_positions
 
-EXACT = calls.SubscriptionPolicy(nack_precision_bits=0)
+EXACT = call_values.SubscriptionPolicy(nack_precision_bits=0)
 MINUTE_MS = 60_000
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
@@ -39,10 +39,10 @@ class HandOut(NamedTuple):
     at_ms: int
 
 
-def constant(delay_ms: int, **fields: Any) -> calls.SubscriptionPolicy:
+def constant(delay_ms: int, **fields: Any) -> call_values.SubscriptionPolicy:
     """Exact, with that delay."""
     redelivery = RedeliveryPolicy(kind=RedeliveryKind.CONSTANT, initial_ms=delay_ms)
-    return calls.SubscriptionPolicy(redelivery=redelivery, nack_precision_bits=0, **fields)
+    return call_values.SubscriptionPolicy(redelivery=redelivery, nack_precision_bits=0, **fields)
 
 
 def claims(rows: Sequence[Claim]) -> HeldPositions:
@@ -89,7 +89,7 @@ def nack(
     return daemon.call(daemon.engine.requests.negative_acknowledge(topic, subscription, asked))
 
 
-def hand_outs(handed: calls.HandedOut, at_ms: int) -> list[HandOut]:
+def hand_outs(handed: call_values.HandedOut, at_ms: int) -> list[HandOut]:
     rows, count = handed.rows, len(handed.rows)
     nothing = np.zeros(count, np.uint32)
     parts = [None] * count if handed.batch_index is None else handed.batch_index.tolist()
@@ -160,7 +160,7 @@ async def dispatcher(
     *,
     topic: str = "t",
     subscription: str = "s",
-    policy: calls.SubscriptionPolicy | None = EXACT,
+    policy: call_values.SubscriptionPolicy | None = EXACT,
     permits: int = 1_000_000,
     held: Sequence[Claim] = (),
 ) -> Dispatcher:
@@ -178,7 +178,7 @@ async def with_rows(
     machines: EngineFixture,
     count: int,
     *settings: str,
-    policy: calls.SubscriptionPolicy = EXACT,
+    policy: call_values.SubscriptionPolicy = EXACT,
     permits: int = 1_000_000,
 ) -> tuple[Daemon, Dispatcher, list[HandOut]]:
     """A daemon, a dispatcher, and as many rows that it was handed out."""
@@ -202,5 +202,7 @@ def assert_back_after(rows: Sequence[HandOut], since_ms: int, delay_ms: int, *, 
         assert since_ms + delay_ms <= row.at_ms <= since_ms + delay_ms + late_ms, (row, row.at_ms - since_ms)
 
 
-async def update(daemon: Daemon, policy: calls.SubscriptionPolicy, subscription: str = "s") -> calls.SubscriptionPolicy:
+async def update(
+    daemon: Daemon, policy: call_values.SubscriptionPolicy, subscription: str = "s"
+) -> call_values.SubscriptionPolicy:
     return await daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from daemon import settings
 from daemon.core.deletions.listing import ListedState
 from daemon.core.object_count import ObjectCount
-from daemon.engine.deletion_calls import DeletionFilter, SweepProgress, SweepWish
+from daemon.ledger_deletion.deletion_values import DeletionFilter, SweepProgress, SweepWish
 from daemon.ledger_stores.ledger_store import InUseAnswer
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.offloaded import OffloadedLedgers

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine.calls import NackOutcome, SubscriptionPolicy
+from daemon.call_values import NackOutcome, SubscriptionPolicy
 from tests.daemon.engine.calling import create, delete_topic, extend, get, stats
 from tests.daemon.engine.nacking import EXACT, HandOut, constant, dispatcher, hand_outs, nack
 from tests.support.engine_fixture import Daemon, EngineFixture

@@ -7,9 +7,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from daemon.engine.calls import AddBatch
-from daemon.engine.group_commit import STAGED_SLOTS_MAX
+from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
+from daemon.shard.group_commit import STAGED_SLOTS_MAX
 from tests.support.engine_fixture import Daemon, EngineFixture, Held
 from tests.support.fault_store import Fault
 

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from daemon.engine import bucket_life
-from daemon.engine.served_topic import SEALING_MAX
 from daemon.errors import QuotaExceeded
+from daemon.topic import bucket_life
+from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.manifest import decode_topic_manifest
 from tests.support.engine_fixture import Daemon, EngineFixture

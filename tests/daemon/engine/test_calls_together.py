@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import TarryError
 from tests.daemon.engine.calling import (
     Row,
@@ -195,7 +195,7 @@ class Story:
         positions = [(ledger, entry) for entry in range(first, first + count)]
         self.record.times |= {position: {due_ms} for position in positions}
         columns = np.array(positions, np.uint64)
-        batch = calls.AddBatch(
+        batch = call_values.AddBatch(
             columns[:, 0].copy(), columns[:, 1].copy(), np.full(count, due_ms, np.uint64), None, None, False
         )
         while True:
@@ -315,17 +315,17 @@ class Story:
         await self.daemon.call(self.daemon.engine.requests.seal("t"))
 
     async def contains(self) -> None:
-        ranges = calls.EntryRanges(*(np.array([value], np.uint64) for value in (1, 0, 1 << 40)))
+        ranges = call_values.EntryRanges(*(np.array([value], np.uint64) for value in (1, 0, 1 << 40)))
         subscription = self.random.choice([None, *SUBSCRIPTIONS])
         await self.daemon.call(self.daemon.engine.requests.contains("t", ranges, subscription))
 
     async def set_policies(self) -> None:
         requests = self.daemon.engine.requests
         await self.daemon.call(
-            requests.set_topic_policy("t", calls.TopicPolicy(bucket_rows_max=self.random.choice([None, 5, 40])))
+            requests.set_topic_policy("t", call_values.TopicPolicy(bucket_rows_max=self.random.choice([None, 5, 40])))
         )
         rows_max = self.random.choice([None, 10, 30])
-        policy = calls.SubscriptionPolicy(in_flight_rows_max=rows_max)
+        policy = call_values.SubscriptionPolicy(in_flight_rows_max=rows_max)
         await self.daemon.call(requests.update_subscription("t", self.random.choice(SUBSCRIPTIONS), policy))
 
     async def lose_an_answer(self) -> None:
@@ -342,7 +342,7 @@ class Story:
             receiver.stream.close()
         for name in SUBSCRIPTIONS:
             await self.daemon.call(
-                self.daemon.engine.requests.update_subscription("t", name, calls.SubscriptionPolicy())
+                self.daemon.engine.requests.update_subscription("t", name, call_values.SubscriptionPolicy())
             )
         await asyncio.sleep(10)
         core = self.daemon.topic("t").core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.engine.calls import HeldPositions, Nack, NackOutcome
+from daemon.call_values import HeldPositions, Nack, NackOutcome
 from tests.support.engine_fixture import Daemon, EngineFixture
 
 # More than are passed at once.

@@ -8,9 +8,9 @@ import logging
 import numpy as np
 import pytest
 
-from daemon.engine.calls import AddBatch
-from daemon.engine.clock_watch import ClockWatch
+from daemon.call_values import AddBatch
 from daemon.metrics import Metrics
+from daemon.surroundings.clock_watch import ClockWatch
 from tests.daemon.engine.calling import create, entries_of, get, stats
 from tests.support.engine_fixture import Daemon, EngineFixture
 

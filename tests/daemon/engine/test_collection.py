@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import NotOwner, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import (
@@ -35,10 +35,10 @@ FAR_MS = 10_000_000_000
 
 async def collect(
     daemon: Daemon, *, dry_run: bool = False, force: bool = False, retry_dead: bool = False
-) -> calls.GarbageProgress:
+) -> call_values.GarbageProgress:
     """How it ended."""
 
-    async def last() -> calls.GarbageProgress:
+    async def last() -> call_values.GarbageProgress:
         passes = daemon.engine.requests.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)
         progress = [each async for each in passes]
         assert [each.done for each in progress] == [False] * (len(progress) - 1) + [True]
@@ -300,7 +300,7 @@ async def test_a_seal_that_takes_longer_than_the_floor_is_begun_anew_and_loses_n
     await held.reached()
     await receiver.received(10)
     await receiver.acknowledge(receiver.rows[:5])
-    await one.call(one.engine.requests.set_topic_policy("t", calls.TopicPolicy(delay_max_ms=2 * FAR_MS)))
+    await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy(delay_max_ms=2 * FAR_MS)))
     machines.store.put(names.bucket_key(0, names.topic_id("t"), 1, "LEFT"), b"rows")
     pass_hours(machines, 25)
     assert (await collect(one)).summary.orphans.objects == 1
@@ -448,7 +448,7 @@ async def test_passes_come_one_after_the_other(machines: EngineFixture) -> None:
     assert (await second).summary.tombstones.objects == 0
 
 
-async def collect_in(daemon: Daemon) -> calls.GarbageProgress:
+async def collect_in(daemon: Daemon) -> call_values.GarbageProgress:
     return await collect(daemon)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, TarryError, Unavailable
 from tests.daemon.engine.calling import create, trim, up_to
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -19,12 +19,12 @@ SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 
 def contains(
     daemon: Daemon, asked: Sequence[tuple[int, int, int]], *, topic: str = "t", subscription: str | None = None
-) -> asyncio.Task[calls.Contained]:
+) -> asyncio.Task[call_values.Contained]:
     columns = [np.array([each[index] for each in asked], np.uint64) for index in range(3)]
-    return daemon.call(daemon.engine.requests.contains(topic, calls.EntryRanges(*columns), subscription))
+    return daemon.call(daemon.engine.requests.contains(topic, call_values.EntryRanges(*columns), subscription))
 
 
-def listed(ranges: calls.EntryRanges) -> list[tuple[int, int, int]]:
+def listed(ranges: call_values.EntryRanges) -> list[tuple[int, int, int]]:
     columns = ranges.ledger_id.tolist(), ranges.first_entry_id.tolist(), ranges.last_entry_id.tolist()
     return list(zip(*columns, strict=True))
 
@@ -70,7 +70,7 @@ async def test_a_topic_that_is_not_there_contains_nothing_and_is_not_born(machin
 async def test_an_answer_that_would_be_too_long_goes_on_where_it_ended(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.engine.served_topic.CONTAINED_RANGES_MAX", 7)
+    monkeypatch.setattr("daemon.topic.served_topic.CONTAINED_RANGES_MAX", 7)
     one = await machines.served_by()
     await one.add("t", 1, range(0, 100, 2), delay_ms=60_000)
     await one.add("t", 2, range(0, 30, 3), delay_ms=60_000)

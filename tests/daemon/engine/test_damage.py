@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from daemon.engine import engine
 from daemon.errors import Corruption, NotOwner
+from daemon.owner import engine
 from storage_backends.formats import bucket_format, names
 from storage_backends.formats.manifest import LiveBucket
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from daemon.engine import calls, dead_letters
+from daemon import call_values
+from daemon.subscription import served_dead_letters
 from tests.daemon.engine.calling import Row, acknowledge, create, get, rows_of
 from tests.daemon.engine.dead_letter_calls import listed, nack, purge, replay, with_ids
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -114,7 +115,7 @@ class Story:
         requests = self.daemon.engine.requests
         dead = _positions((await listed(self.daemon)).rows)
         backlog = (await self.daemon.call(requests.list_backlog("t", "s", None, 10_000, None))).rows
-        scheduled = (await self.daemon.call(requests.list_scheduled("t", calls.View(), 10_000, None))).rows
+        scheduled = (await self.daemon.call(requests.list_scheduled("t", call_values.View(), 10_000, None))).rows
         found = [*dead, *_positions(backlog), *_positions(scheduled)]
         assert len(found) == len(set(found)), "in two places"
         assert self.there - self.unsure <= set(found) <= self.there
@@ -133,7 +134,7 @@ async def test_a_position_is_pending_due_dead_or_gone_and_only_one_of_these(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     story = Story(machines, seed)
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", story.random.choice((2, 5, 10_000)))
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", story.random.choice((2, 5, 10_000)))
     await story.begin()
     steps = [story.add, story.pull, story.pull, story.give_up, story.wait, story.seal, story.kill, story.kill_at_a_slot]
     for _ in range(40):

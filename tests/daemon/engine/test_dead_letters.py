@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import calls, dead_letters
+from daemon import call_values
 from daemon.errors import (
     DelayTooLong,
     InvalidArgument,
@@ -16,6 +16,7 @@ from daemon.errors import (
     QuotaExceeded,
     Unavailable,
 )
+from daemon.subscription import served_dead_letters
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.slot_format import DeadLetterReason
 from tests.daemon.engine.calling import (
@@ -49,7 +50,7 @@ OFTEN = ("journal.checkpoint_slots=5",)
 JOURNAL = "/journal/"
 
 
-async def counts(daemon: Daemon, subscription: str = "s") -> calls.SubscriptionStats:
+async def counts(daemon: Daemon, subscription: str = "s") -> call_values.SubscriptionStats:
     found = (await stats(daemon)).subscriptions
     return next(each for each in found if each.subscription == subscription)
 
@@ -84,7 +85,7 @@ async def test_a_rejected_position_is_kept_with_reason_counts_and_times(machines
 
 async def test_a_position_that_is_nacked_too_often_dies_with_all_its_counts(machines: EngineFixture) -> None:
     one = await machines.served_by()
-    await create(one, policy=calls.SubscriptionPolicy(max_redeliver_count=2))
+    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=2))
     await one.add("t", 1, [7], delay_ms=1)
     for _ in range(3):
         await asyncio.sleep(1)
@@ -227,28 +228,28 @@ async def test_a_topic_that_is_deleted_leaves_no_dead_letters_to_the_one_after_i
 
 async def test_a_filter_chooses_by_ids_ledgers_reason_and_time(machines: EngineFixture) -> None:
     one = await machines.served_by()
-    await create(one, policy=calls.SubscriptionPolicy(max_redeliver_count=0))
+    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=0))
     await buried(one, 3)
     between_ms = machines.now_ms() + 1
     await one.add("t", 5, range(2), delay_ms=1)
     await asyncio.sleep(1)
     await nack(one, rows_of(await get(one)))
     ids = ids_of(await listed(one))
-    wanted: list[tuple[calls.DeadLetterFilter, list[tuple[int, int]]]] = [
+    wanted: list[tuple[call_values.DeadLetterFilter, list[tuple[int, int]]]] = [
         (with_ids(ids[0], ids[3]), [(1, 0), (5, 0)]),
         (with_ids(ids[-1] + 7), []),
-        (calls.DeadLetterFilter(ledgers=(2, 9)), [(5, 0), (5, 1)]),
-        (calls.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN), [(5, 0), (5, 1)]),
-        (calls.DeadLetterFilter(reason=DeadLetterReason.REJECTED, ledgers=(5, 5)), []),
-        (calls.DeadLetterFilter(from_ms=between_ms), [(5, 0), (5, 1)]),
-        (calls.DeadLetterFilter(until_ms=between_ms), [(1, 0), (1, 1), (1, 2)]),
-        (calls.DeadLetterFilter(from_ms=between_ms, until_ms=between_ms), []),
+        (call_values.DeadLetterFilter(ledgers=(2, 9)), [(5, 0), (5, 1)]),
+        (call_values.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN), [(5, 0), (5, 1)]),
+        (call_values.DeadLetterFilter(reason=DeadLetterReason.REJECTED, ledgers=(5, 5)), []),
+        (call_values.DeadLetterFilter(from_ms=between_ms), [(5, 0), (5, 1)]),
+        (call_values.DeadLetterFilter(until_ms=between_ms), [(1, 0), (1, 1), (1, 2)]),
+        (call_values.DeadLetterFilter(from_ms=between_ms, until_ms=between_ms), []),
     ]
     for asked, positions in wanted:
         assert positions_of(await listed(one, asked)) == positions, asked
-    assert await purge(one, calls.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN)) == 2
-    assert (await replay(one, calls.DeadLetterFilter(ledgers=(5, 5)))).replayed == 0
-    assert (await replay(one, calls.DeadLetterFilter(until_ms=between_ms))).replayed == 3
+    assert await purge(one, call_values.DeadLetterFilter(reason=DeadLetterReason.TOO_OFTEN)) == 2
+    assert (await replay(one, call_values.DeadLetterFilter(ledgers=(5, 5)))).replayed == 0
+    assert (await replay(one, call_values.DeadLetterFilter(until_ms=between_ms))).replayed == 3
 
 
 async def test_pages_follow_each_other_while_others_die_and_leave(machines: EngineFixture) -> None:
@@ -271,12 +272,12 @@ async def test_pages_follow_each_other_while_others_die_and_leave(machines: Engi
 async def test_bad_filters_and_pages_are_refused(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "limits.rows_per_request_max=10")
     await create(one)
-    bad: list[tuple[str, calls.DeadLetterFilter]] = [
+    bad: list[tuple[str, call_values.DeadLetterFilter]] = [
         (r"dead_letter_id has 11 ids; a request may have 10", with_ids(*range(11))),
         (r"dead_letter_id\[2\] is 5, after 5", with_ids(1, 5, 5)),
         (r"dead_letter_id\[1\] is 4, after 5", with_ids(5, 4)),
-        (r"last_ledger_id is 1, before first_ledger_id, which is 2", calls.DeadLetterFilter(ledgers=(2, 1))),
-        (r"until_ms is 4, before from_ms, which is 5", calls.DeadLetterFilter(from_ms=5, until_ms=4)),
+        (r"last_ledger_id is 1, before first_ledger_id, which is 2", call_values.DeadLetterFilter(ledgers=(2, 1))),
+        (r"until_ms is 4, before from_ms, which is 5", call_values.DeadLetterFilter(from_ms=5, until_ms=4)),
     ]
     for says, asked in bad:
         for refused in (listed(one, asked), replay(one, asked), purge(one, asked)):
@@ -308,7 +309,7 @@ async def test_a_replayed_position_is_handed_out_again_as_if_for_the_first_time(
     await nack(one, [(1, 1, int(again.rows.deliver_at_ms[0]))], reject=True)
     assert (await listed(one)).rows.redelivery_count.tolist() == [2]
     now_ms = machines.now_ms()
-    assert await replay(one) == calls.Replayed(replayed=1, skipped=0)
+    assert await replay(one) == call_values.Replayed(replayed=1, skipped=0)
     assert not ids_of(await listed(one))
     await asyncio.sleep(1)
     handed_out = (await get(one)).handed_out
@@ -383,17 +384,17 @@ async def test_a_replay_skips_positions_of_which_the_subscription_has_a_row(mach
     await create(one)
     await buried(one, 3)
     await one.add("t", 1, [1], delay_ms=60_000, subscription="s")
-    assert await replay(one) == calls.Replayed(replayed=2, skipped=1)
+    assert await replay(one) == call_values.Replayed(replayed=2, skipped=1)
     assert positions_of(await listed(one)) == [(1, 1)]
-    assert await replay(one) == calls.Replayed(replayed=0, skipped=1)
+    assert await replay(one) == call_values.Replayed(replayed=0, skipped=1)
     await cancel(one, 1, [1], subscription="s")
-    assert await replay(one) == calls.Replayed(replayed=1, skipped=0)
+    assert await replay(one) == call_values.Replayed(replayed=1, skipped=0)
 
 
 async def test_a_replay_leaves_what_dies_meanwhile(machines: EngineFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 1)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 1)
     one = await machines.served_by()
-    await create(one, policy=calls.SubscriptionPolicy(max_redeliver_count=0))
+    await create(one, policy=call_values.SubscriptionPolicy(max_redeliver_count=0))
     await buried(one, 20)
     last = ids_of(await listed(one))[-1]
     stream = await one.call(one.engine.requests.open_dispatch("t", "s", no_positions()))
@@ -405,10 +406,10 @@ async def test_a_replay_leaves_what_dies_meanwhile(machines: EngineFixture, monk
         while True:
             handed_out = await stream.next_messages()
             handed_out_rows += len(handed_out.rows)
-            await stream.negative_acknowledge(calls.Nack(handed_out.held()))
+            await stream.negative_acknowledge(call_values.Nack(handed_out.held()))
 
     giving_back = one.call(give_back())
-    assert await replay(one) == calls.Replayed(replayed=20, skipped=0)
+    assert await replay(one) == call_values.Replayed(replayed=20, skipped=0)
     assert len(ids_of(await listed(one))) > 1, "the first ones died again before the last was replayed"
     await one.until(lambda: handed_out_rows == 20)
     await asyncio.sleep(5)
@@ -421,7 +422,7 @@ async def test_a_replay_leaves_what_dies_meanwhile(machines: EngineFixture, monk
 async def test_of_replays_and_purges_at_a_time_each_dead_letter_is_in_one(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 7)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 7)
     one = await machines.served_by()
     await create(one)
     await buried(one, 100)
@@ -437,7 +438,7 @@ async def test_of_replays_and_purges_at_a_time_each_dead_letter_is_in_one(
 async def test_a_replay_that_takes_long_is_unknown_and_goes_on(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 5)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 5)
     one = await machines.served_by()
     await create(one)
     await buried(one, 20)
@@ -455,7 +456,7 @@ async def test_a_replay_that_takes_long_is_unknown_and_goes_on(
 async def test_a_replay_goes_on_when_its_caller_has_gone(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 5)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 5)
     one = await machines.served_by()
     await create(one)
     await buried(one, 20)
@@ -471,7 +472,7 @@ async def test_a_replay_goes_on_when_its_caller_has_gone(
 async def test_a_replay_ends_when_its_subscription_is_deleted(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 5)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 5)
     one = await machines.served_by()
     await create(one)
     await buried(one, 20)
@@ -490,7 +491,7 @@ async def test_quotas_hold_for_what_is_replayed(machines: EngineFixture) -> None
     one = await machines.served_by()
     await create(one)
     await buried(one, 10)
-    policy = calls.TopicPolicy(pending_rows_max=4)
+    policy = call_values.TopicPolicy(pending_rows_max=4)
     await one.call(one.engine.requests.set_topic_policy("t", policy))
     with pytest.raises(QuotaExceeded, match="pending_rows_max is 4"):
         await replay(one, delay_ms=60_000)
@@ -502,7 +503,7 @@ async def test_quotas_hold_for_what_is_replayed(machines: EngineFixture) -> None
 async def test_a_replay_yields_to_others_between_its_portions(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dead_letters, "PORTION_ROWS", 1)
+    monkeypatch.setattr(served_dead_letters, "PORTION_ROWS", 1)
     one = await machines.served_by()
     await create(one)
     await buried(one, 50)
@@ -561,7 +562,7 @@ async def test_a_message_of_a_batch_that_is_replayed_with_a_delay_is_counted_and
     await nack(one, rows_of(await get(one, lease_ms=3_600_000)), batch_index=3, reject=True)
     assert (await replay(one, delay_ms=60_000)).replayed == 1
     assert (await counts(one)).own_pending == 1
-    for view in (calls.View(), calls.View(subscription="s")):
+    for view in (call_values.View(), call_values.View(subscription="s")):
         page = await one.call(one.engine.requests.list_scheduled("t", view, 0, None))
         assert not len(page.rows), "the list names entries"
         assert (await one.call(one.engine.requests.histogram("t", view, 0))).rows.sum() == 0

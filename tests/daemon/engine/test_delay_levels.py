@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import pytest
 
-from daemon.engine import calls
-from daemon.engine.calls import AddBatch, AddOutcome, DelayLevels, TopicDelayLevels, TopicLevels, TopicPolicy
+from daemon import call_values
+from daemon.call_values import AddBatch, AddOutcome, DelayLevels, TopicDelayLevels, TopicLevels, TopicPolicy
 from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded
 from tests.daemon.engine.calling import cancel, clear, delete_topic, get, reschedule, rows_of, stats
 from tests.support.engine_fixture import Daemon, EngineFixture
@@ -349,7 +349,7 @@ async def cancelled_twice(machines: EngineFixture, one: Daemon) -> None:
 async def cancelled_when_it_was_due(machines: EngineFixture, one: Daemon) -> None:
     await add(one, 1, [1])
     await (await one.receiver("t")).received(1)
-    outcome: calls.CancelOutcome = await cancel(one, 7, [1])
+    outcome: call_values.CancelOutcome = await cancel(one, 7, [1])
     assert (outcome.cancelled, outcome.in_flight.tolist()) == (0, [0])
 
 

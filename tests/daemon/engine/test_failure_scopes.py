@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from daemon.core.topic import Topic
-from daemon.durability import heartbeat, shard_manifest
-from daemon.engine import due_loop, manifests
-from daemon.engine.checkpointing import Checkpointing
-from daemon.engine.failure_scope import Failures, ShardLost, TopicFailed
-from daemon.engine.shard import ServedShard
 from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
+from daemon.owner import heartbeat
+from daemon.shard import shard_manifest
+from daemon.shard.checkpointing import Checkpointing
+from daemon.shard.shard import ServedShard
+from daemon.surroundings import due_loop
+from daemon.surroundings.failure_scope import Failures, ShardLost, TopicFailed
+from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats import framing, names
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
@@ -306,7 +308,7 @@ async def test_a_shard_that_fails_is_taken_again_while_the_others_are_served(mac
 def commit_on(machines: EngineFixture, daemon: Daemon, shard: int, operation: Any) -> None:
     """As another daemon would."""
     commit.commit(
-        manifests.shard_log(daemon.engine._environment, shard),
+        topic_commits.shard_log(daemon.engine._environment, shard),
         operation,
         writer="two",
         created_ms=machines.now_ms(),

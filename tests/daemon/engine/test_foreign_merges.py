@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from daemon.core.withdrawals import RescheduleBatch
-from daemon.engine import merge_watch
+from daemon.owner import merge_watch
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, Unavailable
 from storage_backends.formats import names
 from tests.daemon.engine.calling import create, get, rows_of, stats, trim, up_to
@@ -16,19 +16,21 @@ from tests.support.engine_fixture import Daemon, EngineFixture
 SMALL = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
 
 
-def buckets(daemon: Daemon, page_size: int = 0, after: str = "", topic: str = "t") -> asyncio.Task[calls.BucketPage]:
+def buckets(
+    daemon: Daemon, page_size: int = 0, after: str = "", topic: str = "t"
+) -> asyncio.Task[call_values.BucketPage]:
     return daemon.call(daemon.engine.requests.list_buckets(topic, page_size, after))
 
 
-def subscriptions(daemon: Daemon, page_size: int = 0, after: str = "") -> asyncio.Task[calls.SubscriptionPage]:
+def subscriptions(daemon: Daemon, page_size: int = 0, after: str = "") -> asyncio.Task[call_values.SubscriptionPage]:
     return daemon.call(daemon.engine.requests.list_subscriptions("t", page_size, after))
 
 
-def topics(daemon: Daemon, page_size: int = 0, after: str = "") -> asyncio.Task[calls.TopicPage]:
+def topics(daemon: Daemon, page_size: int = 0, after: str = "") -> asyncio.Task[call_values.TopicPage]:
     return daemon.call(daemon.engine.requests.list_topics(page_size, after))
 
 
-def lookup(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicLocation]:
+def lookup(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.TopicLocation]:
     return daemon.call(daemon.engine.requests.lookup(topic))
 
 
@@ -41,7 +43,7 @@ async def test_buckets_are_listed_by_their_ledgers_page_by_page(machines: Engine
         await one.add("t", ledger_id, range(first, first + 10), delay_ms=60_000)
         await one.until(lambda: not one.topic("t").core.index.sealing)
     await one.add("t", 7, range(3), delay_ms=60_000)
-    found: list[calls.BucketSummary] = []
+    found: list[call_values.BucketSummary] = []
     after, pages = "", 0
     while True:
         page = await buckets(one, 3, after)
@@ -82,11 +84,11 @@ async def test_subscriptions_are_listed_by_name_page_by_page(machines: EngineFix
     one = await machines.served_by()
     names_of = ["zeta", "alpha", "mü", "beta", "s"]
     for name in names_of:
-        await create(one, name, policy=calls.SubscriptionPolicy(properties=(("name", name),)))
+        await create(one, name, policy=call_values.SubscriptionPolicy(properties=(("name", name),)))
     await one.add("t", 1, range(10), delay_ms=1)
     await asyncio.sleep(1)
     rows_of(await get(one, 3))
-    found: list[calls.SubscriptionStats] = []
+    found: list[call_values.SubscriptionStats] = []
     after = ""
     while True:
         page = await subscriptions(one, 2, after)
@@ -182,12 +184,12 @@ async def test_any_daemon_says_who_owns_a_topic(machines: EngineFixture) -> None
     standby = await machines.daemon("two").start()
     await standby.until(lambda: "waiting" in standby.engine.health.reason)
     found = await lookup(one, "never heard of")
-    assert found == calls.TopicLocation(shard=0, owner_address="one:1", owner="one", epoch=1, served_here=True)
+    assert found == call_values.TopicLocation(shard=0, owner_address="one:1", owner="one", epoch=1, served_here=True)
     found = await lookup(standby, "never heard of")
-    assert found == calls.TopicLocation(shard=0, owner_address="one:1", owner="one", epoch=1, served_here=False)
+    assert found == call_values.TopicLocation(shard=0, owner_address="one:1", owner="one", epoch=1, served_here=False)
     one.freeze()
     await standby.serving()
-    assert await lookup(standby) == calls.TopicLocation(
+    assert await lookup(standby) == call_values.TopicLocation(
         shard=0, owner_address="two:1", owner="two", epoch=2, served_here=True
     )
     one.thaw()

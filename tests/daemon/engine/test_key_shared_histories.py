@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from daemon.engine import calls
-from daemon.engine.dispatch import StreamClosed
+from daemon import call_values
+from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.engine.calling import stats
 from tests.daemon.engine.key_dispatching import HASHES, KeyDispatcher, Sent, add, consumer, open_by_key
@@ -91,7 +91,7 @@ class History:
     def stream(self) -> Stream | None:
         return self.draw.choice(self.streams) if self.streams else None
 
-    def consumer(self) -> calls.Consumer:
+    def consumer(self) -> call_values.Consumer:
         self.last_consumer += 1
         return consumer(self.last_consumer, permits=self.draw.choice((0, 5, 1_000)))
 
@@ -226,7 +226,7 @@ async def test_a_hash_is_at_one_consumer_at_a_time_and_nothing_is_left_behind(
         nack_order=draw.choice(list(NackOrder)),
         nack_block_max_ms=draw.choice((500, 600_000)),
     )
-    policy = calls.SubscriptionPolicy(
+    policy = call_values.SubscriptionPolicy(
         nack_precision_bits=0,
         max_redeliver_count=draw.choice((None, 3)),
         in_flight_rows_max=draw.choice((None, 50)),

@@ -7,9 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from daemon.engine import calls, key_sharing
-from daemon.engine.dispatch import StreamClosed
+from daemon import call_values
 from daemon.errors import Conflict, InvalidArgument, Unavailable
+from daemon.subscription import sharing_rounds
+from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.engine.calling import get, held, rows_of, stats
 from tests.daemon.engine.key_dispatching import (
@@ -145,7 +146,7 @@ async def test_plans_that_are_wrong_or_come_too_early_are_refused(
 ) -> None:
     one = await machines.served_by("one", "limits.rows_per_request_max=50000")
     shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky())
-    too_many = range(key_sharing.PLAN_ROWS_MAX + 1)
+    too_many = range(sharing_rounds.PLAN_ROWS_MAX + 1)
     for bad, says in (([], "entry_id has 0"), (too_many, "entry_id has 10001 rows.*10000"), ([5, 5], "entry_id.1")):
         with pytest.raises(InvalidArgument, match=says):
             await shared.plan(9, bad)
@@ -204,7 +205,7 @@ async def test_later_rows_of_a_key_are_taken_back_and_wait_for_the_nacked_one(ma
     shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky(nack_order=NackOrder.BLOCK_KEY))
     await add(one, 1, range(5), [7, 7, 8, 7, 8])
     rows = await shared.next(5)
-    assert await shared.nack([rows[1]], 10_000) == calls.NackOutcome(0, 0)
+    assert await shared.nack([rows[1]], 10_000) == call_values.NackOutcome(0, 0)
     assert [(each.consumer, each.entry) for each in shared.taken_back] == [(1, 3)], "before it is answered"
     assert await shared.acknowledge([rows[3]]) == 1, "it is not held any more"
     assert await shared.acknowledge([rows[0], rows[2]]) == 0
@@ -225,7 +226,7 @@ async def test_an_acknowledgement_right_behind_a_nack_of_an_earlier_row_of_its_k
     await add(one, 1, [1, 2, 3], [7, 7, 8])
     rows = await shared.next(3)
     nacked, acknowledged = shared.nack(rows[:1], 1_000), shared.acknowledge(rows[1:])
-    assert await nacked == calls.NackOutcome(0, 0)
+    assert await nacked == call_values.NackOutcome(0, 0)
     assert await acknowledged == 1
     assert [each.entry for each in await shared.next(2)] == [1, 2]
 
@@ -257,7 +258,7 @@ async def test_a_key_waits_for_a_nacked_row_no_longer_than_its_policy_says(machi
 
 async def test_a_dead_letter_makes_way_for_its_key(machines: EngineFixture) -> None:
     one = await machines.served_by("one")
-    policy = calls.SubscriptionPolicy(
+    policy = call_values.SubscriptionPolicy(
         nack_precision_bits=0,
         max_redeliver_count=1,
         key_shared=KeySharedPolicy(selector=HashSelector.STICKY, nack_order=NackOrder.BLOCK_KEY),
@@ -268,7 +269,7 @@ async def test_a_dead_letter_makes_way_for_its_key(machines: EngineFixture) -> N
     await shared.nack(rows[:1], 1_000)
     again = await shared.next(2)
     assert [each.entry for each in again] == [0, 1]
-    assert await shared.nack(again[:1], 1_000) == calls.NackOutcome(0, 1)
+    assert await shared.nack(again[:1], 1_000) == call_values.NackOutcome(0, 1)
     assert [each.entry for each in shared.taken_back] == [1]
     assert await shared.acknowledge(again[1:]) == 0
     assert (await stats(one)).subscriptions[0].backlog == 0
@@ -301,7 +302,7 @@ async def test_a_planned_position_that_is_nacked_comes_back_as_a_row(machines: E
     one = await machines.served_by("one")
     shared = await open_by_key(one, halves(), policy=sticky(nack_order=NackOrder.BLOCK_KEY))
     assert await shared.plan(9, [1, 2], [HALF, HALF]) == [2, 2]
-    assert await shared.nack(planned(9, [1]), 2_000) == calls.NackOutcome(0, 0)
+    assert await shared.nack(planned(9, [1]), 2_000) == call_values.NackOutcome(0, 0)
     assert [(each.consumer, each.entry) for each in shared.taken_back] == [(2, 2)]
     assert (await stats(one)).subscriptions[0].nacked == 1
     rows = await shared.next(2)

@@ -11,7 +11,7 @@ import pytest
 from daemon.core.key_sharing import KeySharing
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
-from daemon.engine.segment_loading import SegmentLoader
+from daemon.topic.segment_loading import SegmentLoader
 from storage_backends.formats.manifest import NackOrder
 from tests.daemon.engine.key_dispatching import Sent, add, by_key, consumer, open_by_key
 from tests.support.engine_fixture import Daemon, EngineFixture

@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from daemon.core.subscription import SubscriptionState
-from daemon.engine import topic_settings
-from daemon.engine.calls import SubscriptionPolicy
-from daemon.engine.leases import GET_ROWS_MAX, WAIT_MAX_MS
+from daemon.call_values import SubscriptionPolicy
+from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError, Unavailable
+from daemon.subscription.leases import GET_ROWS_MAX, WAIT_MAX_MS
+from daemon.topic_terms import topic_settings
 from tests.daemon.engine.calling import acknowledge, create, entries_of, extend, get, rows_of, stats
 from tests.support.engine_fixture import Daemon, EngineFixture
 

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from daemon.engine.deletion_calls import DeletionFilter
+from daemon.ledger_deletion.deletion_values import DeletionFilter
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import DeletionOutcome

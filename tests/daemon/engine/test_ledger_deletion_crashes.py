@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import daemon
-from daemon.engine import ledger_deleting
+from daemon.ledger_deletion import shard_deletions
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
@@ -92,7 +92,7 @@ def owner() -> Iterator[LedgerOwnerServer]:
 @pytest.fixture(autouse=True)
 def answers_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that there are several decisions on answers to crash at."""
-    monkeypatch.setattr(ledger_deleting, "GATHER_S", 0.0)
+    monkeypatch.setattr(shard_deletions, "GATHER_S", 0.0)
 
 
 @pytest.fixture

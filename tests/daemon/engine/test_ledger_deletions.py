@@ -7,10 +7,10 @@ import dataclasses
 
 import pytest
 
+from daemon import call_values
 from daemon.core.deletions import checking
-from daemon.engine import calls
-from daemon.engine.deletion_calls import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.ledger_deletion.deletion_values import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.ledger_stores.ledger_store import Answer
 from storage_backends.formats.deletion_format import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
 from tests.daemon.engine.deleting import (
@@ -133,7 +133,7 @@ async def test_where_two_phase_deletion_is_off_each_record_is_refused_and_what_i
     stores.plan(1, failed())
     one = await machines.served_by()
     await record(one, 1, topic="t")
-    off = calls.TopicPolicy(two_phase_deletion_enabled=False)
+    off = call_values.TopicPolicy(two_phase_deletion_enabled=False)
     await one.call(one.engine.requests.set_topic_policy("t", off))
     refused = await record(one, 2, topic="t")
     assert refused.recorded == 0
@@ -146,7 +146,7 @@ async def test_where_two_phase_deletion_is_off_each_record_is_refused_and_what_i
 async def test_a_topic_without_a_policy_has_the_daemon_s_setting(machines: EngineFixture) -> None:
     one = await machines.served_by("one", "deletion.two_phase_deletion_enabled=false")
     assert (await record(one, 1)).refused[0].reason is Refusal.DISABLED
-    on = calls.TopicPolicy(two_phase_deletion_enabled=True)
+    on = call_values.TopicPolicy(two_phase_deletion_enabled=True)
     await one.call(one.engine.requests.set_topic_policy("t", on))
     assert (await record(one, 1, topic="t")).recorded == 1
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import in_use_changing
+from daemon.ledger_deletion import in_use_changing
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tests.daemon.engine.deleting import (
     ENDED,

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import loop_pause
+from daemon.surroundings import loop_pause
 from tests.support.virtual_loop import VirtualLoop
 
 

@@ -7,7 +7,7 @@ import collections
 
 import pytest
 
-from daemon.engine import bucket_life
+from daemon.topic import bucket_life
 from storage_backends.formats import names
 from tests.support.engine_fixture import Daemon, EngineFixture
 

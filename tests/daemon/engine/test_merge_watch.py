@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from daemon.engine import bucket_life
-from daemon.engine.merge_watch import LOOK_S
+from daemon.owner.merge_watch import LOOK_S
+from daemon.topic import bucket_life
 from storage_backends import merge_hints
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket

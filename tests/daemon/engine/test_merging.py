@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine.calls import Merged
+from daemon.call_values import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.segment import SegmentLimits

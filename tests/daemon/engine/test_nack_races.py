@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine.calls import NackOutcome
+from daemon.call_values import NackOutcome
 from daemon.errors import TarryError, Unavailable
 from tests.daemon.engine.calling import stats, trim, up_to
 from tests.daemon.engine.nacking import (

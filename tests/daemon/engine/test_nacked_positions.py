@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine.calls import NackOutcome
+from daemon.call_values import NackOutcome
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from tests.daemon.engine.calling import stats
 from tests.daemon.engine.nacking import (

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from daemon.call_values import NackOutcome, SubscriptionPolicy
 from daemon.core import feeding
-from daemon.engine.calls import NackOutcome, SubscriptionPolicy
 from daemon.errors import NotFound
 from tests.daemon.engine.calling import clear, create, delete_topic, get, stats, trim, up_to
 from tests.daemon.engine.nacking import (

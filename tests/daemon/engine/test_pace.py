@@ -8,13 +8,13 @@ import functools
 import numpy as np
 import pytest
 
+from daemon.call_values import HeldPositions
 from daemon.core.positions import KeyedRows
-from daemon.core.subscription import SubscriptionState
-from daemon.engine import pace
-from daemon.engine import shard as shard_module
-from daemon.engine.calls import HeldPositions
-from daemon.engine.due_loop import TURN_S, DueLoop
-from daemon.engine.pace import Pace
+from daemon.core.subscription_state import SubscriptionState
+from daemon.shard import shard as shard_module
+from daemon.surroundings import pace
+from daemon.surroundings.due_loop import TURN_S, DueLoop
+from daemon.surroundings.pace import Pace
 from tests.daemon.engine.calling import create, delete_topic
 from tests.support.engine_fixture import EngineFixture, Receiver
 from tests.support.virtual_loop import VirtualLoop

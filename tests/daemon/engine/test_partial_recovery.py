@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from daemon.durability import recovery
-from daemon.engine import bucket_life, topic_loading
 from daemon.errors import Corruption, NotFound, Unavailable
+from daemon.shard import recovery, topic_loading
+from daemon.topic import bucket_life
 from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
 from storage_backends.formats.slot_format import SlotKind

@@ -14,10 +14,10 @@ import pytest
 from daemon.core.index import BucketBits, Index
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint, progress, recovery, sealing
-from daemon.engine import bucket_life, manifests
-from daemon.engine.bucket_life import BucketLife
-from daemon.engine.merge_watch import MergeWatch
+from daemon.owner.merge_watch import MergeWatch
+from daemon.shard import recovery
+from daemon.topic import bucket_life, checkpoint_parts, sealing, stored_progress, topic_commits
+from daemon.topic.bucket_life import BucketLife
 from storage_backends import topic_manifest
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.bucket_format import KeptRows
@@ -31,7 +31,7 @@ from tests.support.engine_fixture import EngineFixture
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Coroutine[Any, Any, None]]
 
-PART_OF = checkpoint.part_of
+PART_OF = checkpoint_parts.part_of
 PROGRESS_OF = sealing.progress_of
 DROP = BucketLife._drop
 
@@ -42,7 +42,7 @@ def bits_under_the_names_of_sources_are_overlooked(patch: pytest.MonkeyPatch) ->
     ) -> BucketProgress | None:
         return by_bucket.get(name)
 
-    patch.setattr(progress, "of_bucket", of_bucket)
+    patch.setattr(stored_progress, "of_bucket", of_bucket)
 
 
 def a_bucket_is_dropped_before_a_merge_of_it_is_learned(patch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def a_missing_bucket_counts_as_damaged(patch: pytest.MonkeyPatch) -> None:
 
 
 def who_was_overtaken_gives_the_shard_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(manifests, "overtaken", lambda refused, epoch: None)
+    patch.setattr(topic_commits, "overtaken", lambda refused, epoch: None)
 
 
 def nobody_looks_for_merges(patch: pytest.MonkeyPatch) -> None:
@@ -95,20 +95,20 @@ def a_seal_stores_nothing_of_the_buckets_before_it(patch: pytest.MonkeyPatch) ->
 
 
 def a_checkpoint_has_the_rows_of_the_shared_index_alone(patch: pytest.MonkeyPatch) -> None:
-    def part_of(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+    def part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
         return dataclasses.replace(PART_OF(cut), own_rows=())
 
-    patch.setattr(checkpoint, "part_of", part_of)
+    patch.setattr(checkpoint_parts, "part_of", part_of)
 
 
 def rows_that_are_being_sealed_are_restored_for_all(patch: pytest.MonkeyPatch) -> None:
-    def part_of(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+    def part_of(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
         part = PART_OF(cut)
         return dataclasses.replace(
             part, sealing=tuple(dataclasses.replace(each, subscription_id=0) for each in part.sealing)
         )
 
-    patch.setattr(checkpoint, "part_of", part_of)
+    patch.setattr(checkpoint_parts, "part_of", part_of)
 
 
 def rows_of_a_subscription_that_is_no_more_are_restored(patch: pytest.MonkeyPatch) -> None:

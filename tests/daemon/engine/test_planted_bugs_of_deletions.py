@@ -13,9 +13,9 @@ import pytest
 
 from daemon.core.deletions import life, retrying
 from daemon.core.deletions.waiting import Waiting
-from daemon.engine.deletion_workers import DeletionWorkers
-from daemon.engine.ledger_deleting import Attempt, ShardDeletions
 from daemon.errors import TarryError
+from daemon.ledger_deletion.deletion_workers import DeletionWorkers
+from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
 from daemon.ledger_stores.ledger_store import DeletionFailed
 from storage_backends.formats.deletion_format import DeletionAnswer, LedgerComponent
 from storage_backends.memory_store import MemoryStore

@@ -12,11 +12,11 @@ import pytest
 from daemon.core import batch_parts, redelivering
 from daemon.core.in_flight import InFlight
 from daemon.core.redelivering import Redelivering
-from daemon.core.subscription import SubscriptionState
-from daemon.engine.acknowledging import Acknowledging
-from daemon.engine.redelivering import TopicRedelivery
-from daemon.engine.served_topic import ServedTopic
+from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import TarryError
+from daemon.subscription.acknowledging import Acknowledging
+from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.topic.served_topic import ServedTopic
 from tests.daemon.engine import test_ack_timeouts as timeouts
 from tests.daemon.engine import test_nack_races as races
 from tests.daemon.engine import test_nacked_positions as positions
@@ -33,7 +33,7 @@ def nobody_waits_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("daemon.engine.acknowledging.STALL_ANSWER_S", 10_000.0)
+    patch.setattr("daemon.subscription.acknowledging.STALL_ANSWER_S", 10_000.0)
 
 
 def times_are_rounded_down(patch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,10 @@ def an_extension_moves_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def time_outs_are_looked_for_everywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("daemon.engine.redelivering._timeout_ms", lambda state: state.stored.policy.ack_timeout_ms or 1 << 40)
+    patch.setattr(
+        "daemon.subscription.negative_acknowledging._timeout_ms",
+        lambda state: state.stored.policy.ack_timeout_ms or 1 << 40,
+    )
     patch.setattr(TopicRedelivery, "watch", lambda self, state: self._arm())
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from daemon.core.withdrawals import Withdrawals
-from daemon.engine.group_commit import GroupCommit
-from daemon.engine.served_topic import ServedTopic
-from daemon.engine.topic_gate import TopicGate
-from daemon.engine.withdrawing import Withdrawing
 from daemon.errors import TarryError
+from daemon.shard.group_commit import GroupCommit
+from daemon.topic.served_topic import ServedTopic
+from daemon.topic.topic_gate import TopicGate
+from daemon.topic.topic_withdrawing import Withdrawing
 from tests.daemon.engine import test_withdrawal_races as races
 from tests.daemon.engine import test_withdrawals as stories
 from tests.daemon.engine.test_withdrawals import cancelled, rescheduled
@@ -84,7 +84,7 @@ def that_there_is_nothing_is_said_without_asking_the_store(patch: pytest.MonkeyP
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("daemon.engine.withdrawing.STALL_ANSWER_S", 10_000.0)
+    patch.setattr("daemon.topic.topic_withdrawing.STALL_ANSWER_S", 10_000.0)
     patch.setattr(GroupCommit, "check_accepting", lambda self: None)
 
 

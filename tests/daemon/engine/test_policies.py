@@ -7,9 +7,10 @@ import dataclasses
 
 import pytest
 
-from daemon.engine import calls, topic_settings
-from daemon.engine.calls import SubscriptionPolicy, TopicPolicy
+from daemon import call_values
+from daemon.call_values import SubscriptionPolicy, TopicPolicy
 from daemon.errors import AlreadyExists, DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, TarryError
+from daemon.topic_terms import topic_settings
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests.daemon.engine.calling import create, get, rows_of, stats
 from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
@@ -23,7 +24,7 @@ def set_policy(daemon: Daemon, policy: TopicPolicy, topic: str = "t") -> asyncio
     return daemon.call(daemon.engine.requests.set_topic_policy(topic, policy))
 
 
-def policies(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.TopicPolicies]:
+def policies(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.TopicPolicies]:
     return daemon.call(daemon.engine.requests.topic_policy(topic))
 
 
@@ -31,7 +32,7 @@ def update(daemon: Daemon, policy: SubscriptionPolicy, subscription: str = "s") 
     return daemon.call(daemon.engine.requests.update_subscription("t", subscription, policy))
 
 
-def seal(daemon: Daemon, topic: str = "t") -> asyncio.Task[calls.Sealed]:
+def seal(daemon: Daemon, topic: str = "t") -> asyncio.Task[call_values.Sealed]:
     return daemon.call(daemon.engine.requests.seal(topic))
 
 
@@ -364,7 +365,7 @@ async def test_a_seal_on_request_is_answered_when_the_bucket_is_committed(machin
     sealed = await sealing
     assert sealed.rows == 30
     assert machines.keys(sealed.bucket)
-    assert await seal(one) == calls.Sealed(rows=0, bucket="")
+    assert await seal(one) == call_values.Sealed(rows=0, bucket="")
     one.kill()
     two = await machines.served_by("one")
     page = await two.call(two.engine.requests.list_buckets("t", 10, ""))
@@ -390,13 +391,13 @@ async def test_a_seal_of_what_has_left_makes_no_bucket(machines: EngineFixture) 
     one = await machines.served_by()
     await one.add("t", 1, range(30), delay_ms=60_000)
     await one.call(one.engine.requests.clear("t", None))
-    assert await seal(one) == calls.Sealed(rows=0, bucket="")
+    assert await seal(one) == call_values.Sealed(rows=0, bucket="")
 
 
 async def test_a_seal_that_the_store_holds_up_is_unknown_and_goes_on(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("daemon.engine.topic_changes.SEAL_ANSWER_S", 5.0)
+    monkeypatch.setattr("daemon.shard.topic_changes.SEAL_ANSWER_S", 5.0)
     one = await machines.served_by()
     await one.add("t", 1, range(30), delay_ms=200_000)
     one.script.plan("put", Fault.FAIL_BEFORE, key_part="/buckets/", times=30)

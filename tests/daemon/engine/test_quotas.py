@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon.engine.calls import AddBatch, AddOutcome, Caller, RescheduleBatch, RescheduleOutcome, TopicPolicy
+from daemon.call_values import AddBatch, AddOutcome, Caller, RescheduleBatch, RescheduleOutcome, TopicPolicy
 from daemon.errors import NotFound, QuotaExceeded
 from tests.daemon.engine.calling import clear, create, stats
 from tests.support.engine_fixture import Daemon, EngineFixture

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from daemon.engine.calls import NackOutcome, SubscriptionPolicy, TopicPolicy
-from daemon.engine.served_topic import SEALING_MAX
+from daemon.call_values import NackOutcome, SubscriptionPolicy, TopicPolicy
 from daemon.errors import DelayTooLong, InvalidArgument, QuotaExceeded
+from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests.daemon.engine.calling import stats

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from daemon.engine.dispatch import StreamClosed
 from daemon.errors import NotFound, TarryError
+from daemon.subscription.open_stream import StreamClosed
 from tests.daemon.engine.calling import held
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
 from tests.support.fault_store import Fault

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from daemon.core.deletions.listing import ListedState
-from daemon.engine import sweeping
-from daemon.engine.deletion_calls import SweepWish
 from daemon.errors import (
     Unavailable,
 )
+from daemon.ledger_deletion import sweeping
+from daemon.ledger_deletion.deletion_values import SweepWish
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
 from tests.daemon.engine.sweeps import (

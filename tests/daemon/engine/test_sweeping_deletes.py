@@ -8,13 +8,13 @@ import pytest
 
 from daemon.core.deletions import orphans
 from daemon.core.deletions.listing import ListedState
-from daemon.engine import sweeping
-from daemon.engine.served_topic import ServedTopic
-from daemon.engine.shard import ServedShard
 from daemon.errors import (
     Corruption,
     QuotaExceeded,
 )
+from daemon.ledger_deletion import sweeping
+from daemon.shard.shard import ServedShard
+from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tests.daemon.engine.sweeps import (
     BODY_BYTES,

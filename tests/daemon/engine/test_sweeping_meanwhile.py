@@ -9,8 +9,6 @@ import pytest
 
 from daemon.core.deletions import orphans
 from daemon.core.deletions.listing import ListedState
-from daemon.engine import sweeping
-from daemon.engine.deletion_calls import SweepProgress, SweepWish
 from daemon.errors import (
     Conflict,
     InvalidArgument,
@@ -19,6 +17,8 @@ from daemon.errors import (
     QuotaExceeded,
     Unavailable,
 )
+from daemon.ledger_deletion import sweeping
+from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
 from daemon.ledger_stores.ledger_store import InUseAnswer
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent

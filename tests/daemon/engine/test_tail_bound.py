@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from daemon.engine import tail_bound
-from daemon.engine.tail_bound import AT_ONCE, RETRY_S, Tail, TailBound
+from daemon.surroundings import tail_bound
+from daemon.surroundings.tail_bound import AT_ONCE, RETRY_S, Tail, TailBound
 from storage_backends.formats import names
 from tests.support.engine_fixture import Daemon, EngineFixture
 from tests.support.fault_store import Fault

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
 from tests.daemon.engine.calling import acknowledge, clear, create, delete_topic, get, held, rows_of, stats, trim, up_to
 from tests.support.engine_fixture import EngineFixture, no_positions
@@ -20,7 +20,7 @@ SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.
 async def test_a_deleted_topic_is_gone_with_its_rows_subscriptions_and_policy(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SMALL)
     receiver = await one.receiver("t", "s")
-    await one.call(one.engine.requests.set_topic_policy("t", calls.TopicPolicy(delay_max_ms=100_000)))
+    await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy(delay_max_ms=100_000)))
     await one.add("t", 1, range(30), delay_ms=0)
     await one.add("t", 1, range(30, 50), delay_ms=50_000)
     await receiver.received(30)
@@ -40,7 +40,7 @@ async def test_a_deleted_topic_is_gone_with_its_rows_subscriptions_and_policy(ma
     found = await stats(two)
     assert (found.incarnation, found.pending, found.buckets, found.subscriptions) == (2, 5, 0, ())
     policies = await two.call(two.engine.requests.topic_policy("t"))
-    assert policies.stored == calls.TopicPolicy()
+    assert policies.stored == call_values.TopicPolicy()
     again = await two.receiver("t", "s")
     await again.received(5)
     await asyncio.sleep(60)
@@ -58,7 +58,7 @@ async def test_a_topic_is_born_again_by_an_add_or_a_subscription_or_a_policy(mac
         elif number == 3:
             await create(one)
         else:
-            await one.call(one.engine.requests.set_topic_policy("t", calls.TopicPolicy()))
+            await one.call(one.engine.requests.set_topic_policy("t", call_values.TopicPolicy()))
         assert (await stats(one)).incarnation == number
 
 
@@ -267,7 +267,7 @@ async def test_two_deletions_at_the_same_time_delete_once(machines: EngineFixtur
     one = await machines.served_by()
     await one.add("t", 1, [1])
     answers = await asyncio.gather(delete_topic(one), delete_topic(one), return_exceptions=True)
-    assert sum(isinstance(answer, calls.TopicDeleted) for answer in answers) == 1
+    assert sum(isinstance(answer, call_values.TopicDeleted) for answer in answers) == 1
     assert sum(isinstance(answer, Unavailable) for answer in answers) == 1
 
 

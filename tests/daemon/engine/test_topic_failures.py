@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from daemon.core.subscription import SubscriptionState
+from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
-from daemon.durability import checkpoint
-from daemon.engine import shard
-from daemon.engine.bucket_life import BucketLife
-from daemon.engine.failure_scope import TopicFailed
-from daemon.engine.manifests import TopicCommits
-from daemon.engine.topic_loading import TopicLoading
 from daemon.errors import Corruption, InvariantViolated
+from daemon.shard import shard
+from daemon.shard.topic_loading import TopicLoading
+from daemon.surroundings.failure_scope import TopicFailed
+from daemon.topic import checkpoint_parts
+from daemon.topic.bucket_life import BucketLife
+from daemon.topic.topic_commits import TopicCommits
 from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
 from tests.daemon.engine.calling import delete_topic, trim, up_to
@@ -175,7 +175,7 @@ async def test_a_birth_that_fails_when_its_caller_has_gone_is_told_and_is_no_unh
 def cutting(patch: pytest.MonkeyPatch) -> None:
     cut = BucketLife.cut
 
-    def broken(life: BucketLife) -> checkpoint.TopicCut:
+    def broken(life: BucketLife) -> checkpoint_parts.TopicCut:
         if life._topic.name == FAILING:
             raise InvariantViolated("what cannot be cut")
         return cut(life)
@@ -184,14 +184,14 @@ def cutting(patch: pytest.MonkeyPatch) -> None:
 
 
 def telling(patch: pytest.MonkeyPatch) -> None:
-    part_of = checkpoint.part_of
+    part_of = checkpoint_parts.part_of
 
-    def broken(cut: checkpoint.TopicCut) -> checkpoint_format.TopicPart:
+    def broken(cut: checkpoint_parts.TopicCut) -> checkpoint_format.TopicPart:
         if cut.topic == FAILING:
             raise KeyError("what is not there")
         return part_of(cut)
 
-    patch.setattr(checkpoint, "part_of", broken)
+    patch.setattr(checkpoint_parts, "part_of", broken)
 
 
 @pytest.mark.parametrize("breaks", [cutting, telling])
@@ -226,7 +226,7 @@ async def test_an_orderly_end_gives_a_shard_up_though_a_topic_of_it_cannot_be_to
     await one.add(FAILING, 1, range(10), HOUR_MS)
     cut, broken = BucketLife.cut, 0
 
-    def broken_once(life: BucketLife) -> checkpoint.TopicCut:
+    def broken_once(life: BucketLife) -> checkpoint_parts.TopicCut:
         nonlocal broken
         broken += 1
         if broken == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.engine import topic_loading
+from daemon.shard import topic_loading
 from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy

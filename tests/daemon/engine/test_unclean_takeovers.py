@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from daemon.engine import calls
+from daemon import call_values
 from daemon.errors import Conflict, Unavailable
 from tests.daemon.engine import key_dispatching
 from tests.daemon.engine.calling import (
@@ -40,7 +40,7 @@ async def overtaken(machines: EngineFixture, one: Daemon) -> Daemon:
     return two
 
 
-async def withdrawn(machines: EngineFixture) -> tuple[Daemon, Daemon, asyncio.Task[calls.CancelOutcome]]:
+async def withdrawn(machines: EngineFixture) -> tuple[Daemon, Daemon, asyncio.Task[call_values.CancelOutcome]]:
     one = await machines.served_by("one", QUICK)
     await one.add("t", 1, range(10), delay_ms=DUE_MS)
     await one.add("t", 2, range(10), delay_ms=LONG_MS)

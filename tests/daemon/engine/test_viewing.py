@@ -9,11 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from daemon import config
-from daemon.durability import bucket_objects
-from daemon.engine import calls, viewing
-from daemon.engine.engine import Engine
+from daemon import call_values, config
 from daemon.errors import Corruption, InvalidArgument, NotFound, QuotaExceeded, Unavailable
+from daemon.owner.engine import Engine
+from daemon.topic import bucket_reads, viewing
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows
@@ -40,25 +39,25 @@ Shown = tuple[int, int, int]
 
 
 def scheduled(
-    daemon: Daemon, page_size: int = 0, after: calls.Place | None = None, **view: object
-) -> asyncio.Task[calls.ScheduledPage]:
-    asked = calls.View(**view)  # type: ignore[arg-type]
+    daemon: Daemon, page_size: int = 0, after: call_values.Place | None = None, **view: object
+) -> asyncio.Task[call_values.ScheduledPage]:
+    asked = call_values.View(**view)  # type: ignore[arg-type]
     return daemon.call(daemon.engine.requests.list_scheduled("t", asked, page_size, after))
 
 
-def histogram(daemon: Daemon, width_ms: int = 0, **view: object) -> asyncio.Task[calls.Histogram]:
-    asked = calls.View(**view)  # type: ignore[arg-type]
+def histogram(daemon: Daemon, width_ms: int = 0, **view: object) -> asyncio.Task[call_values.Histogram]:
+    asked = call_values.View(**view)  # type: ignore[arg-type]
     return daemon.call(daemon.engine.requests.histogram("t", asked, width_ms))
 
 
 def backlog(
     daemon: Daemon,
     page_size: int = 0,
-    after: calls.Place | None = None,
+    after: call_values.Place | None = None,
     *,
     subscription: str = "s",
     ledgers: tuple[int, int] | None = None,
-) -> asyncio.Task[calls.BacklogPage]:
+) -> asyncio.Task[call_values.BacklogPage]:
     return daemon.call(daemon.engine.requests.list_backlog("t", subscription, ledgers, page_size, after))
 
 
@@ -69,7 +68,7 @@ def shown(rows: Rows) -> list[Shown]:
 async def add_spread(daemon: Daemon, ledger_id: int, count: int, *, first_ms: int, step_ms: int) -> list[Shown]:
     """Entries of a ledger, each due a step after the one before."""
     times = np.arange(count, dtype=np.uint64) * np.uint64(step_ms) + np.uint64(first_ms)
-    batch = calls.AddBatch(
+    batch = call_values.AddBatch(
         ledger_id=np.full(count, ledger_id, np.uint64),
         entry_id=np.arange(count, dtype=np.uint64),
         deliver_at_ms=times,
@@ -139,7 +138,7 @@ async def test_rows_of_own_indexes_are_shown_with_the_names_of_their_subscriptio
     one, added = await with_buckets(machines, 1)
     await create(one, "other")
     own = machines.now_ms() + FAR_MS + 500
-    batch = calls.AddBatch(
+    batch = call_values.AddBatch(
         ledger_id=np.array([1, 1], np.uint64),
         entry_id=np.array([3, 300], np.uint64),
         deliver_at_ms=np.array([own, own + 1], np.uint64),
@@ -225,13 +224,13 @@ async def test_of_a_backlog_that_is_in_hand_no_segment_is_read_that_was_acknowle
     await receiver.received(51)
     await receiver.acknowledge(receiver.rows[:45])
     read: list[int] = []
-    read_segments = bucket_objects.read_segments
+    read_segments = bucket_reads.read_segments
 
     def counted(store: ObjectStore, key: str, segments: Sequence[SegmentInfo]) -> list[Rows]:
         read.append(len(segments))
         return read_segments(store, key, segments)
 
-    monkeypatch.setattr(bucket_objects, "read_segments", counted)
+    monkeypatch.setattr(bucket_reads, "read_segments", counted)
     cache = one.topic("t").core.indexes.cache
     for bucket in one.topic("t").core.indexes.sealed:
         cache.discard_bucket(bucket)
@@ -279,7 +278,7 @@ async def test_each_subscription_has_a_backlog_of_its_own(machines: EngineFixtur
 async def test_a_backlog_tells_what_waits_for_its_redelivery_until_when_and_how_often(machines: EngineFixture) -> None:
     one, added = await with_buckets(machines, 3)
     await asyncio.sleep((added[30][0] - machines.now_ms()) / 1000)
-    exact = calls.SubscriptionPolicy(nack_precision_bits=0)
+    exact = call_values.SubscriptionPolicy(nack_precision_bits=0)
     await one.call(one.engine.requests.update_subscription("t", "s", exact))
     rows = rows_of(await get(one, 20, lease_ms=3_600_000))
     await nack(one, rows[5:15], delay_ms=60_000)
@@ -457,7 +456,7 @@ async def test_a_bucket_that_is_merged_and_collected_while_it_is_looked_at_is_lo
                 machines.store.delete(source)
         held.release()
         found = await looking
-        if isinstance(found, calls.ScheduledPage):
+        if isinstance(found, call_values.ScheduledPage):
             assert shown(found.rows) == added
         else:
             assert found.rows.sum() == len(added)
@@ -551,7 +550,7 @@ async def test_counting_a_million_rows_takes_the_loop_next_to_nothing() -> None:
     async with real_engine.serving(settings) as engine:
         from_ms = time.time_ns() // 1_000_000 + 3_600_000
         for number in range(requests):
-            batch = calls.AddBatch(
+            batch = call_values.AddBatch(
                 ledger_id=np.full(count, number, np.uint64),
                 entry_id=random.permutation(count).astype(np.uint64),
                 deliver_at_ms=(from_ms + random.integers(0, 86_400_000, count)).astype(np.uint64),
@@ -569,7 +568,7 @@ async def test_counting_a_million_rows_takes_the_loop_next_to_nothing() -> None:
 
 async def _check_histogram(engine: Engine, from_ms: int, rows: int) -> None:
     loop_began_s, all_began_s = time.thread_time(), time.process_time()
-    view = calls.View(from_ms=from_ms, until_ms=from_ms + 86_400_000)
+    view = call_values.View(from_ms=from_ms, until_ms=from_ms + 86_400_000)
     found = await engine.requests.histogram("t", view, 10_000)
     on_loop_s, in_all_s = time.thread_time() - loop_began_s, time.process_time() - all_began_s
     assert found.rows.sum() == rows

@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf import message, message_factory
 
-from daemon import config
-from daemon.engine import calls
+from daemon import call_values, config
 from daemon.grpc_services import server
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
 from tests.support.fake_engine import FakeEngine
@@ -133,5 +132,5 @@ async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edg
 
 
 @pytest.fixture
-def unhealthy() -> calls.Health:
-    return calls.Health(serving=False, reason="the store does not answer")
+def unhealthy() -> call_values.Health:
+    return call_values.Health(serving=False, reason="the store does not answer")

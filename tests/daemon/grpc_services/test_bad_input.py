@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import message
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.daemon.grpc_services import refusals
 from tests.daemon.grpc_services.bad_calls import (

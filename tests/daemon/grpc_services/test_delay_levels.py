@@ -10,7 +10,7 @@ import pytest
 
 from daemon import config
 from daemon.core.delay_levels import DEFAULT_TABLE
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tests.daemon.grpc_services.conftest import Edge

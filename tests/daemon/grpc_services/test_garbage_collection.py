@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from tarry.v1 import admin_pb2 as pb

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests.daemon.grpc_services.conftest import Edge
 from tests.support import either_engine

@@ -10,9 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from daemon import config
-from daemon.engine import calls
-from daemon.engine.engine import Engine
+from daemon import call_values, config
+from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
@@ -159,7 +158,7 @@ async def test_a_caller_that_goes_away_while_it_waits_leases_nothing(
     begun, ended = asyncio.Event(), asyncio.Event()
     get_scheduled = subscribed.engine.requests.get_scheduled
 
-    async def watched(*arguments: Any, **fields: Any) -> calls.Leased:
+    async def watched(*arguments: Any, **fields: Any) -> call_values.Leased:
         begun.set()
         try:
             return await get_scheduled(*arguments, **fields)
@@ -218,7 +217,7 @@ class TestRowsThatNobodyReceived:
         leased = asyncio.Event()
         get_scheduled = engine.get_scheduled
 
-        async def slowly(*arguments: Any, **fields: Any) -> calls.Leased:
+        async def slowly(*arguments: Any, **fields: Any) -> call_values.Leased:
             answer = await get_scheduled(*arguments, **fields)
             leased.set()
             with contextlib.suppress(asyncio.CancelledError):
@@ -235,7 +234,7 @@ class TestRowsThatNobodyReceived:
         await engine.until(lambda: not subscription.in_flight)
 
     async def test_the_epoch_and_what_needs_a_rebuild_come_along(self, subscribed: Edge) -> None:
-        subscribed.engine.rebuild_needed = (calls.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+        subscribed.engine.rebuild_needed = (call_values.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
         answer = await get(subscribed)
         assert answer.messages.epoch == EPOCH
         (rebuild,) = answer.rebuild_needed

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.engine.engine import Engine
-from daemon.grpc_services import deletions
+from daemon.grpc_services import deletion_messages
+from daemon.owner.engine import Engine
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from tarry.v1 import (
@@ -286,7 +286,7 @@ async def of_deletions(calls: Calls, offloaded: MemoryStore) -> None:
 
 
 def deletion_of(ledger: OwnedLedger) -> ledger_deletion_pb2.PendingDelete:
-    return deletions.pending_delete_message(ledger.pending_delete())
+    return deletion_messages.pending_delete_message(ledger.pending_delete())
 
 
 async def call(calls: Calls, method: str, request: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb

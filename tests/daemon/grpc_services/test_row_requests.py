@@ -11,9 +11,8 @@ from google.protobuf import message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon import errors
-from daemon.engine import calls
-from daemon.grpc_services import columns, row_requests
+from daemon import call_values, errors
+from daemon.grpc_services import row_requests, wire_columns
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -104,7 +103,7 @@ def listed(*columns_read: Any) -> list[list[int] | None]:
 def add_by_runtime(data: bytes) -> Read | None:
     try:
         request = delayed_delivery_pb2.StreamAddMessagesRequest.FromString(data)
-        batch = columns.add_batch(request.add)
+        batch = wire_columns.add_batch(request.add)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     assert not batch.return_already_due or request.add.already_due
@@ -125,7 +124,7 @@ def add_by_bytes(data: bytes) -> Read | None:
 def acknowledge_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        positions = columns.handed_out(request.acknowledge)
+        positions = wire_columns.handed_out(request.acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return Read(request.acknowledge.request_id, "", None, of_positions(positions))
@@ -139,14 +138,14 @@ def acknowledge_by_bytes(data: bytes) -> Read | None:
     return Read(request_id, "", None, of_positions(positions))
 
 
-def of_positions(positions: calls.HeldPositions) -> list[list[int] | None]:
+def of_positions(positions: call_values.HeldPositions) -> list[list[int] | None]:
     return listed(positions.ledger_id, positions.entry_id, positions.deliver_at_ms, positions.batch_index)
 
 
 def nack_by_runtime(data: bytes) -> Read | None:
     try:
         request = dispatch_pb2.SubscribeRequest.FromString(data)
-        nack = columns.nack(request.negative_acknowledge)
+        nack = wire_columns.nack(request.negative_acknowledge)
     except (message.DecodeError, errors.InvalidArgument):
         return None
     return read_nack(request.negative_acknowledge.request_id, nack)
@@ -157,7 +156,7 @@ def nack_by_bytes(data: bytes) -> Read | None:
     return None if read is None else read_nack(*read)
 
 
-def read_nack(request_id: int, nack: calls.Nack) -> Read:
+def read_nack(request_id: int, nack: call_values.Nack) -> Read:
     of_nack = [*of_positions(nack.positions), *listed(nack.delay_ms, nack.delay_level, nack.key_hash)]
     return Read(request_id, nack.text, str(nack.reject), of_nack)
 

@@ -10,15 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from daemon import config
-from daemon.engine import calls
+from daemon import call_values, config
 from daemon.grpc_services import (
-    admin,
+    admin_service,
     cluster_service,
-    delayed_delivery,
-    dispatch,
+    delayed_delivery_service,
+    dispatch_service,
     inspect_service,
-    ledger_deletion,
+    ledger_deletion_service,
     server,
 )
 from tarry.v1 import delayed_delivery_pb2 as pb
@@ -41,11 +40,11 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 @pytest.mark.parametrize(
     ("module", "service"),
     [
-        (delayed_delivery, delayed_delivery.DelayedDelivery),
-        (dispatch, dispatch.Dispatch),
+        (delayed_delivery_service, delayed_delivery_service.DelayedDelivery),
+        (dispatch_service, dispatch_service.Dispatch),
         (inspect_service, inspect_service.Inspect),
-        (admin, admin.Admin),
-        (ledger_deletion, ledger_deletion.LedgerDeletion),
+        (admin_service, admin_service.Admin),
+        (ledger_deletion_service, ledger_deletion_service.LedgerDeletion),
         (cluster_service, cluster_service.Cluster),
     ],
 )
@@ -58,13 +57,13 @@ def test_each_call_of_the_contract_has_a_handler(module: Any, service: Any, sett
 
 
 @pytest.mark.parametrize("service", SERVICES)
-async def test_health_follows_the_engine(edge: Edge, unhealthy: calls.Health, service: str) -> None:
+async def test_health_follows_the_engine(edge: Edge, unhealthy: call_values.Health, service: str) -> None:
     stub = health_pb2_grpc.HealthStub(edge.caller.channel)
     watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(service=service), timeout=300)
     assert (await watch.read()).status == SERVING
     edge.engine.set_health(unhealthy)
     assert (await watch.read()).status == NOT_SERVING
-    edge.engine.set_health(calls.Health(serving=True, reason=""))
+    edge.engine.set_health(call_values.Health(serving=True, reason=""))
     assert (await watch.read()).status == SERVING
     watch.cancel()
 

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from daemon import config
-from daemon.engine.engine import Engine
+from daemon.owner.engine import Engine
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ListedObject

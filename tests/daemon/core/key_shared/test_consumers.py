@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.core.key_shared.consumers import Consumers, Joining
+from daemon.core.key_shared.key_consumers import Consumers, Joining
 from daemon.errors import InvariantViolated
 from tests.daemon.core.key_shared.keyed import u16, u32
 

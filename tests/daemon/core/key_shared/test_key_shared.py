@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from daemon.core.key_shared import key_shared
+from daemon.core.key_shared import key_share
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
@@ -154,7 +154,7 @@ def test_the_key_of_a_planned_position_that_waits_is_kept_when_it_is_nacked() ->
 
 
 def test_planned_positions_that_are_ready_count_among_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_shared, "PLANNED_WAITING_MAX", 10)
+    monkeypatch.setattr(key_share, "PLANNED_WAITING_MAX", 10)
     topic = SharedTopic()
     one, _ = topic.numbers
     (key,) = topic.keys_of(one)

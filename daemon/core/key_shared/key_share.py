@@ -1,0 +1,658 @@
+"""Key_Shared order (PIP-282, then draining hashes): who receives which row, and when.
+
+Owns: sharing what is READY among consumers, so that the rows of a hash are at one consumer at a time and in order; what
+waits for that; what is taken back when a row is negatively acknowledged; plans for messages that are not delayed.
+Does not own: READY and IN_FLIGHT (`subscription_state`), keys of planned positions (`planned_positions`), decisions on
+rows (`acknowledgements`, `redelivering`), what is shown (`stats`), and streams (the engine).
+
+    READY -> waits for its hash or for permits -> IN_FLIGHT at the consumer that has the hash
+
+A row goes when its hash has a consumer with permits, no row of the hash waits before it, no row of the hash is NACKED
+(`nack_order` BLOCK_KEY), and by the order that the policy names: nobody else holds rows of the hash (draining hashes),
+or its consumer did not join before the row could go (last sent position). All of that is columns and tables of 65,536
+hash slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from pyroaring import BitMap64
+
+from daemon.core.backlog_reader import BacklogReader
+from daemon.core.in_flight import InFlight, Mask, Places
+from daemon.core.key_shared import selectors
+from daemon.core.key_shared.draining_hashes import DrainingHashes
+from daemon.core.key_shared.hash_holds import HashHolds
+from daemon.core.key_shared.hash_slots import ALL_SLOTS, HASH_SLOTS, U16, slots_of
+from daemon.core.key_shared.key_consumers import I64, Consumers, Joining
+from daemon.core.key_shared.key_planning import Planning
+from daemon.core.key_shared.last_sent_position import LastSentPosition
+from daemon.core.key_shared.let_go import LetGo
+from daemon.core.key_shared.nack_order import BlockingNacks
+from daemon.core.key_shared.planned_positions import PlannedPositions
+from daemon.core.key_shared.position_order import PositionOrder
+from daemon.core.key_shared.ready import Ready
+from daemon.core.key_shared.waiting_rows import WaitingRows
+from daemon.core.positions import KeyedRows, PagePlaces, bitmap_of, contained, keys_of
+from daemon.errors import QuotaExceeded
+from storage_backends.formats.index_ids import are_of_batch_parts
+from storage_backends.formats.manifest import KeyOrder, KeySharedPolicy, NackOrder
+from storage_backends.formats.row_columns import U32, U64, Rows
+
+# Rows that one hand-out looks at, for each that it may hand out: most may have to wait.
+LOOKED_AT_A_ROW = 2
+# As many at once, however few may be handed out: each look has its price.
+LOOKED_AT_LEAST_ROWS = 256
+# A grant beyond this is cut: nobody holds more.
+PERMITS_MAX = (1 << 32) - 1
+# Planned positions that may wait: they are in memory.
+PLANNED_WAITING_MAX = 200_000
+PLANNED_WAITING_RETRY_MS = 1_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Assigned:
+    """Rows that are at consumers of a stream: `consumers`, u32[n], their numbers."""
+
+    stream: int
+    rows: KeyedRows
+    consumers: U32
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Sent:
+    """Rows and the ordinals of who received them."""
+
+    rows: KeyedRows
+    consumers: U16
+
+
+_NOTHING_SENT = _Sent(KeyedRows.empty(), np.empty(0, np.uint16))
+
+
+class KeyShared:
+    """How one subscription is shared by key, while somebody has it open so.
+
+    `policy`: in force as long as this is. `is_whole`: what was NACKED before is known; until then nothing is handed
+    out. `let_go`: while there are rows for which `waiting`, at `waiting_rows_max`, has no room.
+    """
+
+    def __init__(
+        self, policy: KeySharedPolicy, ready: Ready, places: PagePlaces, *, waiting_rows_max: int, elapsed_ms: int
+    ) -> None:
+        self.policy = policy
+        self.is_whole = True
+        self.consumers = Consumers()
+        self.selector = selectors.selector_of(policy.selector, policy.points_per_consumer)
+        self.last_sent = LastSentPosition()
+        self.planned = PlannedPositions(places)
+        self._places = places
+        order = PositionOrder(places)
+        self.waiting = WaitingRows(order)
+        self.let_go: LetGo | None = None
+        self._waiting_rows_max = waiting_rows_max
+        self._ready = ready
+        self._in_flight = ready.in_flight
+        in_order = not policy.allow_out_of_order_delivery
+        drains = in_order and policy.order is KeyOrder.DRAINING_HASHES
+        self.holds = HashHolds(self.consumers) if drains else None
+        self.holds_joined_back = in_order and policy.order is KeyOrder.LAST_SENT_POSITION
+        self.nacks: BlockingNacks | None = None
+        if policy.nack_order is NackOrder.BLOCK_KEY:
+            self.nacks = BlockingNacks(policy.nack_block_max_ms, self._in_flight, order)
+        self.plans = Plans(self, ready)
+        self._planning = Planning(
+            self.selector,
+            self.draining,
+            None if self.nacks is None else self.nacks.blocks,
+            self.last_sent if self.holds_joined_back else None,
+            order,
+        )
+        self._elapsed_ms = elapsed_ms
+        # Something changed that rows wait for.
+        self._look_again = False
+        self._take_back_behind: list[KeyedRows] = []
+        self._in_flight.watcher = self.holds
+
+    @property
+    def draining(self) -> DrainingHashes | None:
+        """Who holds what of each hash; None where that does not matter."""
+        return None if self.holds is None else self.holds.draining
+
+    # ---- consumers
+
+    def join(self, joining: Sequence[Joining]) -> None:
+        """Consumers join, all or none of them. Raises InvalidArgument."""
+        ordinals = self.consumers.next_ordinals(len(joining))
+        self.selector.join(
+            [
+                selectors.Joiner(ordinal, consumer.name, consumer.hash_ranges)
+                for ordinal, consumer in zip(ordinals, joining, strict=True)
+            ]
+        )
+        self.consumers.join(joining)
+        if self.holds_joined_back:
+            for ordinal in ordinals:
+                self.last_sent.joined(ordinal)
+        self._look_again = True
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """Consumers are no more: what they held waits for others, in the order of positions."""
+        self.back(self._dismiss(numbers))
+
+    def _dismiss(self, numbers: Collection[int]) -> KeyedRows:
+        held = self._in_flight.take_dispatchers(numbers)
+        ordinals = [self.consumers.ordinal_of(number) for number in numbers]
+        self.selector.leave(ordinals)
+        self.consumers.leave(numbers)
+        for ordinal in ordinals:
+            self.last_sent.left(ordinal)
+        self._forget_departed()
+        self._look_again = True
+        return held
+
+    def close(self, stream: int) -> None:
+        """A stream is no more: its consumers leave, and its plans end, but for what others hold."""
+        held = self._dismiss(self.consumers.on_stream(stream))
+        self.consumers.set_full(stream, False)
+        ended = self.plans.close(stream)
+        self.back(held.take(~contained(held.keys, ended)) if ended else held)
+
+    def end(self) -> None:
+        """Nobody has the subscription open by key any more."""
+        self._in_flight.watcher = None
+
+    def grant(self, number: int, permits: int) -> None:
+        """That many more rows may be sent to a consumer."""
+        if self.consumers.grant(number, permits, PERMITS_MAX):
+            self._look_again = True
+
+    def held_rows(self, number: int) -> int:
+        """How many rows a consumer holds."""
+        return self._in_flight.held_rows(number)
+
+    def set_full(self, stream: int, is_full: bool) -> None:
+        """Whether a stream takes no rows now."""
+        self.consumers.set_full(stream, is_full)
+        if not is_full:
+            self._look_again = True
+
+    def settle(self, keys: BitMap64) -> None:
+        """What was decided of rows that were in flight is durable, or needs not be."""
+        if self.holds is not None:
+            self.holds.settle(keys)
+
+    def _forget_departed(self) -> None:
+        if self.holds is not None:
+            self.holds.forget_departed()
+            return
+        for number in self.consumers.departed:
+            self.consumers.forget(number)
+
+    # ---- handing out
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether `hand_out` might give something, or has something to look at."""
+        if not self.is_whole or self._ready.in_flight_room <= 0:
+            return False
+        if len(self.waiting) and self.something_changed():
+            return True
+        return bool(self._ready.ready_rows) and bool(self.consumers.permits().any())
+
+    @property
+    def blocked_attempts(self) -> int:
+        """How often a row was kept back for what another consumer holds of its hash."""
+        return 0 if self.draining is None else self.draining.attempts_total
+
+    def now(self, elapsed_ms: int) -> None:
+        """By a clock that never steps."""
+        self._elapsed_ms = elapsed_ms
+
+    def look_again(self) -> None:
+        """What waits may go."""
+        self._look_again = True
+
+    def something_changed(self) -> bool:
+        """Whether something changed that rows wait for."""
+        if self.draining is not None and self.draining.has_unblocked:
+            self.draining.take_unblocked()
+            self._look_again = True
+        if self.nacks is not None and self.nacks.blocks.take_unblocked():
+            self._look_again = True
+        if self.holds_joined_back and self.last_sent.take_released():
+            self._look_again = True
+        return self._look_again
+
+    def hand_out(self, limit: int, *, elapsed_ms: int) -> list[Assigned]:
+        """At most `limit` rows for the consumers of every stream, IN_FLIGHT from now on; of each stream in the order of
+        hand-out. Looks at a bounded number of READY rows: may be empty while `may_hand_out`.
+
+        `elapsed_ms`: now, by a clock that never steps.
+        """
+        self._elapsed_ms = elapsed_ms
+        if not self.is_whole:
+            return []
+        # They come before all that waits.
+        self.back(self._ready.take_redelivered())
+        room = min(limit, self._ready.in_flight_room)
+        sent = [self._hand_out_waiting(room)]
+        room -= len(sent[-1].rows)
+        look_at = LOOKED_AT_A_ROW * limit
+        while room > 0 and look_at > 0 and self._ready.ready_rows:
+            permits = self.consumers.permits()
+            if not permits.any():
+                break
+            rows = self._ready.take_ready(max(room, LOOKED_AT_LEAST_ROWS))
+            look_at -= len(rows)
+            sent.append(self.send_or_keep(self._fresh_of(rows), permits, room))
+            room -= len(sent[-1].rows)
+        if self._evictable_rows > self._waiting_rows_max:
+            self._evict(self._able_slots())
+        rows = KeyedRows.concat([each.rows for each in sent])
+        numbers = self.consumers.numbers_of(np.concatenate([each.consumers for each in sent]))
+        return self._by_stream(rows, numbers)
+
+    def _fresh_of(self, rows: KeyedRows) -> KeyedRows:
+        """Those of READY rows that never were delivered. Others are there where nobody listened when they came back."""
+        if rows.redelivery_count is None:
+            return rows
+        fresh = rows.redelivery_count == 0
+        self.back(rows.take(~fresh))
+        return rows.take(fresh)
+
+    def _hand_out_waiting(self, room: int) -> _Sent:
+        if room <= 0 or not len(self.waiting) or not self.something_changed():
+            return _NOTHING_SENT
+        self._look_again = False
+        permits, left = self.consumers.permits(), room
+        refused = np.zeros(HASH_SLOTS, np.bool_)
+
+        def choose(rows: KeyedRows, places: Places, slots: U16) -> U16:
+            nonlocal left
+            chosen = self._planning.choose(rows, places, slots, permits, left, refused)
+            used = np.bincount(chosen, minlength=len(permits))
+            left -= len(chosen) - int(used[0])
+            used[0] = 0
+            np.subtract(permits, used, out=permits)
+            return chosen
+
+        rows, consumers = self.waiting.take(choose)
+        # What was not looked at for want of room may go next.
+        self._look_again = not left
+        return self._sent(rows, consumers)
+
+    def send_or_keep(self, rows: KeyedRows, permits: I64, room: int) -> _Sent:
+        """Rows that never were delivered, in order: what may go goes, the others wait."""
+        slots = slots_of(rows.key_hash())
+        must_wait = self.waiting.by_slot[slots] > 0
+        if self.let_go is not None:
+            must_wait |= self.let_go.are_let_go(slots)
+        places = np.flatnonzero(~must_wait)
+        consumers = np.zeros(len(rows), np.uint16)
+        consumers[places] = self._planning.choose(rows, places, slots[places], permits, room)
+        sent = np.flatnonzero(consumers)
+        if len(sent) == room and sent[-1] + 1 < len(rows):
+            # There is no room for what follows, whether it may go or not.
+            end = sent[-1] + 1
+            self._ready.put_first(rows.take(slice(end, None)))
+            rows, consumers = rows.take(slice(0, end)), consumers[:end]
+        kept = consumers == 0
+        if kept.any():
+            self._keep(rows.take(kept))
+            rows, consumers = rows.take(~kept), consumers[~kept]
+        return self._sent(rows, consumers)
+
+    def _keep(self, rows: KeyedRows) -> None:
+        """Rows that never were delivered must wait."""
+        if self.let_go is None:
+            self.waiting.add_fresh(rows)
+            return
+        let_go = self.let_go.are_let_go(slots_of(rows.key_hash()))
+        planned = self.planned.are_planned(rows.keys)
+        self.let_go.add(rows.take(let_go & ~planned))
+        self.waiting.add_last(rows.take(let_go & planned))
+        self.waiting.add_fresh(rows.take(~let_go))
+
+    # ---- what there is no room for
+
+    @property
+    def _evictable_rows(self) -> int:
+        """About how many rows wait that can be let go: planned positions cannot be found again."""
+        planned_rows = self.waiting.keys.intersection_cardinality(self.planned.keys)
+        return self.waiting.never_delivered_rows - planned_rows
+
+    def _able_slots(self) -> Mask:
+        """bool[65536]: of which rows could go now, if there were any."""
+        return self._planning.are_able(ALL_SLOTS, self.consumers.permits())
+
+    def _evict(self, able: Mask) -> None:
+        """Rows that cannot go are let go."""
+        rows = self.waiting.evict(~able, self.planned.keys)
+        if len(rows):
+            if self.let_go is None:
+                self.let_go = LetGo()
+            self.let_go.evict(rows)
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether rows that were let go are to be sought now."""
+        if self.let_go is None or self._ready.in_flight_room <= 0:
+            return False
+        if self.let_go.reader is None:
+            return bool((self.let_go.slots & self._able_slots()).any())
+        # With one more, what cannot go makes room.
+        return self._evictable_rows <= self._waiting_rows_max
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether who seeks them has found all but those that come behind a row which is not passed."""
+        return self.let_go is not None and self.let_go.reader is not None and self.let_go.reader.is_held_up
+
+    def seek_let_go(self, reader: BacklogReader) -> None:
+        """Rows that were let go and can go are sought. `reader`: at the beginning of the backlog."""
+        if self.let_go is not None:
+            able = self._able_slots()
+            if 2 * self._evictable_rows > self._waiting_rows_max:
+                self._evict(able)
+            self.let_go.seek(able, reader)
+
+    def found_let_go(self, rows: KeyedRows, passed_over: KeyedRows, *, are_all: bool) -> None:
+        """Rows that the reader found, in due order, at nobody; those it passed over that are READY; whether it is at
+        the end.
+        """
+        if self.let_go is None:
+            return
+        self.waiting.add_fresh(self.let_go.found(self._fresh_of(rows), passed_over))
+        if are_all:
+            self.let_go.end()
+            self.waiting.end_last(self.let_go.slots)
+            if not self.let_go.slots.any():
+                self.let_go = None
+        self._look_again = True
+
+    def _sent(self, rows: KeyedRows, consumers: U16) -> _Sent:
+        if len(rows):
+            self.consumers.sent(consumers)
+            self._in_flight.add(rows, self.consumers.numbers_of(consumers), elapsed_ms=self._elapsed_ms)
+            if self.nacks is not None and self.nacks.taken_back:
+                self.nacks.taken_back -= bitmap_of(rows.keys)
+            planned = self.planned.are_planned(rows.keys)
+            if planned.any():
+                self.last_sent.sent(rows.rows.ledger_id[planned], rows.rows.entry_id[planned])
+        return _Sent(rows, consumers)
+
+    def _by_stream(self, rows: KeyedRows, numbers: U32) -> list[Assigned]:
+        if not len(rows):
+            return []
+        streams = self.consumers.streams_of(self.consumers.ordinals_of(numbers))
+        if (streams == streams[0]).all():
+            return [Assigned(int(streams[0]), rows, numbers)]
+        of_streams = [(stream, streams == stream) for stream in np.unique(streams).tolist()]
+        return [Assigned(stream, rows.take(mine), numbers[mine]) for stream, mine in of_streams]
+
+    def back(self, rows: KeyedRows) -> None:
+        """Rows that were delivered before wait, before all others."""
+        if len(rows):
+            self.waiting.add_back(rows)
+            self._look_again = True
+
+    # ---- negative acknowledgements
+
+    def learn_nacked(self, rows: KeyedRows) -> None:
+        """Rows that were NACKED before the subscription was opened by key, and still are."""
+        if self.nacks is not None:
+            self.nacks.blocks.nacked(rows.keys, slots_of(rows.key_hash()), elapsed_ms=self._elapsed_ms)
+
+    def knows_nacked(self) -> None:
+        """All of them are known: rows may be handed out."""
+        self.is_whole = True
+
+    def nacked(self, rows: KeyedRows) -> None:
+        """Rows are about to be NACKED, and at nobody: later ones of their hashes wait."""
+        if self.nacks is not None and len(rows):
+            slots = slots_of(rows.key_hash())
+            self.nacks.blocks.nacked(rows.keys, slots, elapsed_ms=self._elapsed_ms)
+            if self.draining is None or self.draining.unacked[slots].any():
+                self._take_back_behind.append(rows)
+
+    def take_back(self) -> list[Assigned]:
+        """Takes back what consumers hold behind rows that came to be NACKED since the last call. Call when a request
+        that names such rows is decided as a whole, before anything else happens.
+        """
+        if self.nacks is None or not self._take_back_behind:
+            return []
+        nacked, self._take_back_behind = KeyedRows.concat(self._take_back_behind), []
+        rows, numbers = self.nacks.take_behind(nacked)
+        assigned = self._by_stream(rows, numbers)
+        self.back(rows)
+        return assigned
+
+    def are_kept_back(self, rows: KeyedRows) -> Mask:
+        """Which of the rows, none of which is in flight or NACKED, nobody may name for now: see `nack_order`."""
+        if self.nacks is None:
+            return np.zeros(len(rows), np.bool_)
+        return self.nacks.are_kept_back(rows.keys, slots_of(rows.key_hash()))
+
+    def takes_back(self, rows_max: int) -> bool:
+        """Whether NACKED rows may come back: fewer than so many wait that were delivered before. Those that wait for
+        something else than permits do not count: it may be a NACKED row, and neither would ever go.
+        """
+        if self.waiting.back_rows < rows_max:
+            return True
+        with_permits = np.ones_like(self.consumers.permits())
+        return self.waiting.back_rows_of(self._planning.are_able(ALL_SLOTS, with_permits)) < rows_max
+
+    def redelivered(self, keys: BitMap64) -> None:
+        """NACKED rows are READY again."""
+        if self.nacks is not None:
+            self.nacks.blocks.redelivered(keys)
+
+    def departed(self, keys: BitMap64) -> None:
+        """Rows left the backlog."""
+        self.settle(keys)
+        if self.nacks is not None:
+            self.nacks.blocks.left(keys)
+            self.nacks.taken_back -= keys
+        if self.planned.were_any:
+            departed = keys_of(keys)
+            entries = departed[~are_of_batch_parts(self._places.owners(departed))]
+            self.last_sent.acknowledged(*self._places.positions(entries))
+
+    def look_after(self, *, elapsed_ms: int) -> None:
+        """What depends on time alone: no hash waits for a NACKED row for longer than the policy says."""
+        self._elapsed_ms = elapsed_ms
+        if self.nacks is not None:
+            self.nacks.blocks.expire(elapsed_ms=elapsed_ms)
+
+    # ---- what consumers hold from before
+
+    def hold(self, rows: KeyedRows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        """Which of the rows, none of which is in flight or NACKED, are IN_FLIGHT from now on at consumers that declare
+        to hold them: not those of a hash of which somebody else holds rows, or that waits for a NACKED one.
+        """
+        slots, ordinals = slots_of(rows.key_hash()), self.consumers.ordinals_of(numbers)
+        may_hold = ~self.are_kept_back(rows)
+        if self.draining is not None:
+            may_hold &= self.draining.may_receive(slots, ordinals)
+            places = np.flatnonzero(may_hold)
+            # Of several that name one hash the first one has it.
+            _, first, inverse = np.unique(slots[places], return_index=True, return_inverse=True)
+            may_hold[places] = ordinals[places] == ordinals[places][first][inverse]
+        if may_hold.any():
+            held = rows.take(may_hold)
+            self._ready.withdraw(bitmap_of(held.keys))
+            self._in_flight.add(held, numbers[may_hold], elapsed_ms=elapsed_ms)
+        return may_hold
+
+
+class Plans:
+    """The plans of one subscription, of all its streams: who is to receive messages that are not delayed, and have no
+    row. Nothing of a plan is durable. A planned position that is negatively acknowledged gets a row, and is like any
+    other then.
+    """
+
+    def __init__(self, shared: KeyShared, ready: Ready) -> None:
+        self._shared = shared
+        self._ready = ready
+        self._in_flight: InFlight = ready.in_flight
+
+    def hold(self, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int) -> Mask:
+        """Which of the positions, none of which has a row, are IN_FLIGHT from now on at consumers that declare to hold
+        them: planned by a former owner, or for a stream that is no more. See `KeyShared.hold`.
+        """
+        keys = self._shared.planned.intern(positions.ledger_id, positions.entry_id)
+        places = np.flatnonzero(~contained(keys, self._in_flight.among(bitmap_of(keys))))
+        rows = KeyedRows(positions, keys).take(places)
+        held = np.zeros(len(keys), np.bool_)
+        held[places] = self._shared.hold(rows, numbers[places], elapsed_ms=elapsed_ms) if len(places) else False
+        self._shared.planned.add(stream, keys[held])
+        return held
+
+    def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
+        """Who of a stream's consumers receives each position now, 0: HELD. Positions in the order of the log, no one
+        twice, none that has a row. Raises QuotaExceeded.
+        """
+        self._shared.now(elapsed_ms)
+        self._check_planned(len(positions))
+        keys = self._shared.planned.intern(positions.ledger_id, positions.entry_id)
+        self._shared.last_sent.offer(positions.ledger_id, positions.entry_id)
+        answers = np.zeros(len(positions), np.uint32)
+        known = self._shared.planned.are_planned(keys)
+        if known.any():
+            answers[known] = self._held_on(stream, positions.take(known), keys[known])
+        new = ~known
+        self._shared.planned.add(stream, keys)
+        if self._shared.holds_joined_back:
+            # Who joined since waits for what was sent before: it must not wait behind what never was.
+            again = new & self._shared.last_sent.were_sent(positions.ledger_id, positions.entry_id)
+            self._shared.back(KeyedRows(positions, keys).take(again))
+            new &= ~again
+        if new.any():
+            answers[new] = self._plan_new(stream, KeyedRows(positions, keys).take(new))
+        return answers
+
+    def _check_planned(self, rows: int) -> None:
+        planned = self._shared.planned.keys
+        waiting = self._shared.waiting.keys.intersection_cardinality(planned)
+        # Others of them may be READY.
+        waiting += min(self._ready.ready_rows, len(planned) - waiting)
+        if waiting + rows > PLANNED_WAITING_MAX:
+            waiting = len(planned) - len(self._in_flight.among(planned))
+        if waiting + rows > PLANNED_WAITING_MAX:
+            raise QuotaExceeded(
+                f"{waiting} planned positions wait, and {rows} more were named; the limit is {PLANNED_WAITING_MAX}",
+                retry_after_ms=PLANNED_WAITING_RETRY_MS,
+            )
+
+    def _held_on(self, stream: int, positions: Rows, keys: U64) -> U32:
+        """Of positions that are planned already who of a stream holds each; 0 where nobody does."""
+        holders = self._in_flight.holders_of(keys)
+        held = np.flatnonzero(holders)
+        if len(held):
+            self._shared.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
+            streams = self._shared.consumers.streams_of(self._shared.consumers.ordinals_of(holders[held]))
+            holders[held[streams != np.uint32(stream)]] = 0
+        return holders
+
+    def _plan_new(self, stream: int, rows: KeyedRows) -> U32:
+        answers = np.zeros(len(rows), np.uint32)
+        room = self._ready.in_flight_room
+        if self._ready.ready_rows or not self._shared.is_whole or room <= 0:
+            # What came before goes first.
+            self._ready.append_ready(rows)
+            return answers
+        changed, permits = self._shared.something_changed(), self._shared.consumers.permits()
+        on_stream = self._shared.consumers.are_on(stream)
+        sent = self._shared.send_or_keep(rows, np.where(on_stream, permits, 0), room)
+        # What is for consumers of other streams goes out on these.
+        if changed or permits[~on_stream].any():
+            self._shared.look_again()
+        answers[contained(rows.keys, bitmap_of(sent.rows.keys))] = self._shared.consumers.numbers_of(sent.consumers)
+        return answers
+
+    def take(self, ledger_id: U64, entry_id: U64) -> tuple[Mask, U32]:
+        """Planned positions are acknowledged, or about to have a row, and at nobody then: (which of them are planned,
+        and do not wait for a NACKED row; u32[n], the hashes of these, as far as they were in flight or waited).
+        """
+        hashes = np.zeros(len(ledger_id), np.uint32)
+        keys = self._shared.planned.find(ledger_id, entry_id)
+        taken = self._shared.planned.are_planned(keys)
+        if not taken.any():
+            return taken, hashes
+        places = np.flatnonzero(taken)
+        rows, found = self._in_flight.take_rows(keys[places], np.zeros(len(places), np.uint64))
+        hashes[places[found]] = rows.key_hash()
+        elsewhere = bitmap_of(keys[places[~found]])
+        if elsewhere:
+            if self._shared.nacks is not None:
+                kept_back = self._shared.waiting.where(elsewhere, self._shared.nacks.are_kept_back)
+                taken &= ~contained(keys, kept_back)
+                elsewhere -= kept_back
+            waited = self._shared.waiting.remove(elsewhere)
+            here = contained(keys, bitmap_of(waited.keys))
+            order = np.argsort(waited.keys)
+            hashes[here] = waited.key_hash()[order[np.searchsorted(waited.keys, keys[here], sorter=order)]]
+            self._ready.withdraw(elsewhere)
+        return taken, hashes
+
+    def got_rows(self, rows: KeyedRows) -> None:
+        """Entries that had none are about to have a row; those that were planned are planned no longer."""
+        keys = self._shared.planned.find(rows.rows.ledger_id, rows.rows.entry_id)
+        planned = self._shared.planned.are_planned(keys)
+        if not planned.any():
+            return
+        named, rows = keys[planned], rows.take(planned)
+        if self._shared.holds is not None:
+            self._shared.holds.rename(named, rows.keys)
+        self._shared.last_sent.sent(rows.rows.ledger_id, rows.rows.entry_id)
+        self._end(bitmap_of(named))
+
+    def come_by_rows(self, ledger_id: U64, entry_id: U64) -> None:
+        """Positions that are at nobody have a row: they are planned no longer."""
+        keys = bitmap_of(self._shared.planned.find(ledger_id, entry_id)) & self._shared.planned.keys
+        self._shared.settle(keys)
+        self._shared.last_sent.sent(ledger_id, entry_id)
+        self._end(keys)
+
+    def are_planned(self, ledger_id: U64, entry_id: U64) -> Mask:
+        """Which of the positions are planned, in flight or waiting."""
+        return self._shared.planned.are_planned(self._shared.planned.find(ledger_id, entry_id))
+
+    def acknowledge(self, ledger_id: U64, entry_id: U64) -> Mask:
+        """Acknowledges planned positions; which of them were."""
+        taken, _ = self.take(ledger_id, entry_id)
+        if taken.any():
+            keys = bitmap_of(self._shared.planned.find(ledger_id[taken], entry_id[taken]))
+            # Nothing of them is durable.
+            self._shared.settle(keys)
+            self._end(keys)
+            self._shared.last_sent.acknowledged(ledger_id[taken], entry_id[taken])
+        return taken
+
+    def mark_delete(self, ledger_id: int, entry_id: int) -> None:
+        """Everything that was planned up to a position is acknowledged."""
+        keys = self._shared.planned.find(*self._shared.last_sent.mark_delete(ledger_id, entry_id))
+        gone = bitmap_of(keys) & self._shared.planned.keys
+        if gone:
+            self._ready.withdraw(gone)
+            self._end(gone)
+
+    def close(self, stream: int) -> BitMap64:
+        """A stream is no more: what it alone planned, and nobody holds, is planned no longer; these positions."""
+        planned = self._shared.planned.close(stream)
+        ended = planned - self._in_flight.among(planned)
+        if ended:
+            self._ready.withdraw(ended)
+            self._shared.last_sent.forget(*self._shared.planned.positions(ended))
+            self._end(ended)
+        return ended
+
+    def _end(self, keys: BitMap64) -> None:
+        """Positions are planned no longer."""
+        self._shared.planned.settle(keys)
+        if self._shared.nacks is not None:
+            self._shared.nacks.taken_back -= keys

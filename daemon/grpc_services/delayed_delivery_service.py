@@ -1,0 +1,163 @@
+"""`tarry.v1.DelayedDelivery`: positions go in, and may be taken out or moved before they are due.
+
+Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
+cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
+Does not own: the decision about the rows (engine) and the form of columns and errors (`wire_columns`, `status`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from daemon import call_values, config, errors
+from daemon.grpc_services import callers, parsing, pipeline, row_requests, status, unary, wire_columns
+from tarry.v1 import delayed_delivery_pb2 as pb
+
+if TYPE_CHECKING:
+    from daemon.owner.engine import Engine
+
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["DelayedDelivery"]
+
+
+class DelayedDelivery:
+    """The service's handlers."""
+
+    def __init__(self, engine: Engine, settings: config.Config) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._frame = unary.Frame(settings)
+        self._draining = asyncio.Event()
+
+    def handlers(self) -> dict[str, unary.Handler]:
+        handler = self._frame.handler
+        settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
+        return {
+            "AddMessages": self._frame.caller_handler(pb.AddMessagesRequest, self._add),
+            "StreamAddMessages": grpc.stream_stream_rpc_method_handler(self._stream_add),
+            "CancelMessages": settled(pb.CancelMessagesRequest, self._cancel),
+            "RescheduleMessages": settled(pb.RescheduleMessagesRequest, self._reschedule),
+            "ContainsMessages": handler(pb.ContainsMessagesRequest, self._contains),
+            "TrimMessages": settled(pb.TrimMessagesRequest, self._trim),
+            "ClearMessages": settled(pb.ClearMessagesRequest, self._clear),
+        }
+
+    async def _add(self, request: pb.AddMessagesRequest, caller: call_values.Caller) -> pb.AddMessagesResponse:
+        batch = wire_columns.add_batch(request)
+        outcome = await self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
+        return wire_columns.add_response(outcome)
+
+    async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:
+        ledger_id, entry_id = wire_columns.positions(request)
+        return wire_columns.cancel_response(
+            await self._engine.requests.cancel(request.topic, request.subscription or None, ledger_id, entry_id)
+        )
+
+    async def _reschedule(self, request: pb.RescheduleMessagesRequest) -> pb.RescheduleMessagesResponse:
+        batch = wire_columns.reschedule_batch(request)
+        return wire_columns.reschedule_response(
+            await self._engine.requests.reschedule(request.topic, request.subscription or None, batch)
+        )
+
+    async def _contains(self, request: pb.ContainsMessagesRequest) -> bytes:
+        ranges = wire_columns.entry_ranges(request)
+        contained = await self._engine.requests.contains(request.topic, ranges, request.subscription or None)
+        return wire_columns.contains_response(contained)
+
+    async def _trim(self, request: pb.TrimMessagesRequest) -> pb.TrimMessagesResponse:
+        ranges = wire_columns.ledger_ranges(request)
+        trimmed = await self._engine.requests.trim(request.topic, request.subscription or None, ranges)
+        return pb.TrimMessagesResponse(trimmed=trimmed)
+
+    async def _clear(self, request: pb.ClearMessagesRequest) -> pb.ClearMessagesResponse:
+        cleared = await self._engine.requests.clear(request.topic, request.subscription or None)
+        return pb.ClearMessagesResponse(cleared=cleared)
+
+    def end_streams(self) -> None:
+        """The daemon stops: streams answer what they have read, and end with UNAVAILABLE."""
+        self._draining.set()
+
+    async def _stream_add(self, _: object, context: pipeline.Context) -> None:
+        try:
+            await _AddStream(self._engine, self._settings, context, self._draining).run()
+        except Exception as error:  # noqa: BLE001 - every error has a status
+            await status.abort(context, error)
+
+
+class _AddStream:
+    """One `StreamAddMessages`: a reader that submits, and a writer until the caller is done and answered."""
+
+    def __init__(
+        self, engine: Engine, settings: config.Config, context: pipeline.Context, draining: asyncio.Event
+    ) -> None:
+        self._engine = engine
+        self._size_bytes_max = settings.limits.message_bytes_max
+        self._client = callers.client_of(context)
+        self._pipeline = pipeline.Pipeline(context, settings.grpc)
+        self._draining = draining
+
+    async def run(self) -> None:
+        try:
+            await self._serve()
+        except errors.TarryError:
+            await self._pipeline.settle()
+            raise
+
+    async def _serve(self) -> None:
+        wake = self._pipeline.wake
+        reader = asyncio.create_task(self._read())
+        draining = asyncio.create_task(self._draining.wait())
+        for task in (reader, draining):
+            task.add_done_callback(lambda _: wake.set())
+        try:
+            while self._pipeline.busy or not reader.done():
+                await wake.wait()
+                wake.clear()
+                await self._pipeline.flush()
+                if draining.done() and not reader.done():
+                    raise errors.Unavailable("the daemon is stopping; try again")
+            reader.result()
+        finally:
+            await pipeline.end(reader, draining)
+
+    async def _read(self) -> None:
+        while (data := await self._pipeline.read()) is not None:
+            request_id, work = self._parse(data)
+            self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
+            await self._pipeline.room()
+
+    def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[call_values.AddOutcome]]]:
+        """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
+        plain = row_requests.stream_add(data) if len(data) <= self._size_bytes_max else None
+        caller = call_values.Caller(self._client, len(data))
+        if plain is not None:
+            plain_id, topic, subscription, batch = plain
+            return plain_id, functools.partial(self._engine.requests.add, topic, batch, subscription, caller)
+        try:
+            request = parsing.parse(pb.StreamAddMessagesRequest, data, size_bytes_max=self._size_bytes_max)
+        except errors.InvalidArgument as error:
+            request_id = parsing.leading_number(data)
+            if request_id is None:
+                raise
+            return request_id, functools.partial(_refuse, error)
+        return request.request_id, functools.partial(self._add, request.add, caller)
+
+    def _add(self, request: pb.AddMessagesRequest, caller: call_values.Caller) -> Awaitable[call_values.AddOutcome]:
+        batch = wire_columns.add_batch(request)
+        return self._engine.requests.add(request.topic, batch, request.subscription or None, caller)
+
+
+def _refuse(error: errors.InvalidArgument) -> Awaitable[call_values.AddOutcome]:
+    raise error
+
+
+def _answer(request_id: int, outcome: call_values.AddOutcome | Exception) -> bytes:
+    if isinstance(outcome, Exception):
+        return pb.StreamAddMessagesResponse(request_id=request_id, error=status.refusal(outcome)).SerializeToString()
+    return pb.StreamAddMessagesResponse(
+        request_id=request_id, added=wire_columns.add_response(outcome)
+    ).SerializeToString()

@@ -1,0 +1,90 @@
+"""`tarry.v1.Dispatch`: due positions come out and are acknowledged, or come back later.
+
+Owns: the requests and answers of the calls without a stream, and the status with which a stream ends.
+Does not own: streams (`subscribe`), what the calls do (engine), the form of columns and errors (`wire_columns`,
+`status`), and callers that wait for a lease (`leasing`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import grpc
+
+from daemon import config, errors
+from daemon.grpc_services import leasing, pipeline, policy_messages, records, status, subscribe, unary, wire_columns
+from tarry.v1 import dispatch_pb2 as pb
+
+if TYPE_CHECKING:
+    from daemon.owner.engine import Engine
+
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Dispatch"]
+
+
+class Dispatch:
+    """The service's handlers."""
+
+    def __init__(self, engine: Engine, settings: config.Config) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._frame = unary.Frame(settings)
+        self._leasing = leasing.Leasing(engine.requests)
+
+    def handlers(self) -> dict[str, unary.Handler]:
+        handler = self._frame.handler
+        settled = functools.partial(self._frame.settled_handler, alone_in_s=self._engine.requests.alone_in_s)
+        return {
+            "Subscribe": grpc.stream_stream_rpc_method_handler(self._subscribe),
+            "CreateSubscription": handler(pb.CreateSubscriptionRequest, self._create_subscription),
+            "UpdateSubscription": handler(pb.UpdateSubscriptionRequest, self._update_subscription),
+            "DeleteSubscription": settled(pb.DeleteSubscriptionRequest, self._delete_subscription),
+            "GetScheduledMessages": self._frame.cancelled_handler(
+                pb.GetScheduledMessagesRequest, self._leasing.get_scheduled
+            ),
+            "Acknowledge": settled(pb.AcknowledgeRequest, self._acknowledge),
+            "NegativeAcknowledge": settled(pb.NegativeAcknowledgeRequest, self._negative_acknowledge),
+            "ExtendLease": handler(pb.ExtendLeaseRequest, self._extend_lease),
+        }
+
+    async def _subscribe(self, _: object, context: pipeline.Context) -> None:
+        try:
+            await subscribe.SubscribeStream(self._engine, self._settings, context).run()
+        except Exception as error:  # noqa: BLE001 - every error has a status
+            if isinstance(error, errors.NotOwner):
+                moved = pb.Moved(owner_address=error.owner_address)
+                await context.write(pb.SubscribeResponse(moved=moved).SerializeToString())
+            await status.abort(context, error)
+
+    async def _create_subscription(self, request: pb.CreateSubscriptionRequest) -> pb.CreateSubscriptionResponse:
+        policy = policy_messages.subscription_policy(request.policy)
+        created = await self._engine.requests.create_subscription(request.topic, request.subscription, policy)
+        return records.as_message(pb.CreateSubscriptionResponse, created)
+
+    async def _update_subscription(self, request: pb.UpdateSubscriptionRequest) -> pb.UpdateSubscriptionResponse:
+        policy_messages.require_given(request)
+        policy = await self._engine.requests.update_subscription(
+            request.topic, request.subscription, policy_messages.subscription_policy(request.policy)
+        )
+        return pb.UpdateSubscriptionResponse(policy=policy_messages.subscription_policy_message(policy))
+
+    async def _delete_subscription(self, request: pb.DeleteSubscriptionRequest) -> pb.DeleteSubscriptionResponse:
+        dead_letters = await self._engine.requests.delete_subscription(request.topic, request.subscription)
+        return pb.DeleteSubscriptionResponse(dead_letters=dead_letters)
+
+    async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
+        positions = wire_columns.handed_out(request)
+        ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
+        return pb.AcknowledgeResponse(ignored=ignored)
+
+    async def _negative_acknowledge(self, request: pb.NegativeAcknowledgeRequest) -> pb.NegativeAcknowledgeResponse:
+        nack = wire_columns.nack(request)
+        outcome = await self._engine.requests.negative_acknowledge(request.topic, request.subscription, nack)
+        return pb.NegativeAcknowledgeResponse(ignored=outcome.ignored, dead_lettered=outcome.dead_lettered)
+
+    async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
+        positions = wire_columns.handed_out(request)
+        ignored = await self._engine.requests.extend_lease(
+            request.topic, request.subscription, positions, request.lease_ms
+        )
+        return pb.ExtendLeaseResponse(ignored=ignored)

@@ -1,0 +1,444 @@
+"""The deletions of one shard: decisions on them become durable in its slots, and then state.
+
+Owns: staging decisions and giving each what it came to, so that memory never holds what is not durable; that no slot
+holds more of them than the loop can apply in a moment; writing begins and answers in batches; what an attempt's end
+means; the attempts that are under way, and their end.
+Does not own: what a decision comes to (`daemon.core.deletions`), the portions of what is said to be in use
+(`in_use_changing`), when an attempt begins and its thread (`deletion_workers`), what it does (`daemon.ledger_stores`),
+the slots (`group_commit`) and the checkpoint (`checkpointing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from daemon.config import Config
+from daemon.core.deletions import retrying
+from daemon.core.deletions.ledger_deletions import (
+    Answered,
+    Begun,
+    DeletionCut,
+    InUseChanged,
+    LedgerDeletions,
+    Purged,
+    Recorded,
+    Result,
+    Retried,
+)
+from daemon.errors import InvariantViolated, TarryError
+from daemon.ledger_deletion.in_use_changing import InUseChanging
+from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
+from daemon.surroundings.environment import Environment
+from daemon.topic_terms.topic_settings import TopicSettings
+from storage_backends.crash_points import crash_point
+from storage_backends.formats.deletion_format import (
+    AnswerDeletes,
+    BeginDeletes,
+    ChangeInUse,
+    Deletion,
+    DeletionAnswer,
+    DeletionOutcome,
+    DeletionRecord,
+    PurgeDeletes,
+    RecordDeletes,
+    RetryDeletes,
+)
+
+R = TypeVar("R", bound=Result)
+
+# A delete costs the loop some 10 us when it is recorded.
+DELETES_A_DECISION = 200
+# What decisions of requests that wait for their slots may cost, in deletes.
+STAGED_COST_MAX = DELETES_A_DECISION
+# Nobody waits for answers: so many, or as many as come in this time, are one decision.
+ANSWERS_MAX = 32
+GATHER_S = 0.02
+# Whoever waits for others' decisions looks at the state of the shard as often.
+ROOM_S = 0.5
+# At an orderly end attempts that are under way have so long, and at most this part of the whole time.
+ATTEMPTS_END_S = 5.0
+ATTEMPTS_END_PART = 0.25
+END_LOOK_S = 0.05
+
+
+def ending_s(settings: Config) -> float:
+    """So long an orderly end waits for what stores are asked."""
+    return min(ATTEMPTS_END_S, ATTEMPTS_END_PART * settings.daemon.drain_s)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Decision:
+    """A decision that is staged. `result`: what it came to, once its slot was applied."""
+
+    record: DeletionRecord
+    cost: int
+    slot: asyncio.Future[int] | None = None
+    result: Result | None = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Attempt:
+    """An attempt whose begin is durable. `may_delete`: it may have sent what deletes; written by its thread, before
+    the thread looks at whether it is let: who forbids it reads this after that. `over`: what it came to was decided.
+    """
+
+    deletions: ShardDeletions
+    deletion: Deletion
+    may_delete: bool = False
+    refused: bool = False
+    over: bool = False
+
+    def guard(self) -> None:
+        """Raises DeletionFailed when the daemon may not delete now. Called in the thread of the attempt."""
+        self.may_delete = True
+        if not self.deletions.may_delete:
+            self.may_delete, self.refused = False, True
+            raise DeletionFailed("the daemon does not know whether the shard is its own still", maybe_deleted=False)
+
+
+class DeletionCommits(Protocol):
+    """The slots of a shard, as its deletions see them."""
+
+    def check_accepting(self) -> None:
+        """Raises what a request is answered with when nothing can be staged now."""
+        ...
+
+    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
+        """The future ends with the number of the decision's slot, once that is durable and applied. `patient`: however
+        long that takes. Never cancel it.
+        """
+        ...
+
+    async def confirmed(self) -> None:
+        """Returns when what a request may have seen is durable and the epoch was confirmed after this call."""
+        ...
+
+
+class ShardOfDeletions(Protocol):
+    """What the deletions of a shard ask of it."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def commits(self) -> DeletionCommits: ...
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no successor acts yet. May be asked in any thread."""
+        ...
+
+    @property
+    def alone_in_s(self) -> float:
+        """When no former owner acts any more; 0.0 when that is so."""
+        ...
+
+    def lose(self, error: BaseException) -> None:
+        """The shard cannot be served any more."""
+        ...
+
+
+class DeletingShard(ShardOfDeletions, Protocol):
+    """A shard that is served, for those who make deletions and ask for them."""
+
+    @property
+    def deletions(self) -> ShardDeletions: ...
+
+    async def settings_of(self, topic: str) -> TopicSettings | None:
+        """What is in force for a topic; None when there is none."""
+        ...
+
+
+class ShardDeletions:
+    """Used on one event loop, but for `may_delete`. `changed`: something may be due, or may begin now."""
+
+    def __init__(
+        self,
+        shard: ShardOfDeletions,
+        state: LedgerDeletions,
+        environment: Environment,
+        *,
+        changed: Callable[[ShardDeletions], None],
+    ) -> None:
+        self.state = state
+        self._shard = shard
+        self._environment = environment
+        self._changed = changed
+        settings = environment.config.deletion
+        self._retry_policy = retrying.RetryPolicy(
+            reconsume_later_ms=settings.reconsume_later_seconds * 1000,
+            max_retry_delete_count=settings.max_retry_delete_count,
+            jitter=settings.jitter,
+        )
+        self.in_use = InUseChanging(self, environment)
+        self._staged: collections.deque[_Decision] = collections.deque()
+        self._staged_cost = 0
+        # What requests that are under way have not recorded yet.
+        self._deletes_to_come = 0
+        self._room: asyncio.Future[None] | None = None
+        # Attempts of a former owner that have no answer.
+        self._begun_before = collections.deque(state.begun_before())
+        self._beginning = False
+        self._under_way: set[Attempt] = set()
+        self._answers: list[DeletionAnswer] = []
+        self._answering: asyncio.Task[None] | None = None
+        self._draining = False
+        self._forbidden = False
+        changed(self)
+
+    # ---- decisions
+
+    async def record(self, record: RecordDeletes) -> Recorded:
+        """Returns when the intents are durable, portion by portion. Raises Unavailable, QuotaExceeded, OutcomeUnknown,
+        and what ended the shard.
+        """
+        new: tuple[int, ...] = ()
+        already: tuple[int, ...] = ()
+        left = len(record.deletes)
+        self._deletes_to_come += left
+        try:
+            for first in range(0, len(record.deletes), DELETES_A_DECISION):
+                portion = record.deletes[first : first + DELETES_A_DECISION]
+                decided = await self.decided_in_room(
+                    dataclasses.replace(record, deletes=portion), Recorded, cost=len(portion)
+                )
+                new += decided.new
+                already += tuple(first + place for place in decided.already)
+                self._deletes_to_come -= len(portion)
+                left -= len(portion)
+        finally:
+            self._deletes_to_come -= left
+        return Recorded(new, already)
+
+    async def retry(self, record: RetryDeletes) -> Retried:
+        """As `record`, in one decision."""
+        return await self.decided_in_room(record, Retried, cost=len(record.deletion_id))
+
+    async def purge(self, record: PurgeDeletes) -> Purged:
+        """The same."""
+        return await self.decided_in_room(record, Purged, cost=len(record.deletion_id))
+
+    def apply(self, records: Sequence[DeletionRecord]) -> None:
+        """A slot is certain: its decisions become state, and whoever waits for one finds what it came to."""
+        for record in records:
+            decision = self._staged.popleft()
+            if decision.record is not record:
+                raise InvariantViolated(f"shard {self._shard.number}: a decision on deletions is applied out of order")
+            decision.result = self.state.apply(record)
+            self._staged_cost -= decision.cost
+            self._count(record, decision.result)
+        if records:
+            room, self._room = self._room, None
+            if room is not None and not room.done():
+                room.set_result(None)
+            self._changed(self)
+
+    async def decided_in_room(self, record: DeletionRecord, kind: type[R], *, cost: int) -> R:
+        """What a request's decision came to; it rides in a slot that is applied in a moment. Raises what the request is
+        to be answered with when nothing can be staged.
+        """
+        self._shard.commits.check_accepting()
+        while self._staged_cost and self._staged_cost + cost > STAGED_COST_MAX:
+            if self._room is None or self._room.done():
+                self._room = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._room], timeout=ROOM_S)
+            self._shard.commits.check_accepting()
+        return await self._decided(record, kind, cost=cost)
+
+    async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
+        """As any decision of a request, of one that changes what is in use."""
+        return await self.decided_in_room(record, InUseChanged, cost=cost)
+
+    async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
+        """What the record came to, once it is durable and applied."""
+        decision = _Decision(record, cost)
+        decision.slot = self._shard.commits.stage_deletions(record, patient=patient)
+        self._staged.append(decision)
+        self._staged_cost += cost
+        await asyncio.shield(decision.slot)
+        if not isinstance(decision.result, kind):
+            raise InvariantViolated(f"shard {self._shard.number}: {record} came to {decision.result}")
+        return decision.result
+
+    def _count(self, record: DeletionRecord, result: Result) -> None:
+        metrics = self._environment.metrics.deletions
+        match result:
+            case Recorded() if isinstance(record, RecordDeletes):
+                already = set(result.already)
+                new = (each.ledger_type for place, each in enumerate(record.deletes) if place not in already)
+                for ledger_type, deletions in collections.Counter(new).items():
+                    metrics.recorded(ledger_type, deletions)
+            case Begun():
+                for deletion in result.ended:
+                    metrics.ended(deletion.outcome)
+            case Answered():
+                for deletion in result.ended:
+                    metrics.ended(deletion.outcome)
+                for _ in result.given_up:
+                    metrics.given_up()
+            case _:
+                return
+
+    # ---- what the state takes of room
+
+    @property
+    def kept(self) -> int:
+        """Deletions that are pending or dead letters, or come back when their ledger is in use no longer, those
+        included that are being recorded.
+        """
+        counts = self.state.counts
+        return counts.in_flight + counts.dead + counts.held + self._deletes_to_come
+
+    def cut(self) -> DeletionCut | None:
+        """The state as of the last slot, for a checkpoint."""
+        return self.state.cut()
+
+    # ---- attempts
+
+    @property
+    def may_delete(self) -> bool:
+        """Whether an attempt may delete something now. Called in any thread."""
+        return not self._forbidden and self._shard.is_confirmed
+
+    @property
+    def may_start(self) -> bool:
+        """Whether an attempt that has begun may be made now."""
+        return not self._draining and self.may_delete and not self._shard.alone_in_s
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether another attempt may begin now: no begin is under way, and the shard is not stalled."""
+        if self._beginning or not self.may_start:
+            return False
+        try:
+            self._shard.commits.check_accepting()
+        except TarryError:
+            return False
+        return True
+
+    @property
+    def is_closed(self) -> bool:
+        """The shard is served by this daemon no longer, or is being given up: nothing begins any more."""
+        return self._draining or self._forbidden
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When the next attempt may begin; None while nothing waits."""
+        return 0 if self._begun_before else self.state.next_due_ms
+
+    def due(self, limit: int) -> list[int]:
+        """Deletions whose next attempt is to begin now: each is given once."""
+        ids = [self._begun_before.popleft() for _ in range(min(limit, len(self._begun_before)))]
+        if len(ids) < limit:
+            now_ms = self._environment.clock.now_ms()
+            ids += self.state.due(now_ms, limit - len(ids), self._retry_policy.latest_ms(now_ms))
+        return ids
+
+    async def begin(self, deletion_ids: Sequence[int]) -> list[Attempt]:
+        """The attempts, when their begin is durable. Raises the error that ended the shard."""
+        self._beginning = True
+        try:
+            crash_point("deletion.before_begin")
+            record = BeginDeletes(self._environment.clock.now_ms(), tuple(deletion_ids))
+            begun = await self._decided(record, Begun, patient=True)
+        finally:
+            self._beginning = False
+        return [Attempt(self, deletion) for deletion in begun.attempts]
+
+    def started(self, attempt: Attempt) -> None:
+        """Its thread begins."""
+        self._under_way.add(attempt)
+        self._environment.metrics.deletions.attempted()
+
+    def put_back(self, attempt: Attempt) -> bool:
+        """Its guard has refused it: whether it is to be made again when it may; nothing was deleted by it."""
+        self._under_way.discard(attempt)
+        return not attempt.over and not self.is_closed
+
+    def answered(self, attempt: Attempt, answer: Answer) -> None:
+        """The store has said what there is to say."""
+        deletion = attempt.deletion
+        if answer.outcome is DeletionOutcome.DELETED:
+            self._environment.metrics.deletions.deleted(deletion.pending_delete.ledger_type)
+        now_ms, text = self._environment.clock.now_ms(), retrying.shortened(answer.text)
+        self._end(attempt, DeletionAnswer(deletion.deletion_id, answer.outcome, now_ms, text=text))
+
+    def failed(self, attempt: Attempt, failure: DeletionFailed) -> None:
+        """Another attempt follows, or it is given up."""
+        deletion = attempt.deletion
+        if not attempt.over:
+            self._environment.metrics.deletions.failed(deletion.pending_delete.ledger_type)
+        answer = retrying.answer_of_failure(
+            deletion,
+            now_ms=self._environment.clock.now_ms(),
+            policy=self._retry_policy,
+            random=self._environment.jitter(),
+            text=failure.reason,
+            maybe_deleted=failure.maybe_deleted,
+        )
+        self._end(attempt, answer)
+
+    def _end(self, attempt: Attempt, answer: DeletionAnswer) -> None:
+        self._under_way.discard(attempt)
+        if attempt.over:
+            return
+        attempt.over = True
+        self._answers.append(answer)
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.ensure_future(self._write_answers())
+            self._answering.add_done_callback(self._answers_written)
+
+    async def _write_answers(self) -> None:
+        while self._answers:
+            if len(self._answers) < ANSWERS_MAX and not self._draining:
+                await self._environment.sleep(GATHER_S)
+            answers, self._answers = tuple(self._answers[:ANSWERS_MAX]), self._answers[ANSWERS_MAX:]
+            try:
+                await self._decided(AnswerDeletes(answers), Answered, patient=True)
+            except InvariantViolated:
+                raise
+            except TarryError:
+                # The shard is lost: the attempts count as begun for the next owner.
+                return
+            crash_point("deletion.after_answer")
+
+    def _answers_written(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._shard.lose(error)
+
+    # ---- end
+
+    def begin_drain(self) -> None:
+        """No attempt begins or starts any more."""
+        self._draining = True
+
+    async def attempts_ended(self) -> None:
+        """Attempts that are under way end, and what they came to is durable when this returns.
+
+        One that takes too long may delete nothing from then on; if it may have sent what deletes, it has failed. What
+        has begun and was not answered is for the next owner.
+        """
+        left_s = ending_s(self._environment.config)
+        while self._under_way and left_s > 0 and not self._forbidden:
+            await self._environment.sleep(END_LOOK_S)
+            left_s -= END_LOOK_S
+        self._forbidden = True
+        for attempt in list(self._under_way):
+            if attempt.may_delete and not attempt.over:
+                ended = "the daemon ended before the store had answered"
+                self.failed(attempt, DeletionFailed(ended, maybe_deleted=True))
+            attempt.over = True
+        if self._answering is not None:
+            await asyncio.wait([self._answering])
+
+    def close(self) -> None:
+        """The shard is served by this daemon no longer."""
+        self._draining = self._forbidden = True
+        for attempt in self._under_way:
+            attempt.over = True
+        if self._answering is not None:
+            self._answering.cancel()

@@ -1,0 +1,427 @@
+"""Sweeps: looking in an object store for offloaded ledgers that nobody knows, and recording that they go.
+
+Owns: the order of a sweep's steps, what is asked whom, in which threads, and one sweep of a store at a time.
+Does not own: what is found of a ledger and the guard (`daemon.core.deletions.orphans`), recording
+(`deletion_requests`), and deleting: the workers verify what is recorded, as always (`deletion_workers`).
+
+A sweep lists everything, and asks the store and the owners only about ledgers that no record names and nobody says are
+in use. All of that is in the threads of the workers, so that a store that hangs is in nobody's way. Every shard is
+looked at for every ledger: objects do not tell reliably whose they are. So this daemon must own all of them, all the
+while.
+
+What changes while it looks: an object that is written after it was listed makes its ledger young, for its metadata is
+read after that. A ledger that somebody begins to use is looked up again before it is recorded; and if that comes later
+still, the attempt finds it in use, as with every record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from daemon.core import object_count
+from daemon.core.deletions import checking, orphans
+from daemon.core.deletions.object_names import OffloadedName
+from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
+from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
+from daemon.ledger_deletion import shard_deletions
+from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
+from daemon.ledger_deletion.shard_deletions import DeletingShard
+from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
+from daemon.surroundings.environment import Environment
+from storage_backends import object_store
+from storage_backends.formats import names
+from storage_backends.formats.deletion_format import OffloadContext, PendingDelete
+
+if TYPE_CHECKING:
+    from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LISTED_AT_ONCE: Final = 1_000
+# Ledgers whose metadata is read before the caller hears of it.
+LOOKED_AT_ONCE: Final = 100
+# Ledgers are looked up in shards so many times before others have their turn: one takes some microseconds.
+LOOKUPS_A_TURN: Final = 300
+BATCHES_AT_ONCE: Final = 32
+UNANSWERED_IN_A_ROW_MAX: Final = 100
+"""After so many questions in a row without an answer the sweep ends."""
+
+Record = Callable[[str, Sequence[PendingDelete]], Awaitable["Recorded | None"]]
+"""Records what a sweep found of a topic, at most `checking.DELETES_MAX`; None where its policy forbids it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Look:
+    """What the store says of a ledger, and its owner of what it claims to be. `in_use`: None where there is nobody to
+    ask. `reason`: why there was no answer.
+    """
+
+    said: orphans.Claim | Finding
+    in_use: InUseAnswer | None = None
+    reason: str = ""
+
+
+class Sweeping:
+    """The sweeps of one daemon. Used on one event loop.
+
+    `shards`: those that are served now. `shards_total`: of the root.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        shards: Callable[[], Mapping[int, DeletingShard]],
+        shards_total: Callable[[], int],
+        record: Record,
+    ) -> None:
+        self._environment = environment
+        self._shards = shards
+        self._shards_total = shards_total
+        self._record = record
+        self._under_way: set[str] = set()
+        # Questions to stores and owners that have a thread, those included whose sweep has ended. Changed in threads.
+        self._asked: set[object] = set()
+        self._halted = False
+
+    def halt(self) -> None:
+        """Sweeps end with the step that they are at."""
+        self._halted = True
+
+    @property
+    def asked(self) -> int:
+        """Questions to stores and owners that have no answer yet."""
+        return len(self._asked)
+
+    async def answered(self) -> None:
+        """After `halt`: what was asked is answered, or has had as much time as an attempt."""
+        left_s = shard_deletions.ending_s(self._environment.config)
+        while self._asked and left_s > 0:
+            await self._environment.sleep(shard_deletions.END_LOOK_S)
+            left_s -= shard_deletions.END_LOOK_S
+
+    async def sweep(self, wish: SweepWish) -> AsyncGenerator[SweepProgress]:
+        """Looks for orphans; one message for each step, the last is `done`.
+
+        Raises NotFound when there is no such object store, Conflict while another sweep of it is under way, NotOwner
+        unless this daemon owns every shard, QuotaExceeded when too much would have to be kept in mind, Unavailable when
+        the store or an owner does not answer, and what recording raises.
+        """
+        place = self._environment.ledger_stores.driver_of(wish.store)
+        try:
+            object_store.check_prefix(wish.prefix)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from error
+        if wish.store in self._under_way:
+            raise Conflict(f"a sweep of object store {wish.store} is under way")
+        shards = dict(self._shards())
+        if not shards or len(shards) < self._shards_total():
+            raise NotOwner(
+                f"a ledger may be in use in any of {self._shards_total()} shards, this daemon serves {len(shards)} "
+                "of them"
+            )
+
+        def check() -> None:
+            if self._halted:
+                raise Unavailable("the daemon is stopping; sweep again when it serves")
+            if dict(self._shards()) != shards:
+                raise NotOwner("this daemon does not own every shard any more, and cannot know what is in use")
+
+        self._under_way.add(wish.store)
+        try:
+            sweep = _Sweep(wish, place, self._environment, shards, self._record, check, self._asked)
+            async with contextlib.aclosing(sweep.steps()) as steps:
+                async for progress in steps:
+                    yield progress
+        except object_store.StoreError as error:
+            raise Unavailable(f"object store {wish.store}: {error}") from error
+        finally:
+            self._under_way.remove(wish.store)
+
+
+class _Sweep:
+    """One sweep. `place`: of what is swept, as records name it. `check` raises when the sweep must not go on. `asked`:
+    what waits in a thread.
+    """
+
+    def __init__(
+        self,
+        wish: SweepWish,
+        place: OffloadContext,
+        environment: Environment,
+        shards: Mapping[int, DeletingShard],
+        record: Record,
+        check: Callable[[], None],
+        asked: set[object],
+    ) -> None:
+        settings = environment.config.deletion
+        self._wish = wish
+        self._environment = environment
+        self._ledger_stores = environment.ledger_stores
+        self._place = place
+        self._topic_bytes_max = environment.config.limits.topic_bytes_max
+        self._states: dict[int, LedgerDeletions] = {number: each.deletions.state for number, each in shards.items()}
+        self._record = record
+        self._check = check
+        self._asked = asked
+        self._grace_ms = int(settings.sweep_grace_s * 1000) if wish.grace_ms is None else wish.grace_ms
+        self._guard = orphans.Guard(settings.guard_share, settings.guard_bytes)
+        self._pairing = orphans.Pairing()
+        self._tally = orphans.Tally()
+        # Found since the last message; and, by topic, what is to be recorded.
+        self._fresh: list[OrphanedLedger] = []
+        self._wanted: dict[str, list[OrphanedLedger]] = {}
+        self._wanted_count = 0
+        self._orphans = 0
+        self._unanswered_in_a_row = 0
+
+    async def steps(self) -> AsyncGenerator[SweepProgress]:
+        yield self._progress()
+        async for ledgers in self._listed():
+            async for _ in self._look_at(ledgers):
+                yield self._progress()
+        refused = ""
+        if self._wish.delete:
+            refused = self._refusal()
+            if not refused:
+                async for _ in self._record_all():
+                    yield self._progress()
+        self._tell(refused)
+        yield dataclasses.replace(self._progress(), done=True, refused=refused)
+
+    # ---- listing
+
+    async def _listed(self) -> AsyncIterator[Sequence[ListedLedger]]:
+        """Ledgers that no shard knows: whole ones as they come, then those of which there is one object."""
+        entries = await self._run(lambda: iter(self._store.list(self._wish.prefix)))
+        while (page := await self._run(functools.partial(_page, entries))) is not None:
+            self._tally.listed(page)
+            unknown = []
+            async for ledger, finding in self._looked_up(page.ledgers, lambda ledger: ledger.name):
+                if finding is None:
+                    unknown.append(ledger)
+                else:
+                    self._tally.found(finding, ledger.swept)
+            yield self._pairing.add(unknown)
+        for portion in self._pairing.rest(LISTED_AT_ONCE):
+            yield portion
+
+    async def _looked_up(
+        self, ledgers: Sequence[T], name_of: Callable[[T], OffloadedName]
+    ) -> AsyncIterator[tuple[T, Finding | None]]:
+        """Each, and what is known of it in any shard: objects do not tell reliably whose they are. None: nothing."""
+        portion = max(1, LOOKUPS_A_TURN // len(self._states))
+        for start in range(0, len(ledgers), portion):
+            self._check()
+            for ledger in ledgers[start : start + portion]:
+                yield ledger, self._known(name_of(ledger))
+            await asyncio.sleep(0)
+
+    def _known(self, name: OffloadedName) -> Finding | None:
+        states = self._states.values()
+        if any(state.in_use.holds(name.uuid_msb, name.uuid_lsb, name.ledger_id) for state in states):
+            return Finding.IN_USE
+        if any(state.has_record(name.uuid_msb, name.uuid_lsb, name.ledger_id) for state in states):
+            return Finding.RECORDED
+        return None
+
+    # ---- looking at what nobody knows
+
+    async def _look_at(self, ledgers: Sequence[ListedLedger]) -> AsyncIterator[None]:
+        now_ms = self._environment.clock.now_ms()
+        grown: list[ListedLedger] = []
+        for ledger in ledgers:
+            if orphans.is_young(ledger, now_ms, self._grace_ms):
+                self._tally.found(Finding.YOUNG, ledger.swept)
+            else:
+                grown.append(ledger)
+        if not grown:
+            yield
+        for start in range(0, len(grown), LOOKED_AT_ONCE):
+            portion = (self._look_at_one(ledger) for ledger in grown[start : start + LOOKED_AT_ONCE])
+            await _in_parallel(portion, self._environment.config.deletion.parallelism)
+            yield
+
+    async def _look_at_one(self, ledger: ListedLedger) -> None:
+        look = await self._run(functools.partial(self._ask, ledger))
+        if look.said is Finding.UNANSWERED:
+            self._note_unanswered(look.reason)
+        else:
+            self._unanswered_in_a_row = 0
+        finding = self._judged(look)
+        self._tally.found(finding, ledger.swept)
+        if isinstance(look.said, orphans.Claim) and finding is not Finding.IN_USE:
+            self._found_orphan(ledger, look.said, unknown_topic=finding is Finding.OF_UNKNOWN_TOPIC)
+
+    def _judged(self, look: _Look) -> Finding:
+        if isinstance(look.said, Finding):
+            return look.said
+        if look.in_use is InUseAnswer.IN_USE:
+            return Finding.IN_USE
+        known = look.in_use is not None or self._knows(look.said.topic)
+        return Finding.ORPHANED if known else Finding.OF_UNKNOWN_TOPIC
+
+    def _ask(self, ledger: ListedLedger) -> _Look:
+        """In a thread."""
+        try:
+            data, index = self._metadata(ledger.name.data), self._metadata(ledger.name.index)
+            claim = orphans.claim_of(ledger, data, index, self._place, topic_bytes_max=self._topic_bytes_max)
+            if isinstance(claim, Finding):
+                return _Look(claim)
+            return _Look(claim, self._ledger_stores.ask_in_use(claim.topic, claim.pending_delete))
+        except (object_store.StoreRefused, DeletionFailed) as error:
+            return _Look(Finding.UNANSWERED, reason=str(error))
+
+    @functools.cached_property
+    def _store(self) -> object_store.ObjectStore:
+        """In a thread: the first use opens it."""
+        return self._ledger_stores.object_store(self._wish.store)
+
+    def _metadata(self, key: str) -> Mapping[str, str] | None:
+        try:
+            return self._store.head(key).metadata
+        except object_store.NotFound:
+            return None
+        except object_store.Damaged:
+            return object_store.NO_METADATA
+
+    def _note_unanswered(self, reason: str) -> None:
+        if not self._unanswered_in_a_row:
+            log.warning("sweep of object store %s: a ledger is left alone: %s", self._wish.store, reason)
+        self._unanswered_in_a_row += 1
+        if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW_MAX:
+            raise Unavailable(f"{self._unanswered_in_a_row} questions in a row had no answer, the last one: {reason}")
+
+    def _knows(self, topic: str) -> bool:
+        """Whether anything was ever said of what is in use of the topic."""
+        return self._states[names.shard_of(topic, len(self._states))].in_use.knows(topic)
+
+    def _found_orphan(self, ledger: ListedLedger, claim: orphans.Claim, *, unknown_topic: bool) -> None:
+        orphan = OrphanedLedger(claim.topic, claim.pending_delete, ledger.size_bytes, ledger.modified_ms, unknown_topic)
+        self._orphans += 1
+        self._fresh.append(orphan)
+        if not self._wish.delete or (unknown_topic and not self._wish.unknown_topics):
+            return
+        if self._wanted_count < orphans.ORPHANS_MAX:
+            self._wanted_count += 1
+            self._wanted.setdefault(claim.topic, []).append(orphan)
+        else:
+            self._tally.ledgers_left += 1
+
+    # ---- recording what is orphaned
+
+    def _refusal(self) -> str:
+        if self._wish.force:
+            return ""
+        counts = self._tally.counts()
+        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else object_count.NOTHING)
+        return self._guard.refusal(found, counts.listed)
+
+    async def _record_all(self) -> AsyncIterator[None]:
+        batches = (
+            (topic, found[start : start + checking.DELETES_MAX])
+            for topic, found in self._wanted.items()
+            for start in range(0, len(found), checking.DELETES_MAX)
+        )
+        while some := list(itertools.islice(batches, BATCHES_AT_ONCE)):
+            await _in_parallel((self._record_batch(topic, found) for topic, found in some), BATCHES_AT_ONCE)
+            yield
+
+    async def _record_batch(self, topic: str, found: Sequence[OrphanedLedger]) -> None:
+        """Records what is unknown still."""
+        looked_up = self._looked_up(found, _name_of)
+        deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
+        self._check()
+        try:
+            recorded = await self._record(topic, deletes) if deletes else None
+        except Corruption as error:
+            log.warning("sweep of object store %s: orphans of %s are not recorded: %s", self._wish.store, topic, error)
+            recorded = None
+        new = 0 if recorded is None else len(recorded.new)
+        self._tally.ledgers_recorded += new
+        self._tally.ledgers_left += len(found) - new
+
+    # ---- telling and running
+
+    def _progress(self) -> SweepProgress:
+        fresh, self._fresh = self._fresh, []
+        return SweepProgress(tuple(fresh), self._tally.counts())
+
+    def _tell(self, refused: str) -> None:
+        counts = self._tally.counts()
+        self._environment.metrics.deletions.set_orphans(self._wish.store, self._orphans)
+        log.info(
+            "swept store=%s prefix=%r listed=%d orphaned=%d of_unknown_topics=%d unidentified=%d unanswered=%d "
+            "ledgers_recorded=%d ledgers_left=%d refused=%r",
+            self._wish.store,
+            self._wish.prefix,
+            counts.listed.objects,
+            counts.orphaned.objects,
+            counts.of_unknown_topics.objects,
+            counts.unidentified.objects,
+            counts.unanswered.objects,
+            counts.ledgers_recorded,
+            counts.ledgers_left,
+            refused,
+        )
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Work that may block, in a thread, if the sweep may go on."""
+
+        def ask() -> T:
+            question = object()
+            self._asked.add(question)
+            try:
+                return work()
+            finally:
+                self._asked.discard(question)
+
+        self._check()
+        return await self._environment.pools.deletions.run(ask)
+
+
+def _page(entries: Iterator[object_store.ListedObject]) -> ListedPage | None:
+    """The next part of a listing; None at its end. In a thread."""
+    some = list(itertools.islice(entries, LISTED_AT_ONCE))
+    return ListedPage.of(some) if some else None
+
+
+def _name_of(orphan: OrphanedLedger) -> OffloadedName:
+    context = orphan.pending_delete.offload_context
+    if context is None:
+        raise InvariantViolated("an orphan is an offloaded ledger, and says where it is")
+    return OffloadedName(context.uuid_msb, context.uuid_lsb, orphan.pending_delete.ledger_id)
+
+
+async def _in_parallel(work: Iterable[Coroutine[Any, Any, None]], at_once: int) -> None:
+    """Does all of it, some at a time; what fails first ends the rest and is raised."""
+    left = iter(work)
+
+    async def some() -> None:
+        for each in left:
+            await each
+
+    tasks = [asyncio.ensure_future(some()) for _ in range(at_once)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,574 @@
+"""The daemon's engine: every shard that it owns, or what it waits for to own them.
+
+Owns: standing by, serving, and standing by again when the shards are lost; health.
+Does not own: the calls of the services (`requests`), decisions (`daemon.core`), durability, the wire, and how it is put
+together (`daemon.process`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from daemon.call_values import Health, TopicLocation
+from daemon.core.quotas import PendingRows
+from daemon.core.segments import SegmentCache
+from daemon.errors import (
+    Corruption,
+    InvariantViolated,
+    NotOwner,
+    OutcomeUnknown,
+    TarryError,
+    Unavailable,
+)
+from daemon.ledger_deletion.deletion_requests import DeletionRequests
+from daemon.ledger_deletion.deletion_workers import DeletionWorkers
+from daemon.owner import heartbeat
+from daemon.owner.candidacy import Wait
+from daemon.owner.candidate import Candidate, Claimed
+from daemon.owner.garbage_collection import Collection
+from daemon.owner.merge_watch import MergeWatch
+from daemon.owner.requests import Requests
+from daemon.shard.shard import ServedShard
+from daemon.shard.shard_claim import ShardClaim
+from daemon.surroundings import backoff
+from daemon.surroundings.clock_watch import ClockWatch
+from daemon.surroundings.due_loop import DueLoop
+from daemon.surroundings.environment import Environment
+from daemon.surroundings.failure_scope import Failures, ProcessFailed, ShardLost, TopicFailed
+from storage_backends import commit, root_format
+from storage_backends.formats import names
+from storage_backends.formats.manifest import RootFormat, ShardManifest
+from storage_backends.object_store import Damaged, StoreError
+
+log = logging.getLogger(__name__)
+
+LOOK_AFTER_S = 1.0
+# Whose rows are counted before others have their turn.
+TOPICS_A_TURN = 1_000
+# Whether a damaged shard was mended is looked at this often.
+DAMAGED_LOOK_S = 30.0
+# Whether a shard that was lost may be taken again is looked at this often.
+LOOK_S = 1.0
+AWAY_RETRY_MS = 500
+# While the shards are being claimed a caller may come again so soon.
+TAKING_OVER_RETRY_MS = 25
+STARTING = "starting"
+# A slot that is uncertain for longer makes health say NOT_SERVING.
+STALLED_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Away:
+    """A shard that is not served here, while others are. `again_s`: it is not claimed before, monotonic seconds."""
+
+    reason: str
+    owner_address: str
+    again_s: float
+
+    def waiting(self, reason: str, recorded: ShardManifest | None) -> _Away:
+        return dataclasses.replace(self, reason=reason, owner_address="" if recorded is None else recorded.address)
+
+
+class Engine:
+    """One for each process. Made on the event loop that runs it."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._shards_total = 0
+        self._due_loop = DueLoop(environment.clock)
+        self._pending = PendingRows(environment.config.limits.pending_rows_max)
+        self._shards: dict[int, ServedShard] = {}
+        self._damaged: dict[int, Corruption] = {}
+        # Shards that were lost while others are served.
+        self._away: dict[int, _Away] = {}
+        self._failures = Failures()
+        # One look at shards that are to be taken again, and their claims, at a time.
+        self._taking = asyncio.Lock()
+        # Of the shards as they were claimed, so that they can be given up when they are lost.
+        self._epochs: dict[int, int] = {}
+        self._candidate = Candidate(environment, waiting=self._wait_for)
+        self._health = Health(serving=False, reason=STARTING)
+        self._health_callbacks: list[Callable[[Health], None]] = []
+        self._lost = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        # Those of them that end when it drains.
+        self._serving_tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._loop = asyncio.get_running_loop()
+        self._store_away = False
+        self.collection = Collection(environment, lambda: self._shards, lambda: self._shards_total)
+        self._merge_watch = MergeWatch(environment, lambda: self._shards)
+        self.requests = Requests(self, environment)
+        self.deletion_requests = DeletionRequests(self, environment, shards_total=lambda: self._shards_total)
+        self._deletion_workers = DeletionWorkers(environment, lambda: self._shards, failed=self._task_ended)
+        # Ends with the error of a task that must not end: the process cannot go on.
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Reads or creates the root and begins to stand by and to serve; `health` tells how far it is.
+
+        Raises Corruption when the root cannot be served by this version.
+        """
+        environment = self._environment
+        self._shards_total = (await self._root_format()).shards
+        self._candidate.look_at(self._shards_total)
+        beat = heartbeat.beat(
+            environment.store,
+            daemon_id=environment.config.daemon_id,
+            address=environment.config.daemon.address or "",
+            shards=lambda: tuple(sorted(self._shards)),
+            instance=environment.new_id(),
+            run=environment.pools.journal.run,
+            sleep=environment.sleep,
+            interval_s=environment.config.ownership.heartbeat_interval_s,
+        )
+        watch = ClockWatch(
+            environment.clock,
+            environment.store,
+            environment.metrics,
+            running_s=self._loop.time,
+            changed=self._clock_changed,
+            resumed=self._resumed,
+        )
+        serving = (
+            self._serve_for_ever(),
+            self._due_loop.run(),
+            self.collection.run(),
+            self._merge_watch.run(),
+            self._deletion_workers.run(),
+        )
+        for work in (*serving, self._look_after(), watch.run(), beat):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
+        self._serving_tasks = self._tasks[: len(serving)]
+
+    async def _root_format(self) -> RootFormat:
+        environment = self._environment
+        for delay_s in backoff.delays_s(environment.jitter):
+            try:
+                return await environment.run(
+                    lambda: root_format.read_or_create(
+                        environment.store,
+                        shards=environment.config.daemon.shards,
+                        root_id=environment.new_id(),
+                        created_ms=environment.clock.now_ms(),
+                    )
+                )
+            except Damaged as error:
+                raise Corruption(f"the root cannot be served: {error}") from error
+            except StoreError as error:
+                self._wait_for(f"the store cannot be reached: {error}")
+                await environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    def begin_drain(self) -> None:
+        """From now on nothing new is accepted or handed out."""
+        self._draining = True
+        self._set_health(Health(serving=False, reason="stopping"))
+        self.collection.halt()
+        self.deletion_requests.sweeping.halt()
+        for shard in self._shards.values():
+            shard.begin_drain()
+
+    async def drain(self) -> None:
+        """Makes durable what is staged, ends the streams, writes checkpoints and gives the shards up.
+
+        It takes as long as the store lets it; `left` tells what there is still to do. Then `close`.
+        """
+        self.begin_drain()
+        for task in self._serving_tasks:
+            task.cancel()
+        await asyncio.gather(
+            self.deletion_requests.sweeping.answered(),
+            *(self._release(shard) for shard in list(self._shards.values())),
+        )
+
+    async def _release(self, shard: ServedShard) -> None:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                await shard.release()
+            except (StoreError, commit.CommitOutcomeUnknown, OutcomeUnknown, TopicFailed) as error:
+                log.warning("shard %d cannot be given up, trying again: %s", shard.number, error)
+                await self._environment.sleep(delay_s)
+                continue
+            except (NotOwner, commit.Refused, Unavailable) as error:
+                log.warning("shard %d was lost while it was given up: %s", shard.number, error)
+            if self._shards.pop(shard.number, None) is not None:
+                self._close(shard, _stopped())
+            return
+
+    def left(self) -> list[str]:
+        """What was not finished, for people."""
+        left = [
+            f"shard {shard.number} is not given up, {shard.commits.staged_rows} of its rows are staged"
+            for shard in self._shards.values()
+        ]
+        if self._deletion_workers.under_way:
+            left.append(f"{self._deletion_workers.under_way} attempts to delete a ledger wait for their stores")
+        if self.deletion_requests.sweeping.asked:
+            left.append(f"{self.deletion_requests.sweeping.asked} questions of sweeps wait for their stores")
+        return left
+
+    async def close(self) -> None:
+        """Ends everything at once; what is durable stays."""
+        self._draining = True
+        self._set_health(Health(serving=False, reason="stopping"))
+        for task in self._tasks:
+            task.cancel()
+        self._deletion_workers.close()
+        shards, self._shards = self._shards, {}
+        for shard in shards.values():
+            self._close(shard, _stopped())
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop(self) -> list[str]:
+        """The orderly end, within `daemon.drain_s`; what was left then."""
+        try:
+            await asyncio.wait_for(self.drain(), self._environment.config.daemon.drain_s)
+        except TimeoutError:
+            log.error("the orderly end took longer than %g s", self._environment.config.daemon.drain_s)
+        left = self.left()
+        await self.close()
+        return left
+
+    async def _serve_for_ever(self) -> None:
+        while True:
+            try:
+                # Kept nowhere: what was read of the journals is let go when the topics are loaded.
+                shards = self._serve(await self._candidate.become_owner())
+            except Corruption as error:
+                self._damaged = dict.fromkeys(range(self._shards_total), error)
+                self._wait_for(f"no shard can be served: {error}")
+                await self._environment.sleep(DAMAGED_LOOK_S)
+                continue
+            beside = [asyncio.ensure_future(work) for work in (self._note_loaded(shards), self._mend())]
+            for task in beside:
+                task.add_done_callback(self._task_ended)
+            try:
+                await self._until_all_lost()
+            finally:
+                for task in beside:
+                    task.cancel()
+            await self._candidate.give_up(self._epochs)
+            wait_s = max((away.again_s for away in self._away.values()), default=0.0)
+            await self._environment.sleep(max(LOOK_S, wait_s - self._environment.clock.elapsed_s()))
+
+    async def _until_all_lost(self) -> None:
+        """Takes again, one by one, what of the shards was lost; returns when none is left."""
+        while self._shards:
+            self._lost.clear()
+            if self._away:
+                now_s = self._environment.clock.elapsed_s()
+                await self._take_again([number for number, away in self._away.items() if away.again_s <= now_s])
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S if self._away else None):
+                    await self._lost.wait()
+
+    async def _take_again(self, shards: Sequence[int]) -> None:
+        """Claims those of the shards that may be claimed now; the others are served meanwhile."""
+        async with self._taking:
+            for number, decision in (await self._candidate.claimable(shards) if shards else {}).items():
+                if isinstance(decision, Wait):
+                    if number in self._away:
+                        self._away[number] = self._away[number].waiting(decision.reason, self._recorded(number))
+                    continue
+                try:
+                    self._serve_shard(await self._candidate.claim(number, decision.gone_owners))
+                except Corruption as error:
+                    self._away.pop(number, None)
+                    self._damaged[number] = error
+                    continue
+                except (StoreError, commit.CommitOutcomeUnknown, commit.Refused, NotOwner) as error:
+                    log.warning("shard %d cannot be taken over: %s", number, error)
+                    continue
+                self._away.pop(number, None)
+                self._damaged.pop(number, None)
+                log.info("shard %d is served again", number)
+            self._tell_which()
+
+    def _recorded(self, number: int) -> ShardManifest | None:
+        recorded = self._candidate.recorded(number)
+        return None if recorded is None or recorded.owner == self._environment.config.daemon_id else recorded
+
+    def _serve(self, claimed: Claimed) -> list[ServedShard]:
+        self._lost.clear()
+        # Keys of segments that an earlier ownership loaded mean nothing now.
+        self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
+        self._damaged = dict(claimed.damaged)
+        self._away = {}
+        self._epochs = {}
+        shards = [self._serve_shard(claim) for claim in claimed.claims]
+        log.info("serving shards=%d damaged=%d", len(shards), len(self._damaged))
+        self._store_away = False
+        self._set_serving()
+        return shards
+
+    async def _note_loaded(self, shards: Sequence[ServedShard]) -> None:
+        started_s = self._environment.clock.elapsed_s()
+        for shard in shards:
+            await shard.loaded()
+        rows = sum(shard.loading.rows_replayed for shard in shards)
+        seconds = self._environment.clock.elapsed_s() - started_s
+        self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
+        # The journal's tail and the bytes of what was loaded are free now.
+        await self._environment.run(self._environment.give_back_memory)
+        topics = sum(len(shard.topics) for shard in shards)
+        damaged = sum(len(shard.loading.damaged) for shard in shards)
+        log.info(
+            "the topics are loaded topics=%d damaged=%d rows_replayed=%d seconds=%.3f", topics, damaged, rows, seconds
+        )
+
+    def _serve_shard(self, claim: ShardClaim) -> ServedShard:
+        shard = ServedShard(
+            claim,
+            self._candidate.shard_logs[claim.shard],
+            self._due_loop,
+            self._cache,
+            self._pending,
+            self._environment,
+            lost=self._shard_lost,
+            deletions_changed=self._deletion_workers.look_at,
+        )
+        self._shards[shard.number] = shard
+        self._epochs[shard.number] = shard.epoch
+        self._environment.metrics.set_epoch(shard.number, shard.epoch)
+        shard.serve()
+        return shard
+
+    async def _mend(self) -> None:
+        """Looks again and again whether a damaged shard can be read; the others are served meanwhile."""
+        while True:
+            await self._environment.sleep(DAMAGED_LOOK_S)
+            await self._take_again(list(self._damaged))
+
+    def _shard_lost(self, number: int, error: BaseException) -> None:
+        """It costs that shard: the others are served, and this one is stood by for."""
+        shard = self._shards.pop(number, None)
+        if shard is None:
+            return
+        lost = ShardLost(number, error)
+        log.error("shard %d is lost: %s", number, error, exc_info=error if lost.kind == "failed" else None)
+        self._close(shard, lost.answer())
+        if self._draining:
+            # The others are still to be given up in order.
+            return
+        self._environment.metrics.shard_lost(lost.kind)
+        if isinstance(error, Corruption):
+            self._damaged[number] = error
+        else:
+            now_s = self._environment.clock.elapsed_s()
+            wait_s = self._failures.delay_s(number, now_s=now_s) if lost.kind == "failed" else 0.0
+            self._away[number] = _Away(str(error), lost.owner_address, now_s + wait_s)
+        if self._shards:
+            self._tell_which()
+        else:
+            self._store_away = False
+            self._candidate.succeeded_by(lost.owner_address)
+            self._set_health(Health(serving=False, reason=f"the shards were lost: {error}"))
+        self._lost.set()
+
+    def _drop_all(self, failed: ProcessFailed) -> None:
+        shards, self._shards = self._shards, {}
+        self._set_health(Health(serving=False, reason=str(failed)))
+        for shard in shards.values():
+            self._close(shard, Unavailable(str(failed)))
+        self._lost.set()
+
+    def _close(self, shard: ServedShard, answer: TarryError) -> None:
+        self._environment.metrics.set_epoch(shard.number, 0)
+        shard.close(answer)
+
+    async def _look_after(self) -> None:
+        while True:
+            await self._environment.sleep(LOOK_AFTER_S)
+            for number, shard in list(self._shards.items()):
+                for _ in shard.look_after() if self._shards.get(number) is shard else ():
+                    await asyncio.sleep(0)
+                    if self._shards.get(number) is not shard:
+                        break
+            if self._pending.rows_max:
+                await self._count_pending()
+            self._tell_progress()
+            self.collection.look_after()
+            if self._health.serving or self._store_away:
+                self._look_after_health()
+
+    async def _count_pending(self) -> None:
+        """Counts the pending rows of all topics, some at a time."""
+        self._pending.begin_count()
+        topics = [topic.served for shard in self._shards.values() for topic in shard.topics.values()]
+        rows = 0
+        for count, topic in enumerate(topics, 1):
+            rows += topic.quotas.pending_rows
+            if count % TOPICS_A_TURN == 0:
+                await asyncio.sleep(0)
+        self._pending.end_count(rows)
+
+    def _clock_changed(self) -> None:
+        """Timers were set for a time that has come, or that is later now."""
+        self._due_loop.look_again()
+        self._deletion_workers.wake()
+        for shard in list(self._shards.values()):
+            collections.deque(shard.look_after(), maxlen=0)
+
+    def _resumed(self) -> None:
+        """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
+        asked_s = self._environment.clock.elapsed_s()
+        for shard in self._shards.values():
+            confirming = asyncio.ensure_future(shard.confirmation.confirm_after(asked_s))
+            confirming.add_done_callback(functools.partial(_look_after_confirmed, shard))
+
+    def _look_after_health(self) -> None:
+        stalled = [shard for shard in self._shards.values() if shard.commits.stalled_s > STALLED_S]
+        unconfirmed = [shard for shard in self._shards.values() if not shard.may_hand_out]
+        if stalled or unconfirmed:
+            shard = (stalled or unconfirmed)[0]
+            self._store_away = True
+            self._wait_for(f"the store cannot be reached: shard {shard.number} waits for it")
+        elif self._shards:
+            self._store_away = False
+            self._set_serving()
+
+    def _tell_progress(self) -> None:
+        shards = self._shards.values()
+        self._environment.metrics.set_topics(
+            loaded=sum(len(shard.topics) for shard in shards),
+            loading=self.topics_loading,
+            damaged=self.topics_damaged,
+        )
+        self._environment.metrics.set_shards_damaged(len(self._damaged))
+        self._deletion_workers.tell_state()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("a task of the engine has ended: %r", error, exc_info=error)
+        failed = ProcessFailed(f"a task of the engine has ended: {error!r}")
+        failed.__cause__ = error
+        self._drop_all(failed)
+        if not self.failed.done():
+            self.failed.set_exception(failed)
+
+    # ---- health
+
+    @property
+    def health(self) -> Health:
+        return self._health
+
+    def on_health_change(self, callback: Callable[[Health], None]) -> None:
+        """Calls back on the loop at each change."""
+        self._health_callbacks.append(callback)
+
+    def _wait_for(self, reason: str) -> None:
+        self._set_health(Health(serving=False, reason=reason))
+
+    def _tell_which(self) -> None:
+        """Other shards may be served than before, or none, if the last was lost meanwhile."""
+        if self._shards and not self._store_away:
+            self._set_serving()
+
+    def _set_serving(self) -> None:
+        damaged = "".join(f"; shard {number} is damaged" for number in sorted(self._damaged))
+        away = "".join(
+            f"; shard {number} is not served here: {self._away[number].reason}" for number in sorted(self._away)
+        )
+        self._set_health(Health(serving=True, reason=f"serving{damaged}{away}"))
+
+    def _set_health(self, health: Health) -> None:
+        if health == self._health or (self._draining and health.reason != "stopping"):
+            return
+        # What follows the bracket changes from second to second.
+        if health.reason.split(" (")[0] != self._health.reason.split(" (")[0]:
+            log.info("health serving=%s reason=%r", health.serving, health.reason)
+        self._health = health
+        self._environment.metrics.set_serving(health.serving)
+        for callback in self._health_callbacks:
+            callback(health)
+
+    # ---- what the calls see
+
+    @property
+    def shards(self) -> Mapping[int, ServedShard]:
+        return self._shards
+
+    @property
+    def topics_loading(self) -> int:
+        """Topics that are known and not loaded yet; not those that are damaged."""
+        return sum(shard.loading.left for shard in self._shards.values())
+
+    @property
+    def topics_damaged(self) -> int:
+        return sum(len(shard.loading.damaged) for shard in self._shards.values())
+
+    @property
+    def loaded(self) -> bool:
+        """Whether every topic of the shards that are served is loaded or damaged."""
+        return all(shard.loading.ended.is_set() for shard in self._shards.values())
+
+    def check_serving(self) -> None:
+        """Raises what a caller is told while the shards are not served here."""
+        if self._draining:
+            raise _stopped()
+        if self._shards and (self._health.serving or self._store_away):
+            return
+        if self._candidate.owner_address and not self._shards:
+            raise NotOwner(f"this daemon stands by: {self._health.reason}", owner_address=self._candidate.owner_address)
+        soon = self._candidate.is_taking_over or self._health.reason == STARTING
+        raise Unavailable(
+            f"this daemon does not serve yet: {self._health.reason}",
+            retry_after_ms=TAKING_OVER_RETRY_MS if soon else None,
+        )
+
+    def shard_of(self, topic: str) -> ServedShard:
+        """The shard of a topic. Raises as `check_serving` does, Corruption when the shard is damaged, and NotOwner or
+        Unavailable when others are served here, and it is not.
+        """
+        self.check_serving()
+        number = names.shard_of(topic, self._shards_total)
+        damage = self._damaged.get(number)
+        if damage is not None:
+            raise Corruption(
+                f"shard {number}, which topic {topic} belongs to, cannot be served: {damage}", of_topic=True
+            )
+        shard = self._shards.get(number)
+        if shard is None:
+            raise self._not_here(number)
+        return shard
+
+    def _not_here(self, number: int) -> TarryError:
+        away = self._away.get(number)
+        reason = "it is being taken over" if away is None else away.reason
+        if away is not None and away.owner_address:
+            return NotOwner(f"shard {number} is not served here: {reason}", owner_address=away.owner_address)
+        return Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
+
+    def location_of(self, topic: str) -> TopicLocation:
+        """Who owns the topic's shard. Raises Unavailable while it is not known."""
+        number = names.shard_of(topic, self._shards_total) if self._shards_total else 0
+        shard = self._shards.get(number)
+        if shard is not None:
+            config = self._environment.config
+            return TopicLocation(number, config.daemon.address or "", config.daemon_id, shard.epoch, served_here=True)
+        recorded = self._candidate.recorded(number)
+        if recorded is None or recorded.owner == self._environment.config.daemon_id:
+            raise Unavailable(f"the owner of shard {number} is not known yet: {self._health.reason}")
+        return TopicLocation(number, recorded.address, recorded.owner, recorded.epoch, served_here=False)
+
+
+def _look_after_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
+    # That a shard is lost is told by its own tasks.
+    if not confirming.cancelled() and confirming.exception() is None:
+        collections.deque(shard.look_after(), maxlen=0)
+
+
+def _stopped() -> Unavailable:
+    return Unavailable("the daemon is stopping; try again")

@@ -1,0 +1,212 @@
+"""Collecting garbage in the shards that this daemon owns: by itself now and then, and when it is asked to.
+
+Owns: when a shard has its pass, one pass at a time in the daemon, trying again later and later after failures, stopping
+when the shard is lost or the daemon drains, and telling how far a pass is.
+Does not own: a pass (`collection_pass`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from daemon.call_values import GarbageProgress
+from daemon.core import garbage_rules
+from daemon.core.garbage_rules import Summary
+from daemon.core.object_count import NOTHING
+from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
+from daemon.owner.collection_pass import FAILURES, Halted, Pass, Wish
+from daemon.shard import garbage
+from daemon.surroundings.environment import Environment
+from storage_backends import commit
+from storage_backends.object_store import StoreError
+
+if TYPE_CHECKING:
+    from daemon.shard.shard import ServedShard
+
+log = logging.getLogger(__name__)
+
+# How often it is looked whether a shard's pass is due.
+LOOK_S = 5.0
+# After passes that failed, the next one comes at the latest after this time.
+LAST_DELAY_S = 21_600.0
+
+
+class _Shard:
+    """One ownership of a shard, and what is known for its next passes; times are monotonic seconds."""
+
+    def __init__(self, shard: ServedShard, now_s: float, first_s: float) -> None:
+        self.shard = shard
+        self.next_s = first_s
+        self.next_listing_s = first_s
+        self.worked_s = now_s
+        self.failures = 0
+        self.waiting = NOTHING
+        # Topics that are not served and have tombstones: when the first of them is due, Unix time in ms.
+        self.unserved: dict[str, int] = {}
+
+
+class Collection:
+    """The garbage collection of one daemon. Used on one event loop.
+
+    `shards`: those that are served now. `shards_total`: of the root.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        shards: Callable[[], Mapping[int, ServedShard]],
+        shards_total: Callable[[], int],
+    ) -> None:
+        self._environment = environment
+        self._shards = shards
+        self._shards_total = shards_total
+        self._known: dict[int, _Shard] = {}
+        # One pass at a time.
+        self._turn = asyncio.Lock()
+        self._halted = False
+        settings = environment.config.collection
+        self._tools = garbage.Tools(
+            store=environment.store,
+            executor=environment.pools.collection.parts,
+            now_ms=environment.clock.now_ms,
+            writer=environment.config.daemon_id,
+            limits=garbage_rules.Limits(
+                orphan_age_ms=int(settings.orphan_age_s * 1000),
+                manifests_kept=settings.manifests_kept,
+                manifests_age_ms=int(settings.manifests_age_s * 1000),
+                attempts_max=settings.attempts_max,
+                guard_share=settings.guard_share,
+                guard_bytes=settings.guard_bytes,
+            ),
+        )
+
+    # ---- by itself
+
+    async def run(self) -> None:
+        """Gives every shard its passes, until it is cancelled."""
+        look_s = min(LOOK_S, self._environment.config.collection.interval_s)
+        while True:
+            await self._environment.sleep(look_s)
+            self._look()
+            for known in list(self._known.values()):
+                if known.next_s <= self._environment.clock.elapsed_s() and known.shard.loading.ended.is_set():
+                    async with self._turn:
+                        await self._pass_when_due(known)
+
+    def halt(self) -> None:
+        """No pass begins, and one that is under way ends with the step that it is at."""
+        self._halted = True
+
+    def look_after(self) -> None:
+        """Once a second: how long ago the last passes worked."""
+        now_s = self._environment.clock.elapsed_s()
+        ages_s = (now_s - known.worked_s for known in self._known.values())
+        self._environment.metrics.set_collection_age(max(ages_s, default=0.0))
+
+    def _look(self) -> None:
+        """Shards come and go."""
+        now_s = self._environment.clock.elapsed_s()
+        served = self._shards()
+        for number in [number for number, known in self._known.items() if served.get(number) is not known.shard]:
+            del self._known[number]
+        for number, shard in served.items():
+            if number not in self._known:
+                # The shards of a daemon that has just started are not all looked at together.
+                first_s = now_s + self._environment.config.collection.interval_s * self._environment.jitter()
+                self._known[number] = _Shard(shard, now_s, first_s)
+
+    async def _pass_when_due(self, known: _Shard) -> None:
+        settings, now_s = self._environment.config.collection, self._environment.clock.elapsed_s()
+        listing = known.next_listing_s <= now_s
+        spread = 0.9 + 0.2 * self._environment.jitter()
+        try:
+            pass_ = self._pass(known, Wish(listing=listing))
+            async for _ in pass_.steps():
+                pass
+            self._passed(known, pass_)
+        except Halted:
+            return
+        except FAILURES as error:
+            log.warning("shard %d: collection failed: %s", known.shard.number, error)
+            self._put_off(known, spread)
+            return
+        except Exception as error:
+            # Whatever it is, it is this shard's.
+            log.error("shard %d: collection failed: %r", known.shard.number, error, exc_info=error)
+            self._put_off(known, spread)
+            return
+        known.failures = 0
+        known.worked_s = self._environment.clock.elapsed_s()
+        known.next_s = known.worked_s + settings.interval_s * spread
+        if listing:
+            known.next_listing_s = known.worked_s + settings.orphan_interval_s * spread
+
+    def _put_off(self, known: _Shard, spread: float) -> None:
+        known.failures += 1
+        delay_s = min(self._environment.config.collection.interval_s * 2**known.failures, LAST_DELAY_S) * spread
+        known.next_s = self._environment.clock.elapsed_s() + delay_s
+        log.info("shard %d: collection begins again in %.0f s", known.shard.number, delay_s)
+
+    # ---- when it is asked to
+
+    async def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[GarbageProgress]:
+        """A whole pass over every shard that is owned; one message for each step, the last is `done`.
+
+        Raises NotOwner when objects that were given up are to be tried again and a shard belongs to another,
+        Unavailable and OutcomeUnknown when the pass could not go on.
+        """
+        if retry_dead and len(self._shards()) < self._shards_total():
+            raise NotOwner(
+                f"objects that were given up may belong to any of {self._shards_total()} shards, this daemon serves "
+                f"{len(self._shards())} of them"
+            )
+        wish = Wish(listing=True, dry_run=dry_run, force=force, retry_dead=retry_dead)
+        async with self._turn:
+            self._look()
+            known = [self._known[number] for number in sorted(self._known)]
+            done = GarbageProgress(shards=len(known))
+            yield done
+            try:
+                for each in known:
+                    pass_ = self._pass(each, wish)
+                    async for _ in pass_.steps():
+                        yield done.plus(pass_.topics_done, pass_.topics, pass_.summary)
+                    if not dry_run:
+                        self._passed(each, pass_)
+                    done = done.plus(pass_.topics_done, pass_.topics, pass_.summary, shards_done=1)
+            except Halted:
+                raise Unavailable(
+                    "the shard is served by this daemon no longer, or it is stopping; try again"
+                ) from None
+            except StoreError as error:
+                raise Unavailable(f"the store cannot be reached: {error}") from error
+            except commit.CommitOutcomeUnknown as error:
+                raise OutcomeUnknown(f"{error}; a retry is safe") from error
+            yield dataclasses.replace(done, done=True)
+
+    # ---- passes
+
+    def _pass(self, known: _Shard, wish: Wish) -> Pass:
+        def check() -> None:
+            if self._halted or self._shards().get(known.shard.number) is not known.shard:
+                raise Halted
+
+        return Pass(known.shard, self._environment, self._tools, wish, unserved=known.unserved, check=check)
+
+    def _passed(self, known: _Shard, passed: Pass) -> None:
+        """A pass has done what it could."""
+        done = passed.summary
+        known.waiting = done.waiting
+        waiting = sum((each.waiting for each in self._known.values()), NOTHING)
+        self._environment.metrics.set_tombstones(objects=waiting.objects, size_bytes=waiting.size_bytes)
+        if done != Summary(waiting=done.waiting):
+            log.info(
+                "collected shard=%d tombstones=%d orphans=%d manifests=%d journal_slots=%d waiting=%d failed=%d "
+                "given_up=%d refused=%d",
+                known.shard.number,
+                *(getattr(done, field.name).objects for field in dataclasses.fields(done)),
+            )

@@ -1,0 +1,91 @@
+"""Watching for topics that other processes merged: one request a minute, however many topics there are.
+
+Owns: when the hints of mergers are looked at, which of them are cleared, and who is told.
+Does not own: the hints (`storage_backends.merge_hints`), reading a topic's newest manifest and looking without a hint
+(`bucket_life`).
+
+Several daemons may share a root: each clears the hints of the shards that it serves. What comes with a shard that is
+taken over is looked at then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from daemon.surroundings.environment import Environment
+from storage_backends import merge_hints
+from storage_backends.merge_hints import MergeHint
+from storage_backends.object_store import StoreError
+
+if TYPE_CHECKING:
+    from daemon.shard.shard import ServedShard
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 60.0
+# Hints that are cleared by one thread, one after the other, before the topics are looked at: that is the pace.
+PORTION_HINTS = 16
+
+# What the hints were cleared for: a value of theirs, and ownerships of shards.
+_Handled = tuple[bytes, frozenset["ServedShard"]]
+
+
+class MergeWatch:
+    """Of one daemon. `shards`: those that are served now."""
+
+    def __init__(self, environment: Environment, shards: Callable[[], Mapping[int, ServedShard]]) -> None:
+        self._environment = environment
+        self._shards = shards
+        self._handled: _Handled | None = None
+
+    async def run(self) -> None:
+        """Looks for ever."""
+        while True:
+            await self._environment.sleep(LOOK_S)
+            try:
+                await self._look()
+            except StoreError as error:
+                log.info("what others merged is looked at later: %s", error)
+
+    async def _look(self) -> None:
+        environment = self._environment
+        value = await environment.run(lambda: merge_hints.value(environment.store))
+        shards = frozenset(self._shards().values())
+        if value is None or not shards or self._handled == (value, shards):
+            return
+        hints, foreign = await environment.run(lambda: merge_hints.listed(environment.store))
+        if foreign:
+            log.warning("%d keys among the hints of mergers are none, for instance %s", len(foreign), foreign[0])
+        ours = [hint for hint in hints if self._is_ours(hint)]
+        ready = [hint for hint in ours if not self._may_come(hint)]
+        for first in range(0, len(ready), PORTION_HINTS):
+            await self._clear(ready[first : first + PORTION_HINTS])
+        if ready:
+            log.info("others merged: hints=%d topics_to_be_loaded=%d", len(ready), len(ours) - len(ready))
+        if len(ready) == len(ours):
+            self._handled = value, shards
+
+    def _is_ours(self, hint: MergeHint) -> bool:
+        return hint.shard in self._shards()
+
+    def _may_come(self, hint: MergeHint) -> bool:
+        """Whether its topic is being loaded, or will be: what was read of it may be older than the merge."""
+        return self._shards()[hint.shard].may_load(hint.topic_id)
+
+    async def _clear(self, hints: Sequence[MergeHint]) -> None:
+        store = self._environment.store
+
+        def clear_all() -> None:
+            for hint in hints:
+                merge_hints.clear(store, hint)
+
+        try:
+            await self._environment.run(clear_all)
+        finally:
+            # Also of those that may or may not be cleared.
+            for hint in hints:
+                shard = self._shards().get(hint.shard)
+                if shard is not None:
+                    shard.look_for_merges(hint.topic_id)

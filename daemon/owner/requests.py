@@ -1,0 +1,533 @@
+"""Every call of the services, brought to its shard and topic.
+
+Owns: the checks that need nothing but the request and the limits, finding the topic, and that an answer which says what
+is not there is true (R8).
+Does not own: what a call does (`served_topic`, `topic_changes`, `topic_changes`, `leases`, `topic_inspection`,
+`viewing`), the wire, and whether the daemon serves (`engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from daemon import call_values
+from daemon.core import limits
+from daemon.errors import AlreadyExists, InvalidArgument, InvariantViolated, NotFound, TarryError
+from daemon.owner import topic_inspection
+from daemon.owner.garbage_collection import Collection
+from daemon.subscription import leases, served_dead_letters
+from daemon.subscription.key_shared_stream import KeySharedStream
+from daemon.subscription.open_stream import DispatchStream
+from daemon.surroundings.environment import Environment
+from daemon.topic.served_topic import ServedTopic
+from daemon.topic.viewing import Viewing
+from daemon.topic_gauges import TopicNumbers
+from daemon.topic_terms import topic_settings
+from storage_backends.formats.row_columns import U64
+
+if TYPE_CHECKING:
+    from daemon.shard.shard import ServedShard
+
+# Ledgers that one trim may name: each costs a few microseconds on the loop.
+TRIM_LEDGERS_MAX = 1_000
+# Topics that are looked at before hand-outs and requests have their turn.
+TOPICS_A_TURN = 20
+# A scrape that takes longer than this, in seconds, fails.
+SNAPSHOT_S = 10.0
+NO_POLICY = call_values.SubscriptionPolicy()
+
+
+class Shards(Protocol):
+    """What the calls see of the engine."""
+
+    @property
+    def shards(self) -> Mapping[int, ServedShard]:
+        """The shards that are owned and served."""
+        ...
+
+    def shard_of(self, topic: str) -> ServedShard:
+        """The shard of a topic. Raises what a caller is told while the shard is not served here."""
+        ...
+
+    @property
+    def collection(self) -> Collection: ...
+
+    @property
+    def topics_loading(self) -> int: ...
+
+    @property
+    def topics_damaged(self) -> int: ...
+
+    def check_serving(self) -> None:
+        """Raises what a caller is told while nothing is served here."""
+        ...
+
+    def location_of(self, topic: str) -> call_values.TopicLocation:
+        """Raises Unavailable while it is not known."""
+        ...
+
+
+class Requests:
+    """The calls of one engine. Made on the event loop that runs it.
+
+    Those on a topic raise NotOwner and Unavailable as `Shards.shard_of`, Corruption when the topic is damaged, and
+    OutcomeUnknown when it may or may not be durable.
+    """
+
+    def __init__(self, engine: Shards, environment: Environment) -> None:
+        self._engine = engine
+        self._environment = environment
+        self._limits = environment.request_limits
+        self._loop = asyncio.get_running_loop()
+        self._viewing = Viewing(environment)
+
+    # ---- positions
+
+    async def add(
+        self,
+        topic: str,
+        batch: call_values.AddBatch,
+        subscription: str | None = None,
+        caller: call_values.Caller | None = None,
+    ) -> call_values.AddOutcome:
+        """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
+        `daemon.core.topic`. Raises NotFound when there is no such subscription, QuotaExceeded.
+        """
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
+        if subscription is not None:
+            async with self._served(topic) as (_, served):
+                return await served.add(batch, subscription, caller)
+        shard = self._engine.shard_of(topic)
+        if await shard.topic(topic) is None:
+            # What is refused bears no topic.
+            shard.pending.check(len(batch.entry_id))
+        served = await shard.topic_to_write(topic)
+        with served.failing(InvariantViolated):
+            return await served.add(batch, None, caller)
+
+    async def cancel(
+        self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64
+    ) -> call_values.CancelOutcome:
+        """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
+        durable. See `daemon.core.withdrawals`. Raises NotFound.
+        """
+        self._check_positions(topic, subscription, ledger_id, entry_id)
+        async with self._served(topic) as (_, served):
+            return await served.withdrawing.cancel(subscription, ledger_id, entry_id)
+
+    async def reschedule(
+        self, topic: str, subscription: str | None, batch: call_values.RescheduleBatch
+    ) -> call_values.RescheduleOutcome:
+        """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
+        self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
+        async with self._served(topic) as (_, served):
+            return await served.withdrawing.reschedule(subscription, batch)
+
+    async def contains(
+        self, topic: str, asked: call_values.EntryRanges, subscription: str | None
+    ) -> call_values.Contained:
+        """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
+
+        Raises NotFound when the topic has no such subscription.
+        """
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(asked.ledger_id), self._limits.rows_max)
+        _check_ranges(asked)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic(topic)
+        if served is None:
+            await shard.commits.confirmed()
+            return _nothing()
+        async with self._truthful(shard):
+            return await served.contains(asked, subscription)
+
+    async def trim(self, topic: str, subscription: str | None, ranges: call_values.LedgerRanges) -> int:
+        """Drops rows of ledgers at or before an entry, of the topic or of one subscription; how many."""
+        self._check_names(topic, subscription)
+        limits.check_rows("ledger_id", len(ranges.ledger_id), min(TRIM_LEDGERS_MAX, self._limits.rows_max))
+        _check_ledgers(ranges)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.trim(served, subscription, ranges)
+
+    async def clear(self, topic: str, subscription: str | None) -> int:
+        """Drops every row of the topic or of one subscription; how many."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.trim(served, subscription, None)
+
+    # ---- dispatch
+
+    async def open_dispatch(self, topic: str, subscription: str, held: call_values.HeldPositions) -> DispatchStream:
+        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound, and
+        Conflict while the subscription is open as KEY_SHARED.
+        """
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.opening.shared(subscription, held)
+
+    async def open_key_shared(
+        self,
+        topic: str,
+        subscription: str,
+        consumers: Sequence[call_values.Consumer],
+        held: call_values.HeldByConsumers,
+    ) -> KeySharedStream:
+        """The same, of a dispatcher that says which consumers it has. Raises NotFound, InvalidArgument, QuotaExceeded,
+        and Conflict while the subscription is open as SHARED or leases rows.
+        """
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.opening.key_shared(subscription, consumers, held)
+
+    async def get_scheduled(
+        self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
+    ) -> call_values.Leased:
+        """Due rows without a stream, leased for `lease_ms` (0: as the subscription's policy says).
+
+        Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded, and
+        Conflict while the subscription is open as KEY_SHARED.
+        """
+        self._check_names(topic, subscription)
+        leases.check_get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+        async with self._served(topic) as (_, served):
+            state = served.subscription(subscription)
+            lease_ms = lease_ms or state.stored.policy.lease_ms or topic_settings.LEASE_DEFAULT_MS
+            rows = await served.get_scheduled(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+            return call_values.Leased(served.handed_out(state, rows), lease_ms, served.core.rebuild_needed())
+
+    async def acknowledge(self, topic: str, subscription: str, claims: call_values.HeldPositions) -> int:
+        """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            state = served.subscription(subscription)
+            return await served.acknowledging.acknowledge(state, claims, awaited=True)
+
+    async def negative_acknowledge(
+        self, topic: str, subscription: str, nack: call_values.Nack
+    ) -> call_values.NackOutcome:
+        """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
+        letters, durably. See `redelivering`. Raises DelayTooLong, QuotaExceeded.
+        """
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await served.redelivery.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
+
+    async def extend_lease(
+        self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
+    ) -> int:
+        """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""
+        self._check_names(topic, subscription)
+        leases.check_lease(lease_ms)
+        async with self._served(topic) as (_, served):
+            state = served.subscription(subscription)
+            return await served.leases.extend(state, claims, lease_ms=lease_ms)
+
+    # ---- subscriptions
+
+    async def create_subscription(
+        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy = NO_POLICY
+    ) -> call_values.SubscriptionCreated:
+        """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
+        self._check_names(topic, subscription)
+        shard = self._engine.shard_of(topic)
+        async with self._truthful(shard):
+            self._check_policy(policy, await shard.topic(topic))
+            return await shard.changes.create_subscription(topic, subscription, policy)
+
+    async def update_subscription(
+        self, topic: str, subscription: str, policy: call_values.SubscriptionPolicy
+    ) -> call_values.SubscriptionPolicy:
+        """Replaces a subscription's policy; it counts when this returns."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (shard, served):
+            self._check_policy(policy, served)
+            return await shard.changes.update_subscription(served, subscription, policy)
+
+    async def delete_subscription(self, topic: str, subscription: str) -> int:
+        """Deletes a subscription and waives its claims; how many dead letters left with it."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.delete_subscription(served, subscription)
+
+    # ---- dead letters
+
+    async def list_dead_letters(
+        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, page_size: int, after_id: int
+    ) -> call_values.DeadLetterPage:
+        """Dead letters with ids above `after_id`, `next_after` of the page before. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.page(served.subscription(subscription), asked, page_size, after_id)
+
+    async def replay_dead_letters(
+        self, topic: str, subscription: str, asked: call_values.DeadLetterFilter, delay_ms: int
+    ) -> call_values.Replayed:
+        """Has dead letters delivered again, `delay_ms` from now; returns when that is durable. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.replay(served.subscription(subscription), asked, delay_ms=delay_ms)
+
+    async def purge_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> int:
+        """Forgets dead letters; how many, when that is durable. See `dead_letters`."""
+        self._check_dead_letters(topic, subscription, asked)
+        async with self._served(topic) as (_, served):
+            return await served.dead_letters.purge(served.subscription(subscription), asked)
+
+    # ---- topics
+
+    async def set_topic_policy(self, topic: str, policy: call_values.TopicPolicy) -> call_values.TopicPolicy:
+        """Replaces a topic's policy, and creates the topic if it is new; what is in force when this returns."""
+        self._check_topic(topic)
+        topic_settings.check_topic_policy(policy)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic_to_write(topic)
+        return await shard.changes.set_policy(served, policy)
+
+    async def topic_policy(self, topic: str) -> call_values.TopicPolicies:
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            settings = served.settings
+            await shard.commits.confirmed()
+            return call_values.TopicPolicies(stored=settings.policy, effective=settings.effective)
+
+    async def set_delay_levels(self, topic: str, table: call_values.TopicDelayLevels | None) -> call_values.DelayLevels:
+        """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force
+        when this returns. What is pending keeps its time. Raises InvalidArgument with the place: the old ones stay.
+        """
+        self._check_topic(topic)
+        shard = self._engine.shard_of(topic)
+        if await shard.topic(topic) is None:
+            # What is refused bears no topic.
+            topic_settings.levels_of(self._environment, table, delay_max_ms=self._limits.delay_max_ms)
+        served = await shard.topic_to_write(topic)
+        return await shard.changes.set_delay_levels(served, table)
+
+    async def delay_levels(self, topic: str) -> call_values.TopicLevels:
+        """The delay levels in force: of a topic, or, where the name is empty, the daemon's. Raises NotFound."""
+        if not topic:
+            return call_values.TopicLevels(self._environment.delay_levels, of_topic=False, pending=())
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            found = topic_inspection.levels(served)
+            await shard.commits.confirmed()
+            return found
+
+    async def seal(self, topic: str) -> call_values.Sealed:
+        """Seals the mutable bucket now; returns when that is committed."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.seal(served)
+
+    async def merge(self, topic: str, buckets_max: int) -> call_values.Merged:
+        """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the topic's policy says."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.merge(served, buckets_max)
+
+    async def delete_topic(self, topic: str) -> call_values.TopicDeleted:
+        """Deletes a topic with everything in it."""
+        self._check_topic(topic)
+        async with self._served(topic) as (shard, served):
+            return await shard.changes.delete(served)
+
+    def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[call_values.GarbageProgress]:
+        """Collects the garbage of the shards that are served here, step by step."""
+        self._engine.check_serving()
+        return self._engine.collection.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)
+
+    async def lookup(self, topic: str) -> call_values.TopicLocation:
+        """The shard of a topic and who owns it, whether the topic exists or not."""
+        self._check_topic(topic)
+        return self._engine.location_of(topic)
+
+    # ---- inspection
+
+    async def list_topics(self, page_size: int, after: str) -> call_values.TopicPage:
+        """At most `page_size` topics whose names come after `after`."""
+        size = topic_inspection.page_size_of(page_size)
+        self._engine.check_serving()
+        found: dict[str, ServedTopic] = {}
+        for shard in list(self._engine.shards.values()):
+            beyond = (name for name in shard.topics if name > after)
+            found |= {name: shard.topics[name].served for name in heapq.nsmallest(size + 1, beyond)}
+            await asyncio.sleep(0)
+        page, next_after = topic_inspection.page_after(found, str, size, after)
+        return call_values.TopicPage(
+            topics=tuple(topic_inspection.summary(found[name]) for name in page),
+            next_after=next_after,
+            as_of_ms=self._environment.clock.now_ms(),
+            topics_loading=self._engine.topics_loading,
+            topics_damaged=self._engine.topics_damaged,
+        )
+
+    async def topic_stats(self, topic: str) -> call_values.TopicStats:
+        """Counts of one topic. Raises NotFound."""
+        shard, served = await self._shown(topic)
+        applied_slot = shard.topics[topic].commits.manifest.applied
+        merges = int(shard.topics[topic].life.merging.under_way)
+        now_ms = self._environment.clock.now_ms()
+        return topic_inspection.stats(served, applied_slot=applied_slot, merges=merges, now_ms=now_ms)
+
+    async def list_buckets(self, topic: str, page_size: int, after: str) -> call_values.BucketPage:
+        """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
+        size = topic_inspection.page_size_of(page_size)
+        _, served = await self._shown(topic)
+        return topic_inspection.buckets_page(served, size, after, now_ms=self._environment.clock.now_ms())
+
+    async def list_subscriptions(self, topic: str, page_size: int, after: str) -> call_values.SubscriptionPage:
+        """Subscriptions of a topic whose names come after `after`."""
+        size = topic_inspection.page_size_of(page_size)
+        _, served = await self._shown(topic)
+        return topic_inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
+
+    async def list_consumers(
+        self, topic: str, subscription: str, page_size: int, after: int
+    ) -> call_values.ConsumerPage:
+        """Consumers of a subscription that joined after the one with the number `after`, `next_after` of the page
+        before. Raises NotFound.
+        """
+        size = topic_inspection.page_size_of(page_size)
+        self._check_names(topic, subscription)
+        _, served = await self._shown(topic)
+        state = served.subscription(subscription)
+        return await topic_inspection.consumers_page(
+            served, state, size, after, now_ms=self._environment.clock.now_ms()
+        )
+
+    async def list_scheduled(
+        self, topic: str, view: call_values.View, page_size: int, after: call_values.Place | None
+    ) -> call_values.ScheduledPage:
+        """Rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
+        self._check_names(topic, view.subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.scheduled(served, view, page_size, after)
+
+    async def histogram(self, topic: str, view: call_values.View, width_ms: int) -> call_values.Histogram:
+        """How many rows come due when; `width_ms` of a bar, 0: a round one. See `viewing`."""
+        self._check_names(topic, view.subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.histogram(served, view, width_ms)
+
+    async def list_backlog(
+        self,
+        topic: str,
+        subscription: str,
+        ledgers: tuple[int, int] | None,
+        page_size: int,
+        after: call_values.Place | None,
+    ) -> call_values.BacklogPage:
+        """What a subscription is owed that is due and not acknowledged, after the place `after`. See `viewing`."""
+        self._check_names(topic, subscription)
+        async with self._served(topic) as (_, served):
+            return await self._viewing.backlog(served, subscription, ledgers, page_size, after)
+
+    def metrics_snapshot(self) -> Sequence[TopicNumbers]:
+        """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""
+        if self._loop.is_closed():
+            return ()
+        return asyncio.run_coroutine_threadsafe(self._topic_numbers(), self._loop).result(timeout=SNAPSHOT_S)
+
+    async def _topic_numbers(self) -> list[TopicNumbers]:
+        now_ms = self._environment.clock.now_ms()
+        topics = [topic.served for shard in self._engine.shards.values() for topic in shard.topics.values()]
+        numbers = []
+        for count, topic in enumerate(topics, 1):
+            numbers.append(topic_inspection.numbers(topic, now_ms))
+            if count % TOPICS_A_TURN == 0:
+                await asyncio.sleep(0)
+        return numbers
+
+    # ---- finding
+
+    def alone_in_s(self, topic: str) -> float:
+        """For how long a former owner of the topic may still act; 0.0 where none does, or nothing is served here."""
+        try:
+            return self._engine.shard_of(topic).alone_in_s
+        except TarryError:
+            # The call says it.
+            return 0.0
+
+    @contextlib.asynccontextmanager
+    async def _served(self, topic: str) -> AsyncIterator[tuple[ServedShard, ServedTopic]]:
+        """The topic of a call. Raises NotFound, and TopicFailed where the call breaks an invariant of it."""
+        shard = self._engine.shard_of(topic)
+        async with self._truthful(shard):
+            served = await shard.topic(topic)
+            if served is None:
+                raise _no_topic(topic)
+            with served.failing(InvariantViolated):
+                yield shard, served
+
+    @contextlib.asynccontextmanager
+    async def _truthful(self, shard: ServedShard) -> AsyncIterator[None]:
+        """An answer that depends on what is or is not there waits until the shard is known to be ours still."""
+        try:
+            yield
+        except (NotFound, AlreadyExists):
+            await shard.commits.confirmed()
+            raise
+
+    async def _shown(self, topic: str) -> tuple[ServedShard, ServedTopic]:
+        self._check_topic(topic)
+        shard = self._engine.shard_of(topic)
+        served = await shard.topic(topic)
+        if served is None:
+            raise _no_topic(topic)
+        return shard, served
+
+    def _check_policy(self, policy: call_values.SubscriptionPolicy, served: ServedTopic | None) -> None:
+        request_limits = self._limits if served is None else served.settings.request_limits
+        topic_settings.check_subscription_policy(policy, delay_max_ms=request_limits.delay_max_ms)
+
+    def _check_positions(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> None:
+        self._check_names(topic, subscription)
+        limits.check_rows("entry_id", len(entry_id), self._limits.rows_max)
+        limits.check_distinct(ledger_id, entry_id)
+
+    def _check_dead_letters(self, topic: str, subscription: str, asked: call_values.DeadLetterFilter) -> None:
+        self._check_names(topic, subscription)
+        served_dead_letters.check_filter(asked, ids_max=self._limits.rows_max)
+
+    def _check_topic(self, topic: str) -> None:
+        limits.check_name("topic", topic, self._limits.topic_max_bytes)
+
+    def _check_names(self, topic: str, subscription: str | None) -> None:
+        self._check_topic(topic)
+        if subscription is not None:
+            limits.check_name("subscription", subscription, self._limits.subscription_max_bytes)
+
+
+def _nothing() -> call_values.Contained:
+    nothing = np.empty(0, np.uint64)
+    ranges = call_values.EntryRanges(nothing, nothing, nothing)
+    return call_values.Contained(pending=ranges, due=ranges, continuation=None)
+
+
+def _no_topic(topic: str) -> NotFound:
+    return NotFound(f"there is no topic {topic!r}")
+
+
+def _check_ranges(asked: call_values.EntryRanges) -> None:
+    backwards = np.flatnonzero(asked.last_entry_id < asked.first_entry_id)
+    if len(backwards):
+        row = int(backwards[0])
+        raise InvalidArgument(
+            f"last_entry_id[{row}] is {asked.last_entry_id[row]}, before entry_id[{row}], which is "
+            f"{asked.first_entry_id[row]}"
+        )
+
+
+def _check_ledgers(ranges: call_values.LedgerRanges) -> None:
+    ledgers = len(ranges.ledger_id)
+    if ranges.all_lower_ledgers and ledgers != 1:
+        raise InvalidArgument(f"all_lower_ledgers is set, and ledger_id has {ledgers} ledgers; it must have 1")
+    known, count = np.unique(ranges.ledger_id, return_counts=True)
+    if len(known) < ledgers:
+        raise InvalidArgument(f"ledger_id names ledger {known[count > 1][0]} twice; once is enough")

@@ -1,0 +1,272 @@
+"""Recovery of one topic: from its manifest, its part of the shard checkpoint and the journal's tail.
+
+Owns: the topic in memory that results, and what a checkpoint carries over of a topic that is not in memory.
+Does not own: which of them counts for what (`storage_backends.topic_tails`), taking the shard over (`takeover`),
+claiming the topic's manifest (the caller, before this reads it), and serving.
+
+A bucket whose seal was cut before the part's slot and is not in the manifest by then is in the part with its rows: if
+`applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they are rows of the
+mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What progress says of
+redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription that is no more
+are owed to nobody: they are left out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from pyroaring import BitMap64
+
+from daemon.core import entitlement
+from daemon.core.bucket import GoneSet
+from daemon.core.deletions.ledger_deletions import LedgerDeletions
+from daemon.core.index import Index
+from daemon.core.positions import KeyedRows, PageTable, bitmap_of, contained, pages_of
+from daemon.core.quarantine import QuarantinedBucket
+from daemon.core.sealed_bucket import SealedBucket
+from daemon.core.topic import Topic
+from daemon.errors import Corruption, InvariantViolated
+from daemon.shard import replay_runs
+from daemon.topic import bucket_reads, stored_progress, stored_redeliveries
+from storage_backends import object_store, topic_tails
+from storage_backends.formats import bucket_format, checkpoint_format, format_errors, index_ids, manifest, slot_format
+from storage_backends.formats.checkpoint_format import CarriedSlot
+from storage_backends.formats.manifest import BucketProgress
+from storage_backends.formats.row_columns import Rows
+from storage_backends.topic_tails import NOTHING as NOTHING
+from storage_backends.topic_tails import TopicTail as TopicTail
+from storage_backends.topic_tails import counting_part as counting_part
+from storage_backends.topic_tails import tails_of as tails_of
+
+
+def deletion_records(
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
+) -> list[slot_format.DeletionRecord]:
+    """What was decided on the shard's deletions above the checkpoint, in order."""
+    covered = 0 if loaded is None else loaded.slot
+    return [record for header, records in slots if header.slot > covered for record in records]
+
+
+def deletions_of(
+    loaded: checkpoint_format.Checkpoint | None,
+    slots: Iterable[tuple[slot_format.SlotHeader, Sequence[slot_format.DeletionRecord]]],
+) -> LedgerDeletions:
+    """The deletions of the shard as of now. O(n): for a thread."""
+    restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)
+    for record in deletion_records(loaded, slots):
+        restored.apply(record)
+    return restored
+
+
+def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
+    """What a checkpoint says of a topic that is not in memory; its slot is not below any of the tail's."""
+    part = tail.part
+    if part is None:
+        # Its name and incarnation are in its manifest, which was not read.
+        part = checkpoint_format.TopicPart(
+            topic_id=topic_id, topic="", incarnation=0, mutable_rows=Rows.empty(), slot=0
+        )
+    return dataclasses.replace(part, carried=tail.slots)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class OpenedBucket:
+    """What was read of a live bucket. `head`: its table and entry 0, None when they are damaged or missing: then
+    `damage` says how.
+    """
+
+    head: tuple[bucket_format.BucketTable, bucket_format.BucketMetadata] | None
+    damage: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class TopicObjects:
+    """What was read for a topic: its live buckets, by name, and its progress."""
+
+    buckets: Mapping[str, OpenedBucket]
+    progress: manifest.Progress
+
+
+class TopicReads:
+    """Reads what manifests of one topic name, side by side; nothing is read twice. For one thread, which must not be
+    one of `executor`.
+    """
+
+    def __init__(self, store: object_store.ObjectStore, executor: concurrent.futures.Executor) -> None:
+        self._store = store
+        self._executor = executor
+        self._buckets: dict[str, concurrent.futures.Future[OpenedBucket]] = {}
+        self._progress: dict[str, concurrent.futures.Future[manifest.Progress]] = {}
+
+    def begin(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> None:
+        """Begins to read what the manifest names, as far as `part`, what counts of a checkpoint, does not hold it."""
+        for live in tip.live:
+            if live.object.name not in self._buckets:
+                self._buckets[live.object.name] = self._executor.submit(_opened, self._store, live)
+        if part is None and tip.progress_object is not None and tip.progress_object.name not in self._progress:
+            read = self._executor.submit(stored_progress.of_manifest, self._store, tip)
+            self._progress[tip.progress_object.name] = read
+
+    def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
+        """What the manifest names. Raises Corruption when the progress is damaged, and the store's errors."""
+        self.begin(tip, part)
+        buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
+        if part is not None:
+            return TopicObjects(buckets, part.progress)
+        if tip.progress_object is None:
+            return TopicObjects(buckets, tip.progress or manifest.Progress())
+        return TopicObjects(buckets, self._progress[tip.progress_object.name].result())
+
+
+def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
+    try:
+        return OpenedBucket(bucket_reads.open_bucket(store, live))
+    except Corruption as error:
+        return OpenedBucket(None, str(error))
+
+
+def restore(
+    topic: Topic,
+    tip: manifest.TopicManifest,
+    objects: TopicObjects,
+    part: checkpoint_format.TopicPart | None,
+    *,
+    elapsed_ms: int,
+) -> None:
+    """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined. Raises
+    Corruption.
+    """
+    by_bucket = {each.bucket: each for each in objects.progress.buckets}
+    for live in tip.live:
+        index = _index(topic, live.subscription_id)
+        if index is None:
+            continue
+        head = objects.buckets[live.object.name].head
+        bits = stored_progress.of_bucket(live.object.name, () if head is None else head[1].kept, by_bucket)
+        if live.quarantined:
+            index.add_quarantined(_quarantined_bucket(index.pages, live, None if head is None else head[1], bits))
+        elif head is None:
+            raise InvariantViolated(f"bucket {live.object.name} is damaged and not quarantined")
+        else:
+            index.add_sealed(_sealed_bucket(index.pages, live, *head, bits))
+    if part is not None:
+        _restore_rows(topic, 0, part.mutable_rows, by_bucket.get(""), elapsed_ms)
+        for own in part.own_rows:
+            _restore_rows(topic, own.subscription_id, own.rows, None, elapsed_ms)
+        for sealing in topic_tails.still_sealing(tip, part):
+            bits = by_bucket.get(sealing.bucket)
+            _restore_rows(topic, sealing.subscription_id, sealing.rows, bits, elapsed_ms)
+    entitlement.dismiss_all_but(topic.index, topic.subscriptions)
+    stored_redeliveries.restore(topic, objects.progress)
+
+
+def _index(topic: Topic, index_id: int) -> Index | None:
+    """None: the subscription whose index it was is no more."""
+    if index_id != index_ids.SHARED and index_ids.subscription_of(index_id) not in topic.subscriptions:
+        return None
+    return topic.indexes.of(index_id)
+
+
+def _sealed_bucket(
+    pages: PageTable,
+    live: manifest.LiveBucket,
+    table: bucket_format.BucketTable,
+    metadata: bucket_format.BucketMetadata,
+    bits: BucketProgress | None,
+) -> SealedBucket:
+    rows = pages.from_stored(metadata.positions)
+    gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
+    named = pages_of(rows)
+    restored = SealedBucket(live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages)
+    if bits is not None:
+        restored.acknowledged = stored_progress.acknowledged_from_stored(pages, bits.acknowledged)
+    # Of some pages everything may be gone.
+    pages.forget_unheld(named)
+    return restored
+
+
+def _quarantined_bucket(
+    pages: PageTable,
+    live: manifest.LiveBucket,
+    metadata: bucket_format.BucketMetadata | None,
+    bits: BucketProgress | None,
+) -> QuarantinedBucket:
+    rows = None if metadata is None else pages.from_stored(metadata.positions)
+    gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
+    acknowledged = stored_progress.acknowledged_from_stored(pages, bits.acknowledged) if bits is not None else {}
+    named = pages_of(gone).union(*map(pages_of, acknowledged.values()), () if rows is None else pages_of(rows))
+    restored = QuarantinedBucket(
+        live,
+        present=None if rows is None else rows - gone,
+        gone=GoneSet(gone),
+        acknowledged=acknowledged,
+        pages=pages,
+    )
+    pages.forget_unheld(named)
+    return restored
+
+
+def _restore_rows(topic: Topic, index_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
+    """They are rows of the mutable bucket of an index, but for those that are gone."""
+    index = _index(topic, index_id)
+    if index is None:
+        return
+    mutable, pages = index.mutable, index.pages
+    keyed = KeyedRows(rows, pages.intern(rows.ledger_id, rows.entry_id))
+    named = pages_of(bitmap_of(keyed.keys))
+    if bits is not None and bits.gone:
+        keyed = keyed.take(~contained(keyed.keys, pages.from_stored(bits.gone)))
+    if len(keyed):
+        mutable.add(keyed, bitmap_of(keyed.keys), elapsed_ms=elapsed_ms)
+    if bits is not None:
+        for number, keys in stored_progress.acknowledged_from_stored(pages, bits.acknowledged).items():
+            mutable.acknowledged_by(number).update(keys)
+    pages.forget_unheld(named)
+
+
+def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
+    """No row of the topic is due before, Unix time in ms, and nothing comes back before; None: it has no row at all.
+    0 where only decoding what is stored would tell.
+    """
+    part = counting_part(tip, tail)
+    known = tip.progress if part is None else part.progress
+    undecoded = part is None and tip.progress_object is not None
+    if undecoded or (known is not None and known.redeliveries) or any(tail.slots_above(tip)):
+        return 0
+    times = [live.min_deliver_at_ms for live in tip.live if not live.quarantined]
+    if part is not None:
+        rows = (part.mutable_rows, *(own.rows for own in part.own_rows), *(cut.rows for cut in part.sealing))
+        times += [int(each.deliver_at_ms.min()) for each in rows if len(each)]
+    return min(times, default=None)
+
+
+def replay(topic: Topic, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
+    """Applies the decisions above the state that `restore` has put in, in order; how many rows they name.
+
+    Raises Corruption when one of them cannot be decoded.
+    """
+    rows = 0
+    decided = ((slot.slot, record) for slot in tail.slots_above(tip) for record in _decoded(slot))
+    for number, decision in _few(topic, decided):
+        topic.apply(decision, number, elapsed_ms=elapsed_ms)
+        rows += decision.row_count
+    return rows
+
+
+def _few(topic: Topic, decided: Iterable[replay_runs.Decided]) -> Iterable[replay_runs.Decided]:
+    if any(index.quarantined for index in topic.indexes.values()):
+        # What a damaged bucket has is told by the slot of each add.
+        return decided
+    return replay_runs.merged(
+        decided, created_slots=(each.stored.created_slot for each in topic.subscriptions.values())
+    )
+
+
+def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:
+    try:
+        return [each.decoded() if isinstance(each, slot_format.StoredRecord) else each for each in slot.records]
+    except format_errors.FormatError as error:
+        raise Corruption(f"slot {slot.slot}: {error}") from error

@@ -1,0 +1,591 @@
+"""One shard that this daemon owns: its journal and its topics.
+
+Owns: finding a topic, the birth of topics, applying slots to them, and saying whose the shard is when it is lost.
+Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), writing slots (`group_commit`),
+checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers (`shard_deletions`), a topic's
+requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and going (`topic_changes`), and
+changes of a topic as a whole (`topic_changes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+from daemon.core.quotas import PendingRows
+from daemon.core.segments import SegmentCache
+from daemon.core.topic import Topic
+from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
+from daemon.ledger_deletion.shard_deletions import ShardDeletions
+from daemon.shard import epoch_confirmation, giving_up, recovery, shard_manifest
+from daemon.shard.checkpointing import Checkpointing, ShardState
+from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.shard.group_commit import GroupCommit
+from daemon.shard.journal_writer import JournalWriter, WrittenSlot
+from daemon.shard.owned_topic import OwnedTopic
+from daemon.shard.shard_claim import ShardClaim
+from daemon.shard.topic_changes import TopicChanges
+from daemon.shard.topic_loading import LoadedTopic, TopicLoading
+from daemon.surroundings import backoff
+from daemon.surroundings.due_loop import DueLoop
+from daemon.surroundings.environment import Environment
+from daemon.surroundings.failure_scope import TopicFailed
+from daemon.topic import checkpoint_parts, topic_commits
+from daemon.topic.adoption import Adoption
+from daemon.topic.bucket_life import BucketLife
+from daemon.topic.served_topic import ServedTopic
+from daemon.topic.topic_commits import TopicCommits, commit_until_certain
+from daemon.topic_terms.topic_settings import TopicSettings
+from daemon.topic_terms.topic_staging import STALL_ANSWER_S, TopicStaging
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import manifest, names
+from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
+HAND_OUT_UNCONFIRMED_S = 15.0
+# One attempt to note that no former owner is left.
+SETTLE_S = 10.0
+# So long the store is asked who owns a shard that was lost, before that is answered without the owner's name.
+SUCCESSOR_LOOK_S = 2.0
+# Topics that are looked after in one go.
+TOPICS_A_STEP = 200
+
+
+class ServedShard:
+    """An owned shard. `lost` is called once with the error that ended it. `close` ends everything in it.
+
+    Until the claim is settled this owner is not alone: a former one that was paused may wake and hand out what it had,
+    until it has gone for 15 s without a confirmation. Meanwhile no acknowledgement and nothing that drops rows is
+    answered, no cancellation or reschedule is decided, and nothing is handed out by key.
+    """
+
+    def __init__(
+        self,
+        claim: ShardClaim,
+        shard_log: commit.ManifestLog[manifest.ShardManifest],
+        due_loop: DueLoop,
+        cache: SegmentCache,
+        pending: PendingRows,
+        environment: Environment,
+        *,
+        lost: Callable[[int, BaseException], None],
+        deletions_changed: Callable[[ShardDeletions], None],
+    ) -> None:
+        self.number = claim.shard
+        self.epoch = claim.epoch
+        self.topics: dict[str, OwnedTopic] = {}
+        self.applied_slot = claim.fence_slot
+        self._fence_slot = claim.fence_slot
+        self._shard_log = shard_log
+        self.pending = pending
+        self._due_loop = due_loop
+        self._cache = cache
+        self._environment = environment
+        unsettled_s = 0.0 if claim.settled else HAND_OUT_UNCONFIRMED_S
+        self._alone_from_s = environment.clock.elapsed_s() + unsettled_s
+        self._alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Nobody may be waiting when it fails.
+        self._alone.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if claim.settled:
+            self._alone.set_result(None)
+        self._lost = lost
+        self._by_id: dict[str, OwnedTopic] = {}
+        self._releasing = False
+        self._losing: asyncio.Task[BaseException] | None = None
+        self._births: dict[str, asyncio.Task[ServedTopic]] = {}
+        # Of topics that failed, by id, what reads what they are loaded from again: no checkpoint is written meanwhile.
+        self.reloading: dict[str, asyncio.Task[None]] = {}
+        self._loaded_once = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.confirmation = EpochConfirmation(
+            shard_log,
+            tip=claim.tip,
+            confirmed_at_s=claim.confirmed_at_s,
+            run=environment.pools.journal.run,
+            clock=environment.clock.elapsed_s,
+            sleep=environment.sleep,
+            jitter=environment.jitter,
+        )
+        self.journal = self._new_journal(claim)
+        self.loading = TopicLoading(
+            shard=claim.shard,
+            epoch=claim.epoch,
+            fence_slot=claim.fence_slot,
+            tails=recovery.tails_of(claim.checkpoint, ((slot.header, slot.records) for slot in claim.slots)),
+            environment=environment,
+            new_topic=self._core_topic,
+            loaded=self._loaded,
+            is_served=self._by_id.__contains__,
+            lost=self.lose,
+        )
+        self.changes = TopicChanges(self, environment)
+        self.commits = GroupCommit(self.journal, self.confirmation, environment, self._apply)
+        self.deletions = ShardDeletions(self, claim.deletions, environment, changed=deletions_changed)
+        self.checkpoints = Checkpointing(self, claim, shard_log, environment)
+
+    def _new_journal(self, claim: ShardClaim) -> JournalWriter:
+        environment = self._environment
+        return JournalWriter(
+            environment.store,
+            shard=claim.shard,
+            epoch=claim.epoch,
+            next_slot=claim.fence_slot + 1,
+            run=environment.pools.journal.run,
+            clock=environment.clock.elapsed_s,
+            sleep=environment.sleep,
+            jitter=environment.jitter,
+            new_id=environment.new_id,
+            written=self._written,
+        )
+
+    # ---- start and end
+
+    def serve(self) -> None:
+        """Starts writing slots, confirming the epoch, and loading the topics."""
+        for work in (self.commits.run(), self.confirmation.watch(), self._settle(), self._note_loaded()):
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(self._task_done)
+            self._tasks.append(task)
+        self.loading.start()
+
+    async def loaded(self) -> None:
+        """Returns when every topic has been loaded, or is refused; or the shard is served no longer."""
+        await self._loaded_once.wait()
+
+    async def _note_loaded(self) -> None:
+        await self.loading.ended.wait()
+        self.checkpoints.topics_loaded()
+        self._loaded_once.set()
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.lose(error)
+
+    def lose(self, error: BaseException) -> None:
+        """The shard is not ours any more, or cannot be served."""
+        if self._losing is None:
+            self._losing = asyncio.ensure_future(self._lose(error))
+
+    async def superseded(self, refused: commit.Refused) -> NotOwner:
+        """An operation of ours was refused: the shard is lost. What to answer the caller."""
+        self.lose(refused)
+        error = refused if self._losing is None else await asyncio.shield(self._losing)
+        return error if isinstance(error, NotOwner) else NotOwner(f"shard {self.number} has another owner: {error}")
+
+    async def _lose(self, error: BaseException) -> BaseException:
+        if isinstance(error, commit.Refused) or (isinstance(error, NotOwner) and not error.owner_address):
+            error = await self._successor() or error
+        self._lost(self.number, error)
+        return error
+
+    async def _successor(self) -> NotOwner | None:
+        """Whose the shard is now, as far as the store tells at once."""
+        look = self._environment.pools.journal.run(
+            lambda: epoch_confirmation.existing_tip(self._shard_log, self.number, self.confirmation.tip)
+        )
+        try:
+            tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
+        except (StoreError, Corruption, TimeoutError) as error:
+            log.warning("shard %d: who owns it now cannot be told: %s", self.number, error)
+            return None
+        return None if tip.manifest.epoch == self.epoch else epoch_confirmation.superseded_by(tip, epoch=self.epoch)
+
+    def begin_drain(self) -> None:
+        """Nothing is handed out or loaded any more."""
+        self._releasing = True
+        self.loading.close()
+        self.deletions.begin_drain()
+        for topic in self.topics.values():
+            topic.life.merging.close()
+
+    async def release(self) -> None:
+        """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, the state
+        goes into a checkpoint, and the shard is given up. May be repeated after an error of the store.
+        """
+        self.begin_drain()
+        await self.commits.flush()
+        for topic in self.topics.values():
+            topic.served.end_streams(Unavailable("the daemon is stopping; try again"))
+        await self.deletions.attempts_ended()
+        await self._keep()
+        await giving_up.give_up(self._environment, self._shard_log, self.epoch, warm=self.confirmation.tip)
+        await self.checkpoints.truncate_last()
+
+    async def _keep(self) -> None:
+        """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
+        goes into the checkpoint: to seal it would be some requests for each topic, of which there may be thousands.
+        """
+        await self.commits.flush()
+        # What is under way ends; of seals that wait for their turn none begins.
+        await asyncio.gather(*(topic.life.halt() for topic in self.topics.values()))
+        await self.checkpoints.settled()
+        while self.reloading:
+            await asyncio.wait(self.reloading.values())
+        self._check_not_lost()
+        await self.checkpoints.write_last()
+        self._check_not_lost()
+
+    def _check_not_lost(self) -> None:
+        """What is in memory of a shard that was lost is not to be relied on any more."""
+        if self._losing is not None:
+            raise Unavailable(f"shard {self.number} was lost")
+
+    def close(self, error: Exception) -> None:
+        """Drops all state; whoever waits gets the error."""
+        self.loading.close()
+        if not self._alone.done():
+            self._alone.set_exception(error)
+        self.commits.end(error)
+        self.journal.close()
+        self.confirmation.close()
+        self.checkpoints.close()
+        self.deletions.close()
+        for topic in self.topics.values():
+            topic.close(error)
+        self._loaded_once.set()
+        for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
+            task.cancel()
+
+    # ---- what topics ask of their shard
+
+    @property
+    def may_hand_out(self) -> bool:
+        return not self._releasing and self.is_confirmed
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether no successor acts yet. May be asked in any thread."""
+        return self.confirmation.fresh_within(HAND_OUT_UNCONFIRMED_S)
+
+    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
+        """What was read of a topic's bucket is damaged. Who reads may be late: the topic may have been deleted."""
+        if (owned := self.topics.get(topic)) is not None:
+            owned.life.quarantine(bucket, damage)
+
+    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
+        """See `BucketLife.is_live`; False when nothing is served any more: the shard was lost, or the topic deleted."""
+        owned = self.topics.get(topic)
+        if owned is None:
+            return False
+        try:
+            return await owned.life.is_live(bucket)
+        except commit.Refused as refused:
+            await self.superseded(refused)
+            return False
+
+    @property
+    def alone_in_s(self) -> float:
+        """When no former owner acts any more; 0.0 when that is so."""
+        return 0.0 if self._alone.done() else max(0.0, self._alone_from_s - self._environment.clock.elapsed_s())
+
+    async def alone(self) -> None:
+        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        await asyncio.shield(self._alone)
+
+    async def _settle(self) -> None:
+        """Notes that no former owner is left, so that the next owner need not wait for any of them."""
+        if self._alone.done():
+            return
+        while (wait_s := self.alone_in_s) > 0:
+            await self._environment.sleep(wait_s)
+        self._alone.set_result(None)
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                await self._environment.pools.journal.run(
+                    lambda: commit.commit(
+                        self._shard_log,
+                        shard_manifest.Settle(epoch=self.epoch),
+                        writer=self._environment.config.daemon_id,
+                        created_ms=self._environment.clock.now_ms(),
+                        warm=self.confirmation.tip,
+                        deadline_s=SETTLE_S,
+                    )
+                )
+            except (StoreError, commit.CommitOutcomeUnknown) as error:
+                log.warning("shard %d: that it is settled cannot be noted, trying again: %s", self.number, error)
+                await self._environment.sleep(delay_s)
+            else:
+                return
+
+    # ---- slots
+
+    def _written(self, slot: WrittenSlot) -> None:
+        self.confirmation.confirmed(slot.sent_at_s)
+        self._environment.metrics.slot_written(size_bytes=slot.size_bytes, seconds=slot.seconds)
+        self.checkpoints.written(slot)
+
+    def _apply(self, slot: int, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
+        """A slot is certain: its decisions become state, topic by topic."""
+        elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
+        # A topic that was deleted since a record was staged drops it, as replay does.
+        records = [record for record in records if record.topic_id in self._by_id]
+        for record in records:
+            if isinstance(record, AddRecord) and (adding := self._by_id.get(record.topic_id)) is not None:
+                with adding.served.contained():
+                    adding.life.before_rows(int(record.rows.ledger_id.max()), self.applied_slot)
+        touched: dict[str, OwnedTopic] = {}
+        for record in records:
+            topic = self._by_id.get(record.topic_id)
+            if topic is None:
+                # It has failed by a record before: it is loaded again from this slot too.
+                continue
+            with topic.served.contained():
+                topic.served.core.apply(record, slot, elapsed_ms=elapsed_ms)
+                topic.served.last_changed_slot = slot
+                touched[record.topic_id] = topic
+        self.deletions.apply(deletion_records)
+        self.applied_slot = slot
+        for topic_id, topic in touched.items():
+            if self._by_id.get(topic_id) is topic:
+                with topic.served.contained():
+                    topic.life.after_slot(slot)
+                    topic.served.rows_added()
+        self.checkpoints.consider()
+
+    def look_after(self) -> Iterator[None]:
+        """Once a second: what depends on time alone, of some topics in each step. Between two steps others may have
+        their turn, also such as end the shard: then no other step may follow.
+        """
+        self.commits.answer_stalled()
+        self.checkpoints.look_after()
+        topics = list(self.topics.items())
+        for first in range(0, len(topics), TOPICS_A_STEP):
+            for name, topic in topics[first : first + TOPICS_A_STEP]:
+                if self._releasing or self.topics.get(name) is not topic:
+                    continue
+                with topic.served.contained():
+                    topic.life.look_after(self.applied_slot)
+                    topic.served.look_after()
+            yield
+
+    def may_load(self, topic_id: str) -> bool:
+        """Whether the topic is not served yet, and may be later."""
+        return topic_id not in self._by_id and self.loading.may_come(topic_id)
+
+    def look_for_merges(self, topic_id: str) -> None:
+        """Another process may have merged buckets of the topic, if it is served."""
+        topic = self._by_id.get(topic_id)
+        if topic is not None:
+            topic.life.look_for_merges()
+
+    def state(self) -> ShardState:
+        """What a checkpoint of now holds. Raises TopicFailed when a topic cannot be told: it is let go."""
+        return ShardState(self._cuts(), self.loading.carried(), self.deletions.cut())
+
+    def _cuts(self) -> list[checkpoint_parts.TopicCut]:
+        cuts = []
+        for name, topic in list(self.topics.items()):
+            if not topic.is_in_manifest:
+                try:
+                    cuts.append(topic.cut())
+                except Exception as error:
+                    topic.served.failed(error)
+                    raise TopicFailed(name) from error
+        return cuts
+
+    # ---- topics
+
+    def _core_topic(self, stored: manifest.TopicManifest) -> Topic:
+        return Topic(
+            stored.topic,
+            stored.topic_id,
+            stored.incarnation,
+            stored.subscriptions,
+            now_ms=self._environment.clock.now_ms(),
+            cache=self._cache,
+            ready_rows_max=self._environment.config.delivery.ready_rows_max,
+        )
+
+    def _loaded(self, loaded: LoadedTopic) -> None:
+        served = self._serve_topic(loaded.core, loaded.manifests, loaded.tip)
+        if loaded.changed:
+            # Of what was replayed nothing is above it.
+            served.last_changed_slot = self.applied_slot
+        with served.contained():
+            served.changed()
+
+    def _serve_topic(
+        self,
+        topic: Topic,
+        topic_log: commit.ManifestLog[manifest.TopicManifest],
+        tip: commit.Tip[manifest.TopicManifest],
+    ) -> ServedTopic:
+        served = ServedTopic(
+            topic,
+            ShardOfTopic(self),
+            self._due_loop,
+            self._environment,
+            policy=tip.manifest.policy,
+            delay_levels=tip.manifest.delay_levels,
+        )
+        commits = TopicCommits(topic_log, tip, self._environment, shard=self.number, epoch=self.epoch)
+        life = BucketLife(
+            topic,
+            commits,
+            self._environment,
+            slot=self.applied_slot,
+            settings=lambda: served.settings,
+            adopt=Adoption(served, commits, self._environment, slot=lambda: self.applied_slot).adopt,
+            failed=served.failed,
+            changed=served.changed,
+        )
+        self.topics[topic.name] = self._by_id[topic.topic_id] = OwnedTopic(served, life, commits)
+        return served
+
+    async def topic(self, name: str) -> ServedTopic | None:
+        """The topic, loaded if need be; None when there is none.
+
+        Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
+        """
+        topic_id = names.topic_id(name)
+        while (topic := self.topics.get(name)) is None:
+            await self.loading.settled(topic_id, name)
+            if name not in self.topics and not self.loading.knows(topic_id):
+                return None
+        return topic.served
+
+    async def settings_of(self, topic: str) -> TopicSettings | None:
+        """What is in force for a topic; None when there is none. Raises as `topic`."""
+        served = await self.topic(topic)
+        return None if served is None else served.settings
+
+    async def topic_to_write(self, name: str) -> ServedTopic:
+        """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
+        topic = await self.topic(name)
+        if topic is not None:
+            return topic
+        self.commits.check_accepting()
+        birth = self._births.get(name)
+        if birth is None:
+            birth = self._births[name] = asyncio.ensure_future(self._bear(name))
+            birth.add_done_callback(functools.partial(self._birth_ended, name))
+        try:
+            return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
+        except commit.Refused as refused:
+            raise await self.superseded(refused) from refused
+        except TimeoutError:
+            raise OutcomeUnknown(f"topic {name} is new, and the store has not answered; a retry is safe") from None
+        except asyncio.CancelledError:
+            if birth.cancelled():
+                raise Unavailable("the shard is served by this daemon no longer; try again") from None
+            raise
+
+    def _birth_ended(self, name: str, birth: asyncio.Task[ServedTopic]) -> None:
+        del self._births[name]
+        if not birth.cancelled() and (error := birth.exception()) is not None:
+            # Whoever asked for it may have gone.
+            log.info("shard %d: topic %s could not be born: %r", self.number, name, error)
+
+    def forget_topic(self, name: str, error: Exception) -> None:
+        """The topic was deleted; whoever waits for it gets the error."""
+        topic = self.topics.pop(name)
+        del self._by_id[topic.topic_id]
+        self.loading.deleted(topic.topic_id)
+        topic.close(error)
+
+    # ---- topics that fail
+
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
+        """What is in memory of the topic cannot be relied on, or its manifest is damaged: it is let go, and loaded
+        again. When the topic's epoch is over, the shard is another's.
+        """
+        name, topic_id = topic.core.name, topic.core.topic_id
+        owned = self.topics.get(name)
+        if owned is None or owned.served is not topic:
+            return
+        if isinstance(error, commit.Refused | NotOwner):
+            self.lose(error)
+            return
+        log.error("shard %d: topic %s has failed and is loaded again: %r", self.number, name, error, exc_info=error)
+        self._environment.metrics.topic_failed()
+        del self.topics[name], self._by_id[topic_id]
+        owned.life.begin_close()
+        self.loading.let_go(topic_id)
+        self.reloading[topic_id] = asyncio.ensure_future(self._reload(owned))
+        self.reloading[topic_id].add_done_callback(self._task_done)
+        try:
+            topic.abandon(TopicFailed(name))
+        except Exception:
+            log.exception("topic %s: what failed does not end in order either", name)
+
+    def let_go(self, topic: str, error: BaseException) -> None:
+        """A topic cannot be relied on any more."""
+        if (owned := self.topics.get(topic)) is not None:
+            owned.served.failed(error)
+
+    async def _reload(self, topic: OwnedTopic) -> None:
+        """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
+        topic_id = topic.topic_id
+        try:
+            await topic.life.halt()
+            await topic.commits.settled()
+        finally:
+            topic.life.close()
+            topic.commits.close()
+        tail, slot = await self._tail_of(topic_id)
+        del self.reloading[topic_id]
+        self.loading.load_again(topic_id, tail, slot)
+
+    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self.checkpoints.tail_of(topic_id)
+            except StoreError as error:
+                log.warning("shard %d: topic %s cannot be read again yet: %s", self.number, topic_id, error)
+                await self._environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    async def _bear(self, name: str) -> ServedTopic:
+        topic_id = names.topic_id(name)
+        topic_log = topic_commits.topic_log(self._environment, self.number, topic_id)
+        create = topic_manifest.Create(topic=name, topic_id=topic_id, epoch=self.epoch, applied=self.applied_slot)
+        try:
+            tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
+        except commit.Refused:
+            # The former owner's last act, which landed after this owner had listed the topics, or the successor's.
+            await self.loading.found(topic_id)
+            if name not in self.topics:
+                raise
+            return self.topics[name].served
+        # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
+        await self.commits.confirmed()
+        if name in self.topics:
+            # It was found by its first manifest before the commit of that had returned.
+            return self.topics[name].served
+        return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)
+
+
+class ShardOfTopic:
+    """What one topic sees of its shard, until the topic is let go."""
+
+    def __init__(self, shard: ServedShard) -> None:
+        self._shard = shard
+        self.number = shard.number
+        self.epoch = shard.epoch
+        self.pending = shard.pending
+        self.commits = TopicStaging(shard.commits)
+
+    @property
+    def may_hand_out(self) -> bool:
+        return not self.commits.ended and self._shard.may_hand_out
+
+    @property
+    def alone_in_s(self) -> float:
+        return self._shard.alone_in_s
+
+    async def alone(self) -> None:
+        await self._shard.alone()
+
+    def bucket_damaged(self, topic: str, bucket: str, damage: str) -> None:
+        self._shard.bucket_damaged(topic, bucket, damage)
+
+    async def bucket_is_live(self, topic: str, bucket: str) -> bool:
+        return await self._shard.bucket_is_live(topic, bucket)
+
+    def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
+        self._shard.topic_failed(topic, error)

@@ -1,0 +1,316 @@
+"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy or delay levels, deleted; and to
+its subscriptions, which come, change and go.
+
+Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
+Does not own: what leaves and who is owed what (`daemon.core.topic`), the manifest's operations
+(`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
+
+A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from daemon.call_values import Merged, Sealed, SubscriptionCreated, TopicDeleted
+from daemon.core.delay_levels import DelayLevels
+from daemon.core.trimming import LedgerRanges
+from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.shard.owned_topic import OwnedTopic
+from daemon.surroundings.environment import Environment
+from daemon.topic.served_topic import ServedTopic
+from daemon.topic.topic_commits import Operation
+from daemon.topic_terms import topic_settings
+from daemon.topic_terms.topic_staging import Commits
+from storage_backends import commit
+from storage_backends.formats.manifest import (
+    Subscription,
+    SubscriptionPolicy,
+    TopicDelayLevels,
+    TopicManifest,
+    TopicPolicy,
+)
+from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
+
+log = logging.getLogger(__name__)
+
+# A seal may wait for those before it, and each writes an object.
+SEAL_ANSWER_S = 60.0
+SUBSCRIPTIONS_RETRY_MS = 60_000
+
+
+class ShardOfChanges(Protocol):
+    """What changes of topics ask of their shard."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def applied_slot(self) -> int: ...
+
+    @property
+    def commits(self) -> Commits: ...
+
+    @property
+    def topics(self) -> Mapping[str, OwnedTopic]: ...
+
+    async def topic_to_write(self, name: str) -> ServedTopic:
+        """The topic, which is born if there is none."""
+        ...
+
+    async def alone(self) -> None:
+        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        ...
+
+    async def superseded(self, refused: commit.Refused) -> NotOwner:
+        """A commit was refused: the shard is lost. What to answer the caller."""
+        ...
+
+    def forget_topic(self, name: str, error: Exception) -> None:
+        """The topic was deleted; whoever waits for it gets the error."""
+        ...
+
+
+class TopicChanges:
+    """The changes of one shard's topics."""
+
+    def __init__(self, shard: ShardOfChanges, environment: Environment) -> None:
+        self._shard = shard
+        self._environment = environment
+
+    async def trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
+        """Drops rows of the topic or of one subscription, None: all of them; how many. Raises NotFound."""
+        rows = await topic.gate.change(lambda: self._trim(topic, subscription, ranges))
+        # A former owner may hand out what has left.
+        await self._shard.alone()
+        if rows:
+            self._environment.metrics.trimmed(topic.core.name, rows=rows, of_subscription=subscription is not None)
+        else:
+            await self._shard.commits.confirmed()
+        return rows
+
+    async def _trim(self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None) -> int:
+        commits = self._shard.commits
+        state = None if subscription is None else topic.subscription(subscription)
+        subscription_id = None if state is None else state.subscription_id
+        withheld = topic.core.subscriptions if subscription_id is None else (subscription_id,)
+        with topic.withholding(withheld):
+            commits.check_accepting()
+            departures = topic.core.trim(ranges, subscription_id)
+            for departure in departures:
+                for records in departure.slots():
+                    # Others of the slot wait for it too: it must not be cancelled with this.
+                    await asyncio.shield(commits.stage_together(records))
+        return sum(departure.rows for departure in departures)
+
+    async def seal(self, topic: ServedTopic) -> Sealed:
+        """Seals the mutable bucket; returns when that is committed."""
+        await topic.gate.passed()
+        topic.check_room()
+        sealing = self._shard.topics[topic.core.name].life.seal(self._shard.applied_slot)
+        if sealing is None:
+            await self._shard.commits.confirmed()
+            return Sealed(rows=0, bucket="")
+        try:
+            return await asyncio.wait_for(asyncio.shield(sealing), SEAL_ANSWER_S)
+        except TimeoutError:
+            raise OutcomeUnknown(
+                f"topic {topic.core.name}: the bucket is not sealed after {SEAL_ANSWER_S:.0f} s; a retry is safe"
+            ) from None
+
+    async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
+        """Merges until no index has more than `buckets_max` buckets, 0: than the policy says, or none may be merged."""
+        await topic.gate.passed()
+        merging = self._shard.topics[topic.core.name].life.merging
+        merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
+        if not merged.merges:
+            await self._shard.commits.confirmed()
+        return merged
+
+    async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
+        """Replaces the policy; what is in force when this returns."""
+        await topic.gate.change(lambda: self._set_policy(topic, policy), closed=False)
+        return topic.settings.effective
+
+    async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
+        await self._commit(topic.core.name, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
+        topic.settings = topic_settings.settings_of(self._environment, policy, topic.settings.delay_levels)
+        topic.quotas.set_limits(topic.settings.quota_limits)
+        await topic.quotas.counted()
+        topic.changed()
+        self._shard.topics[topic.core.name].life.after_slot(self._shard.applied_slot)
+
+    async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
+        """Replaces the delay levels, None: by the daemon's; what is in force when this returns. Rows keep their times.
+
+        Raises InvalidArgument for a table that is wrong, or goes beyond the topic's limit on delays.
+        """
+        topic_settings.levels_of(self._environment, table, delay_max_ms=topic.settings.request_limits.delay_max_ms)
+        await topic.gate.change(lambda: self._set_delay_levels(topic, table), closed=False)
+        return topic.settings.levels
+
+    async def _set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> None:
+        await self._commit(topic.core.name, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch))
+        topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
+
+    async def delete(self, topic: ServedTopic) -> TopicDeleted:
+        """Deletes the topic with everything in it; its streams end with NotFound, and who waits may bear it again."""
+        deleted = await topic.gate.change(lambda: self._delete(topic))
+        await self._shard.alone()
+        return deleted
+
+    async def _delete(self, topic: ServedTopic) -> TopicDeleted:
+        core, shard = topic.core, self._shard
+        life = shard.topics[core.name].life
+        with topic.withholding(core.subscriptions):
+            # No seal may follow. What is decided without a request from here on names an incarnation that is no more.
+            await life.halt()
+            try:
+                lost_rows = sum(needed.rows for needed in core.rebuild_needed())
+                rows = core.indexes.present_rows + lost_rows
+                delete_after_ms = self._environment.clock.now_ms() + self._environment.grace_ms
+                await self._commit(
+                    core.name,
+                    lambda tip: DeleteTopic(
+                        slot=shard.applied_slot, epoch=shard.epoch, delete_after_ms=delete_after_ms
+                    ),
+                )
+            except BaseException:
+                life.go_on()
+                raise
+            self._forget(topic)
+        self._environment.metrics.topic_deleted()
+        dead_letters = sum(len(state.dead_letters) for state in core.subscriptions.values())
+        if dead_letters:
+            log.warning("topic %s: %d dead letters left with it", core.name, dead_letters)
+        return TopicDeleted(rows=rows, incarnation=core.incarnation)
+
+    def _forget(self, topic: ServedTopic) -> None:
+        name = topic.core.name
+        again = Unavailable(f"topic {name} was deleted; try again")
+        topic.end_streams(NotFound(f"topic {name} was deleted"))
+        self._shard.forget_topic(name, again)
+        for bucket in topic.core.indexes.sealed:
+            topic.core.indexes.cache.discard_bucket(bucket)
+
+    # ---- subscriptions
+
+    async def create_subscription(
+        self, name: str, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionCreated:
+        """Creates the subscription, and the topic if it is new; repeated it answers with what is there.
+
+        Raises AlreadyExists when it is there with another policy.
+        """
+        topic = await self._shard.topic_to_write(name)
+        created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy))
+        if not created.created:
+            await self._shard.commits.confirmed()
+        return created
+
+    async def _create_subscription(
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionCreated:
+        name = topic.core.name
+        state = topic.core.subscription(subscription)
+        if state is not None:
+            if state.stored.policy != policy:
+                raise AlreadyExists(f"topic {name} has a subscription {subscription!r} with another policy")
+            return SubscriptionCreated(state.subscription_id, state.stored.since_ms, created=False)
+        count, count_max = len(topic.core.subscriptions), self._environment.request_limits.subscriptions_max
+        if count >= count_max:
+            raise QuotaExceeded(
+                f"topic {name} has {count} subscriptions, the limit is {count_max}",
+                retry_after_ms=SUBSCRIPTIONS_RETRY_MS,
+            )
+        stored = Subscription(
+            subscription_id=self._shard.topics[name].commits.manifest.last_subscription_id + 1,
+            name=subscription,
+            since_ms=topic.core.since_for_new_subscription(self._environment.clock.now_ms()),
+            created_slot=self._shard.applied_slot,
+            policy=policy,
+        )
+        topic.core.begin_subscription(stored)
+        await self._commit(
+            name,
+            lambda tip: SetSubscriptions(
+                subscriptions=(*tip.subscriptions, stored),
+                last_subscription_id=stored.subscription_id,
+                epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+            ),
+        )
+        topic.core.add_subscription()
+        return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
+
+    async def update_subscription(
+        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy
+    ) -> SubscriptionPolicy:
+        """Replaces the policy; it counts when this returns. Raises NotFound."""
+        await topic.gate.change(lambda: self._update_subscription(topic, subscription, policy), closed=False)
+        return policy
+
+    async def _update_subscription(self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy) -> None:
+        state = topic.subscription(subscription)
+        stored = dataclasses.replace(state.stored, policy=policy)
+        await self._commit(
+            topic.core.name,
+            lambda tip: SetSubscriptions(
+                subscriptions=tuple(
+                    stored if each.subscription_id == stored.subscription_id else each for each in tip.subscriptions
+                ),
+                last_subscription_id=tip.last_subscription_id,
+                epoch=self._shard.epoch,
+                delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+            ),
+        )
+        state.stored = stored
+        topic.redelivery.watch(state)
+        topic.notify(state)
+
+    async def delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
+        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it.
+
+        Raises NotFound.
+        """
+        dead_letters = await topic.gate.change(lambda: self._delete_subscription(topic, subscription))
+        # A former owner may hand out to it.
+        await self._shard.alone()
+        return dead_letters
+
+    async def _delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
+        name = topic.core.name
+        state = topic.subscription(subscription)
+        deleted = state.subscription_id
+        with topic.withholding((deleted,)):
+            await topic.settle_due()
+            for record in topic.core.gone_with_subscription(deleted):
+                # Others of the slot wait for it too: it must not be cancelled with this.
+                await asyncio.shield(self._shard.commits.stage_together((record,)))
+            await self._commit(
+                name,
+                lambda tip: SetSubscriptions(
+                    subscriptions=tuple(each for each in tip.subscriptions if each.subscription_id != deleted),
+                    last_subscription_id=tip.last_subscription_id,
+                    epoch=self._shard.epoch,
+                    delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
+                ),
+            )
+            topic.core.remove_subscription(deleted)
+            gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
+            topic.end_streams(gone, subscription_id=deleted)
+        self._shard.topics[name].life.after_slot(self._shard.applied_slot)
+        dead_letters = len(state.dead_letters)
+        if dead_letters:
+            log.warning("topic %s: %d dead letters left with subscription %r", name, dead_letters, subscription)
+        return dead_letters
+
+    async def _commit(self, name: str, operation: Callable[[TopicManifest], Operation]) -> None:
+        try:
+            await self._shard.topics[name].commits.commit(operation)
+        except commit.Refused as refused:
+            raise await self._shard.superseded(refused) from refused

@@ -1,0 +1,513 @@
+"""Loading the topics of one shard that was taken over, while the shard is served already.
+
+Owns: which topic is loaded next (one that is asked for, then those of which rows are due soon, of these what checkpoint
+and journal name before what a listing shows, then the others by their first due row), how many at once, trying again,
+which topics are damaged, and what is carried over of topics that are not loaded.
+Does not own: what a topic's state is (`daemon.shard.recovery`) and serving it (`shard`).
+
+A topic is loaded in few requests one after the other: its newest manifest, by the number that the listing showed where
+there is one, then the claim while what the manifest names is read.
+
+A topic is loaded once, and again when it has failed. Until it is, no slot of this owner names it: what checkpoint and
+journal hold of it stays as it was found, and every checkpoint carries it over. A topic that is damaged, whose loading
+breaks an invariant, or whose objects the store does not give, is tried again later; the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import heapq
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any
+
+from daemon.core.topic import Topic
+from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
+from daemon.shard import recovery
+from daemon.surroundings import backoff
+from daemon.surroundings.environment import Environment
+from daemon.surroundings.failure_scope import Failures, TopicFailed
+from daemon.topic import topic_commits
+from daemon.topic_terms import topic_settings
+from storage_backends import commit, topic_manifest
+from storage_backends.formats import format_errors, names
+from storage_backends.formats.checkpoint_format import TopicPart
+from storage_backends.formats.manifest import TopicManifest
+from storage_backends.object_store import Damaged, StoreError
+
+log = logging.getLogger(__name__)
+
+# Topics of one shard that are read at the same time.
+TOPICS_AT_ONCE = 8
+# So long a call waits for its topic, and after that time it may come again.
+LOADING_WAIT_S = 2.0
+LOADING_RETRY_MS = 500
+# Whether a damaged topic was mended is looked at this often; one that the store does not give, sooner.
+DAMAGED_LOOK_S = 30.0
+RETRY_S = 1.0
+# A topic of which no row is due sooner waits until the others are loaded.
+SOON_MS = 60_000
+NEVER_MS = 1 << 63
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LoadedTopic:
+    """A topic as it is now. `changed`: it is not all in the manifest `tip`."""
+
+    core: Topic
+    manifests: commit.ManifestLog[TopicManifest]
+    tip: commit.Tip[TopicManifest]
+    rows_replayed: int
+    changed: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Later:
+    """A topic of which nothing is due before `due_ms`, Unix time: it is loaded when the others are."""
+
+    topic_id: str
+    tip: commit.Tip[TopicManifest]
+    due_ms: int
+
+
+class TopicLoading:
+    """The topics of one shard that are not loaded yet. Used on one event loop.
+
+    `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
+    `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
+    error that ends the shard.
+    """
+
+    def __init__(
+        self,
+        *,
+        shard: int,
+        epoch: int,
+        fence_slot: int,
+        tails: Mapping[str, recovery.TopicTail],
+        environment: Environment,
+        new_topic: Callable[[TopicManifest], Topic],
+        loaded: Callable[[LoadedTopic], None],
+        is_served: Callable[[str], bool],
+        lost: Callable[[BaseException], None],
+    ) -> None:
+        self.damaged: dict[str, Corruption] = {}
+        # Those that have failed again and again, when they were loaded or since; they are loaded later each time.
+        self.failing: dict[str, Exception] = {}
+        self.rows_replayed = 0
+        # Set when every topic is loaded, damaged, or has failed.
+        self.ended = asyncio.Event()
+        self._shard = shard
+        self._epoch = epoch
+        self._fence_slot = fence_slot
+        self._tails = dict(tails)
+        # Of topics that are loaded again, the last slot that may name them.
+        self._as_of: dict[str, int] = {}
+        self._failures = Failures()
+        self._environment = environment
+        self._new_topic = new_topic
+        self._take_over = loaded
+        self._is_served = is_served
+        self._lost = lost
+        self._listed = False
+        # The highest number of their manifests that the listing showed, and when it was sent.
+        self._numbers: dict[str, int] = {}
+        self._listed_at_s = 0.0
+        # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the five.
+        self._asked: dict[str, None] = {}
+        self._waiting: dict[str, None] = dict.fromkeys(tails)
+        self._later: dict[str, _Later] = {}
+        self._under_way: set[str] = set()
+        # Those that wait until they are tried again.
+        self._put_off: set[str] = set()
+        # Those under way that were deleted since their reading began.
+        self._deleted: set[str] = set()
+        # The first due times of those that are loaded later, and their ids.
+        self._by_due: list[tuple[int, str]] = []
+        self._outcomes: dict[str, asyncio.Future[None]] = {}
+        self._some = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        for _ in range(TOPICS_AT_ONCE):
+            self._spawn(self._work())
+        self._spawn(self._list())
+
+    def close(self) -> None:
+        """Nothing more is loaded; whoever waits gets Unavailable."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        for outcome in self._outcomes.values():
+            if not outcome.done():
+                outcome.set_exception(Unavailable(f"shard {self._shard} is served by this daemon no longer; try again"))
+        self._outcomes.clear()
+
+    # ---- what is asked of it
+
+    @property
+    def left(self) -> int:
+        """Topics that are known and are neither loaded nor refused, since they are damaged or have failed."""
+        return sum(map(len, self._known)) - len(self.damaged.keys() | self.failing.keys())
+
+    def carried(self) -> tuple[TopicPart, ...]:
+        """What a checkpoint of now says of the topics that are not loaded."""
+        return tuple(recovery.carried_part(topic_id, tail) for topic_id, tail in self._tails.items())
+
+    async def settled(self, topic_id: str, name: str) -> None:
+        """Returns when the topic is loaded, or is known not to exist.
+
+        Raises Corruption when it is damaged, Unavailable when it takes longer than `LOADING_WAIT_S`.
+        """
+        damage = self.damaged.get(topic_id)
+        if damage is not None:
+            raise Corruption(f"topic {name}: {damage}", of_topic=True)
+        if topic_id in self.failing:
+            raise TopicFailed(name)
+        if self._listed and not self.knows(topic_id):
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ask(topic_id)), LOADING_WAIT_S)
+        except TimeoutError:
+            raise Unavailable(f"topic {name} is being loaded; try again", retry_after_ms=LOADING_RETRY_MS) from None
+        except Corruption as error:
+            raise Corruption(f"topic {name}: {error}", of_topic=True) from error
+        except TopicFailed as error:
+            raise TopicFailed(name) from error
+
+    def let_go(self, topic_id: str) -> None:
+        """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
+        self._put_off.add(topic_id)
+
+    def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: int) -> None:
+        """A topic that was let go: `tail` is all that checkpoint and journal hold of it, no slot above `slot` names it.
+        One that fails again and again is loaded later each time.
+        """
+        self._tails[topic_id] = tail
+        self._as_of[topic_id] = slot
+        if not self._closed:
+            delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s())
+            if delay_s:
+                # Who asks meanwhile is told at once.
+                self.failing[topic_id] = TopicFailed(topic_id)
+            self._put_off_for(topic_id, delay_s)
+
+    async def found(self, topic_id: str) -> None:
+        """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
+        await asyncio.shield(self._ask(topic_id))
+
+    def may_come(self, topic_id: str) -> bool:
+        """Whether the topic is being loaded, or may be found and loaded later."""
+        return not self._listed or self.knows(topic_id)
+
+    def deleted(self, topic_id: str) -> None:
+        """A topic that was served, since it was born, is no more: what is being read of it does not count."""
+        if topic_id in self._under_way:
+            self._deleted.add(topic_id)
+
+    def knows(self, topic_id: str) -> bool:
+        """Whether the topic is to be loaded."""
+        return any(topic_id in ids for ids in self._known)
+
+    @property
+    def _known(self) -> tuple[Collection[str], ...]:
+        return self._asked, self._waiting, self._later, self._under_way, self._put_off
+
+    def _ask(self, topic_id: str) -> asyncio.Future[None]:
+        if self._closed:
+            raise Unavailable(f"shard {self._shard} is served by this daemon no longer; try again")
+        if topic_id not in self._under_way and topic_id not in self._put_off:
+            self._waiting.pop(topic_id, None)
+            self._later.pop(topic_id, None)
+            self._asked[topic_id] = None
+            self._some.set()
+        outcome = self._outcomes.get(topic_id)
+        if outcome is None:
+            outcome = self._outcomes[topic_id] = asyncio.get_running_loop().create_future()
+            # Nobody may be waiting any more when it fails.
+            outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return outcome
+
+    # ---- the queue
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost(error)
+
+    async def _list(self) -> None:
+        self._numbers, self._listed_at_s = await self._until_listed()
+        for topic_id in sorted(self._numbers):
+            if not self._is_served(topic_id) and not self.knows(topic_id):
+                self._waiting[topic_id] = None
+        self._listed = True
+        self._some.set()
+        self._look_whether_ended()
+
+    async def _until_listed(self) -> tuple[dict[str, int], float]:
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            try:
+                return await self._environment.run(self._listed_numbers)
+            except StoreError as error:
+                log.warning("shard %d: its topics cannot be listed, trying again: %s", self._shard, error)
+                await self._environment.sleep(delay_s)
+        raise InvariantViolated("the delays ended")
+
+    def _listed_numbers(self) -> tuple[dict[str, int], float]:
+        """The highest number of the manifests of each topic, 0 where none is listed; when the listing was sent."""
+        numbers: dict[str, int] = {}
+        sent_at_s, prefix = self._environment.clock.elapsed_s(), names.topics_prefix(self._shard)
+        for entry in self._environment.store.list(prefix):
+            topic_id, _, rest = entry.key[len(prefix) :].partition("/")
+            number = 0
+            if rest.startswith("manifest/"):
+                # What is no manifest's name is found when the topic is read.
+                with contextlib.suppress(format_errors.FormatError):
+                    number = names.number_of(entry.key)
+            numbers[topic_id] = max(number, numbers.get(topic_id, 0))
+        return numbers, sent_at_s
+
+    async def _work(self) -> None:
+        while True:
+            if not (self._asked or self._waiting or self._later):
+                self._some.clear()
+                await self._some.wait()
+                continue
+            async with self._environment.loading_turns:
+                # Which is the next is asked when there is a turn for it.
+                await self._load_next()
+
+    async def _load_next(self) -> None:
+        queue = self._asked or self._waiting
+        if queue:
+            topic_id = next(iter(queue))
+            del queue[topic_id]
+            await self._load(topic_id, None, may_wait=queue is self._waiting)
+        elif later := self._next_later():
+            await self._load(later.topic_id, later.tip, may_wait=False)
+
+    def _next_later(self) -> _Later | None:
+        while self._by_due:
+            _, topic_id = heapq.heappop(self._by_due)
+            # Of what was asked for since, the place in the order is left.
+            if (later := self._later.pop(topic_id, None)) is not None:
+                return later
+        return None
+
+    async def _load(self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool) -> None:
+        self._under_way.add(topic_id)
+        self._deleted.discard(topic_id)
+        try:
+            loaded = await self._environment.pools.loads.run(lambda: self._read(topic_id, tip, may_wait=may_wait))
+            if isinstance(loaded, _Later):
+                self._load_later(loaded)
+            else:
+                self._found(topic_id, loaded)
+        except Corruption as error:
+            self._found_damaged(topic_id, error)
+        except (StoreError, commit.CommitOutcomeUnknown) as error:
+            log.warning("shard %d: topic %s cannot be read, trying again: %s", self._shard, topic_id, error)
+            self._put_off_for(topic_id, RETRY_S)
+        except (commit.Refused, NotOwner):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this topic's
+            self._found_failing(topic_id, error)
+        self._look_whether_ended()
+
+    def _load_later(self, later: _Later) -> None:
+        topic_id = later.topic_id
+        self._under_way.discard(topic_id)
+        if topic_id in self._outcomes:
+            # It was asked for meanwhile.
+            self._asked[topic_id] = None
+        else:
+            self._later[topic_id] = later
+            heapq.heappush(self._by_due, (later.due_ms, topic_id))
+        self._some.set()
+
+    def _found(self, topic_id: str, loaded: LoadedTopic | None) -> None:
+        if loaded is not None and topic_id not in self._deleted and not self._is_served(topic_id):
+            self._take_over(loaded)
+            self.rows_replayed += loaded.rows_replayed
+        self._under_way.discard(topic_id)
+        self._numbers.pop(topic_id, None)
+        self._tails.pop(topic_id, None)
+        self._as_of.pop(topic_id, None)
+        mended = [self.damaged.pop(topic_id, None), self.failing.pop(topic_id, None)]
+        if any(mended):
+            log.info("shard %d: topic %s can be served again", self._shard, topic_id)
+        if topic_id in self._put_off:
+            # It has failed at once: whoever asks waits on.
+            return
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_result(None)
+
+    def _found_damaged(self, topic_id: str, error: Corruption) -> None:
+        before = self.damaged.get(topic_id)
+        if before is None or str(before) != str(error):
+            log.error("shard %d: topic %s cannot be served: %s", self._shard, topic_id, error)
+            self._environment.metrics.damage_found("topic")
+        self.damaged[topic_id] = error
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_exception(error)
+        self._put_off_for(topic_id, DAMAGED_LOOK_S)
+
+    def _found_failing(self, topic_id: str, error: Exception) -> None:
+        delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s()) or RETRY_S
+        self._environment.metrics.topic_failed()
+        log.error(
+            "shard %d: topic %s cannot be loaded, next in %.0f s: %r",
+            self._shard,
+            topic_id,
+            delay_s,
+            error,
+            exc_info=error,
+        )
+        self.failing[topic_id] = error
+        outcome = self._outcomes.pop(topic_id, None)
+        if outcome is not None and not outcome.done():
+            outcome.set_exception(TopicFailed(topic_id))
+        self._put_off_for(topic_id, delay_s)
+
+    def _put_off_for(self, topic_id: str, seconds: float) -> None:
+        self._under_way.discard(topic_id)
+        self._put_off.add(topic_id)
+        self._spawn(self._again(topic_id, seconds))
+
+    async def _again(self, topic_id: str, seconds: float) -> None:
+        await self._environment.sleep(seconds)
+        self._put_off.discard(topic_id)
+        queue = self._asked if topic_id in self._outcomes else self._waiting
+        queue[topic_id] = None
+        self._some.set()
+
+    def _look_whether_ended(self) -> None:
+        if self._listed and not self.left:
+            self.ended.set()
+
+    # ---- reading one topic, in a thread
+
+    def _read(
+        self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool
+    ) -> LoadedTopic | _Later | None:
+        """The topic, claimed and restored; None when there is none. May be repeated after any error. `tip`: its newest
+        manifest, where it was read before. `may_wait`: if nothing is due soon it is not loaded yet.
+        """
+        topic_log = topic_commits.topic_log(self._environment, self._shard, topic_id)
+        tail = self._tails.get(topic_id, recovery.NOTHING)
+        try:
+            tip = tip or self._newest(topic_id, topic_log)
+            if tip is None and tail is not recovery.NOTHING:
+                raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
+            if tip is None or tip.manifest.deleted:
+                return None
+            if may_wait:
+                due_ms = recovery.first_due_ms(tip.manifest, tail)
+                due_ms = NEVER_MS if due_ms is None else due_ms
+                if due_ms > self._environment.clock.now_ms() + SOON_MS:
+                    return _Later(topic_id, tip, due_ms)
+            return self._restored(topic_log, tip, tail)
+        except Damaged as error:
+            raise Corruption(f"manifest {error}") from error
+        except format_errors.FormatError as error:
+            # Of what is decoded only where it is needed.
+            raise Corruption(str(error)) from error
+
+    def _newest(self, topic_id: str, topic_log: commit.ManifestLog[TopicManifest]) -> commit.Tip[TopicManifest] | None:
+        """The newest manifest, or the newest that was listed: whether there are later ones the claim finds."""
+        number = self._numbers.get(topic_id)
+        tip = topic_log.read_at(number, self._listed_at_s) if number else None
+        return tip or topic_log.read_tip()
+
+    def _restored(
+        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: recovery.TopicTail
+    ) -> LoadedTopic | None:
+        environment = self._environment
+        reads = recovery.TopicReads(environment.store, environment.pools.loads.parts)
+        # While the claim is under way: what it finds is rarely another manifest.
+        reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
+        tip = self._commit(topic_log, topic_manifest.Claim(epoch=self._epoch), tip, just_read=True)
+        if tip.manifest.deleted:
+            # The former owner's last act, before the claim landed.
+            return None
+        part = recovery.counting_part(tip.manifest, tail)
+        tip, objects = self._objects(topic_log, tip, part, reads)
+        topic = self._new_topic(tip.manifest)
+        # Topics are not all as old as this daemon: they would be sealed together.
+        age_max_ms = topic_settings.settings_of(environment, tip.manifest.policy).seal_limits.age_max_ms
+        began_ms = environment.elapsed_ms() - int(environment.jitter() * age_max_ms)
+        recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=began_ms)
+        rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=began_ms)
+        return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
+
+    def _objects(
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        part: TopicPart | None,
+        reads: recovery.TopicReads,
+    ) -> tuple[commit.Tip[TopicManifest], recovery.TopicObjects]:
+        """The manifest, with the buckets quarantined that are damaged, and what it names. Another process may merge
+        meanwhile, and the sources be deleted: then what took their place is read.
+        """
+        while True:
+            objects = reads.objects(tip.manifest, part)
+            tip = self._quarantined(topic_log, tip, objects)
+            if all(live.object.name in objects.buckets for live in tip.manifest.live):
+                return tip, objects
+
+    def _quarantined(
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        tip: commit.Tip[TopicManifest],
+        objects: recovery.TopicObjects,
+    ) -> commit.Tip[TopicManifest]:
+        for live in tip.manifest.live:
+            damage = objects.buckets[live.object.name].damage
+            if damage and not live.quarantined:
+                # Every slot that names the topic so far is below the fence, unless it is loaded again.
+                operation = topic_manifest.Quarantine(
+                    bucket=live.object.name,
+                    damage=damage[: topic_commits.DAMAGE_CHARACTERS_MAX],
+                    slot=self._as_of.get(tip.manifest.topic_id, self._fence_slot),
+                    epoch=self._epoch,
+                )
+                try:
+                    tip = self._commit(topic_log, operation, tip)
+                except commit.Refused as refused:
+                    overtaken = topic_commits.overtaken(refused, epoch=self._epoch)
+                    if overtaken is None or overtaken.tip is None:
+                        raise
+                    tip = overtaken.tip
+                    continue
+                log.error("topic %s: a bucket is quarantined, the others are served: %s", tip.manifest.topic, damage)
+                self._environment.metrics.damage_found("bucket")
+        return tip
+
+    def _commit(
+        self,
+        topic_log: commit.ManifestLog[TopicManifest],
+        operation: topic_commits.Operation,
+        tip: commit.Tip[TopicManifest],
+        *,
+        just_read: bool = False,
+    ) -> commit.Tip[TopicManifest]:
+        return commit.commit(
+            topic_log,
+            operation,
+            writer=self._environment.config.daemon_id,
+            created_ms=self._environment.clock.now_ms(),
+            warm=tip,
+            just_read=just_read,
+            deadline_s=topic_commits.DEADLINE_S,
+        )

@@ -1,0 +1,123 @@
+"""Requests on positions that were handed out: acknowledging them, and keeping them longer.
+
+Owns: the moment at which such a request is decided, finding in the backlog what is in nobody's hand, and that the
+answer waits for what it says.
+Does not own: the decisions (`daemon.core.acknowledgements`), negative acknowledgements (`negative_acknowledging`), the
+ends of leases (`leases`), and slots (`group_commit`).
+
+A position that a staged negative acknowledgement names is in no hand until that is applied: whoever names it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Collection
+
+from daemon.core import limits
+from daemon.core.claims import HeldPositions
+from daemon.core.index import SeenRows
+from daemon.core.positions import KeyedRows
+from daemon.core.subscription_state import SubscriptionState
+from daemon.errors import Unavailable
+from daemon.surroundings.environment import Environment
+from daemon.topic_terms.topic_port import TopicPort
+from daemon.topic_terms.topic_staging import STALL_ANSWER_S
+
+
+class Acknowledging:
+    """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
+
+    def __init__(self, topic: TopicPort, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+
+    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> int:
+        """Acknowledges positions; how many were not in the backlog with that time. Raises NotFound."""
+        self.check(claims)
+        topic, core, commits = self._topic, self._topic.core, self._topic.shard.commits
+        await self.decidable(state, claims)
+        commits.check_accepting()
+        records, rest = core.acknowledging.stage(state, claims)
+        slot = commits.stage(*records, awaited=awaited) if records else None
+        # There may be room IN_FLIGHT again.
+        topic.notify(state)
+        ignored = len(rest)
+        if len(rest):
+            found = await self.find(state, rest, rest)
+            records = core.acknowledging.stage_found(state, found)
+            if records:
+                slot = commits.stage(*records, awaited=awaited)
+                ignored -= len(found)
+        if slot is not None:
+            await asyncio.shield(slot)
+        await self.answerable(ignored)
+        self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - ignored, ignored=ignored)
+        return ignored
+
+    async def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> int:
+        """The ack time-out of what `holders` have begins anew; how many of the positions they do not have."""
+        self.check(claims)
+        await self.decidable(state, claims)
+        elapsed_ms = self._environment.elapsed_ms()
+        ignored = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
+        # Under another owner the positions are due again.
+        await self._topic.shard.commits.confirmed()
+        return ignored
+
+    def check(self, claims: HeldPositions) -> None:
+        """Raises InvalidArgument."""
+        limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
+        limits.check_batch_index(claims.entry_id, claims.batch_index)
+
+    async def decidable(self, state: SubscriptionState, named: HeldPositions) -> None:
+        """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
+
+        Raises NotFound, and Unavailable when the moment does not come.
+        """
+        topic = self._topic
+        await topic.gate.passed()
+        topic.check_there(state)
+        if not topic.core.redelivery.is_staged(state, named):
+            return
+        async with self._in_time("a slot that names the positions was not durable"):
+            while topic.core.redelivery.is_staged(state, named):
+                await topic.shard.commits.settled()
+                await topic.gate.passed()
+                topic.check_there(state)
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, what: str) -> AsyncIterator[None]:
+        """Raises Unavailable when it takes too long."""
+        try:
+            async with asyncio.timeout(STALL_ANSWER_S):
+                yield
+        except TimeoutError:
+            raise Unavailable(f"topic {self._topic.core.name}: {what} for {STALL_ANSWER_S:.0f} s; try again") from None
+
+    async def find(self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions) -> KeyedRows:
+        """Claimed rows that are due and not IN_FLIGHT: READY, NACKED, or held over from an earlier stream.
+
+        When this returns, a request that names the positions may be decided, as after `decidable`. Raises Unavailable
+        when what is due cannot be read.
+        """
+        # What a former owner handed out may not have been passed here.
+        async with self._in_time("what is due could not be read"):
+            await self._topic.settle_due()
+        seen: SeenRows = {}
+        while True:
+            # Also where nothing will be found: of that some requests decide something.
+            await self.decidable(state, named)
+            if not len(self._topic.core.in_backlog(state, claims)):
+                return KeyedRows.empty()
+            found, missing = self._topic.core.find_in_backlog(state, claims, seen)
+            if not missing:
+                return found
+            await self._topic.load(missing)
+
+    async def answerable(self, ignored: int) -> None:
+        """Returns when a request that ignored so many positions, and whose slots are durable, may be answered."""
+        if ignored:
+            # What was not in the backlog may have left it by a decision of a later slot.
+            await self._topic.shard.commits.confirmed()
+        await self._topic.shard.alone()

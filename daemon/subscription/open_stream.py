@@ -1,0 +1,184 @@
+"""A dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
+
+Owns: what streams of every type have in common; of a SHARED one its permits, and waiting until there is something to
+hand out.
+Does not own: which rows (`daemon.core.subscription_state`), whose turn it is (`waiting_line`), what an acknowledgement
+does (`acknowledging`, `negative_acknowledging`), KEY_SHARED streams (`key_shared_stream`), opening (`stream_opening`),
+durability (`shard`) and the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon.call_values import HandedOut, Nack, NackOutcome
+from daemon.core.claims import HeldPositions
+from daemon.core.positions import KeyedRows
+from daemon.core.quarantine import RebuildNeeded
+from daemon.core.subscription_state import SubscriptionState
+from daemon.errors import Unavailable
+from daemon.subscription.acknowledging import Acknowledging
+from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.subscription.waiting_line import WaitingLine
+from daemon.topic_terms.topic_port import TopicPort
+from storage_backends.formats.row_columns import U32, U64
+
+# The largest hand-out at once.
+MESSAGES_ROWS_MAX = 10_000
+# A grant beyond this is cut: nobody holds more.
+PERMITS_MAX = (1 << 32) - 1
+
+
+class TopicOfStreams(TopicPort, Protocol):
+    """What a stream asks of its topic beside."""
+
+    @property
+    def acknowledging(self) -> Acknowledging: ...
+
+    @property
+    def redelivery(self) -> TopicRedelivery: ...
+
+    def line(self, state: SubscriptionState) -> WaitingLine:
+        """Those who wait for rows of a subscription."""
+        ...
+
+    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
+        ...
+
+    def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
+        """Rows that were handed out, as their dispatcher sees them."""
+        ...
+
+    def close_stream(self, stream: OpenStream) -> None:
+        """What the stream holds is READY again; it listens no more."""
+        ...
+
+
+class StreamClosed(Unavailable):
+    """The stream was closed while somebody waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream was closed")
+
+
+class OpenStream:
+    """A dispatcher that listens, under `epoch`.
+
+    `held`: how many of the positions that it declared are IN_FLIGHT here. `not_held`: i64[n], the places of the others.
+    Close it always; what it holds is READY again then.
+    """
+
+    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+        self.epoch = epoch
+        self.held = 0
+        self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
+        self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
+        self.state = state
+        self.dispatcher = dispatcher
+        self._topic = topic
+        self._changed = asyncio.Event()
+        self._ended: Exception | None = None
+
+    def notify(self) -> None:
+        """There may be something to hand out."""
+        self._changed.set()
+
+    @property
+    def holders(self) -> Collection[int]:
+        """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
+        return (self.dispatcher,)
+
+    async def acknowledge(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        deliver_at_ms: U64,
+        batch_index: U32 | None = None,
+        *,
+        awaited: bool = True,
+    ) -> int:
+        """Acknowledges positions with the times they were handed out with; returns when that is durable.
+
+        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the number of
+        positions that were not in the backlog with that time: nothing happened to them.
+        """
+        self._check_open()
+        claims = HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
+        return await self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
+
+    async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
+        """Has positions come back later, or makes them dead letters; returns when that is durable."""
+        self._check_open()
+        return await self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
+
+    async def extend(self, claims: HeldPositions) -> int:
+        """The ack time-out of positions begins anew; how many of them are not IN_FLIGHT at this stream."""
+        self._check_open()
+        return await self._topic.acknowledging.extend(self.state, claims, self.holders)
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
+    async def _change(self) -> None:
+        """Returns when there may be something to hand out since the call."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def end(self, error: Exception) -> None:
+        """The topic is served here no longer."""
+        if self._ended is None:
+            self._ended = error
+            self.notify()
+
+    def close(self) -> None:
+        """May be called more than once."""
+        if self._ended is None:
+            self._topic.close_stream(self)
+        self.end(StreamClosed())
+
+
+class DispatchStream(OpenStream):
+    """A SHARED stream. See `OpenStream`."""
+
+    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
+        super().__init__(topic, state, dispatcher, epoch=epoch)
+        self.permits = 0
+        # As many as may be taken at once: before there are more the others have a turn.
+        self._took_many = False
+
+    def grant(self, permits: int) -> None:
+        """That many more rows may be handed out."""
+        self.permits = min(self.permits + permits, PERMITS_MAX)
+        self.notify()
+
+    async def next_messages(self) -> HandedOut:
+        """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
+
+        Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
+        StreamClosed after `close`.
+        """
+        line = self._topic.line(self.state)
+        try:
+            while True:
+                self._check_open()
+                if self._took_many:
+                    self._took_many = False
+                    await self._topic.pace.give_way()
+                    continue
+                if self.permits and line.is_turn_of(self):
+                    limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
+                    rows = self._topic.hand_out(self.state, self.dispatcher, limit)
+                    if len(rows):
+                        self.permits -= len(rows)
+                        self._took_many = len(rows) == limit
+                        return self._topic.handed_out(self.state, rows)
+                await self._change()
+        finally:
+            line.leave(self)

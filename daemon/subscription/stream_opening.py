@@ -1,0 +1,200 @@
+"""Opening streams on the subscriptions of one topic, with the positions that a dispatcher holds already.
+
+Owns: what must hold for a stream to open, finding the held positions, and that nothing is half done when it does not.
+Does not own: streams once they are open (`open_stream`, `key_shared_stream`), consumers (`sharing_rounds`), and whether
+a position that was found may be held (`daemon.core.topic`).
+
+Everything is looked at before anything is awaited, so that a bad request is told at once, and again behind it: then the
+stream is opened in one go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from daemon.call_values import Consumer, HeldByConsumers
+from daemon.core import limits
+from daemon.core.claims import HeldPositions
+from daemon.core.in_flight import Mask, Places
+from daemon.core.index import Index
+from daemon.core.positions import KeyedRows
+from daemon.core.subscription_state import SubscriptionState
+from daemon.errors import InvalidArgument, QuotaExceeded
+from daemon.subscription.key_shared_stream import KeySharedStream
+from daemon.subscription.open_stream import DispatchStream, OpenStream
+from daemon.subscription.sharing_rounds import KeySharing, TopicOfSharing
+from daemon.surroundings.environment import Environment
+from storage_backends.formats.row_columns import Rows
+
+STREAMS_RETRY_MS = 5_000
+# The row that a claim is for, where it is for none.
+NO_ROW = -1
+
+
+class TopicOfOpening(TopicOfSharing, Protocol):
+    """What opening a stream asks of its topic beside."""
+
+    @property
+    def key_sharing(self) -> KeySharing: ...
+
+    @property
+    def streams(self) -> dict[int, dict[int, OpenStream]]: ...
+
+    def subscription(self, name: str) -> SubscriptionState:
+        """Raises NotFound."""
+        ...
+
+
+class Opening:
+    """See the module."""
+
+    def __init__(self, topic: TopicOfOpening, environment: Environment) -> None:
+        self._topic = topic
+        self._environment = environment
+        self._streams_max = environment.config.limits.streams_per_subscription_max
+
+    async def shared(self, subscription: str, held: HeldPositions) -> DispatchStream:
+        """Opens a SHARED stream. Raises NotFound, Conflict, QuotaExceeded."""
+        limits.check_batch_index(held.entry_id, held.batch_index)
+        topic = self._topic
+        await topic.gate.passed()
+        state = topic.subscription(subscription)
+        self._check(state, key_shared=False)
+        found = await self._find(state, held)
+        self._check(state, key_shared=False)
+        stream = DispatchStream(topic, state, topic.next_dispatcher(state), epoch=topic.shard.epoch)
+        topic.core.open(state, stream.dispatcher)
+        with self._beginning(stream):
+            are_held = topic.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
+            rows = rows_claimed(topic.core.indexes.serving(state.subscription_id), held, found)
+            _declare(stream, _of_claims(are_held, rows))
+        return stream
+
+    async def key_shared(
+        self, subscription: str, consumers: Sequence[Consumer], held: HeldByConsumers
+    ) -> KeySharedStream:
+        """Opens a KEY_SHARED stream with its first consumers. Raises as `shared`, and InvalidArgument."""
+        topic, claims = self._topic, held.positions
+        limits.check_batch_index(claims.entry_id, claims.batch_index)
+        await topic.gate.passed()
+        state = topic.subscription(subscription)
+        self._check(state, key_shared=True)
+        topic.key_sharing.check_consumers(state, consumers)
+        _check_holders(held, consumers)
+        if state.key_shared is None and (state.acknowledging or state.nacking):
+            # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
+            await topic.shard.commits.settled()
+        found = await self._find(state, claims)
+        self._check(state, key_shared=True)
+        stream = KeySharedStream(topic, state, topic.next_dispatcher(state), epoch=topic.shard.epoch)
+        topic.key_sharing.open(stream)
+        with self._beginning(stream):
+            topic.key_sharing.join(stream, consumers)
+            _declare(stream, self._hold(stream, held, found))
+        return stream
+
+    def _check(self, state: SubscriptionState, *, key_shared: bool) -> None:
+        topic = self._topic
+        topic.check_there(state)
+        topic.key_sharing.check_type(state, key_shared=key_shared)
+        streams = len(topic.streams.get(state.subscription_id, {}))
+        if streams >= self._streams_max:
+            raise QuotaExceeded(
+                f"subscription {state.stored.name!r} has {streams} open streams, the limit is {self._streams_max}",
+                retry_after_ms=STREAMS_RETRY_MS,
+            )
+
+    async def _find(self, state: SubscriptionState, held: HeldPositions) -> KeyedRows:
+        """The rows that the dispatcher holds; they have been passed before it asks for them."""
+        if not len(held):
+            return KeyedRows.empty()
+        await self._topic.settle_due()
+        return await self._topic.acknowledging.find(state, held, held)
+
+    def _hold(self, stream: KeySharedStream, held: HeldByConsumers, found: KeyedRows) -> Mask:
+        """Which of the claims are held from now on."""
+        core, state, claims = self._topic.core, stream.state, held.positions
+        elapsed_ms = self._environment.elapsed_ms()
+        numbers = stream.numbers_of(held.consumer_id)
+        rows = rows_claimed(core.indexes.serving(state.subscription_id), claims, found)
+        of_rows = np.flatnonzero(rows != NO_ROW)
+        holders = np.zeros(len(found), np.uint32)
+        holders[rows[of_rows]] = numbers[of_rows]
+        are_held = _of_claims(core.key_sharing.hold(state, found, holders, elapsed_ms=elapsed_ms), rows)
+        planned = np.flatnonzero((rows == NO_ROW) & (claims.deliver_at_ms == 0) & ~claims.are_parts())
+        if len(planned):
+            named = np.stack([claims.ledger_id[planned], claims.entry_id[planned]])
+            planned = planned[np.sort(np.unique(named, axis=1, return_index=True)[1])]
+            key_hash = np.zeros(len(claims), np.uint32) if held.key_hash is None else held.key_hash
+            positions = Rows(claims.deliver_at_ms, claims.ledger_id, claims.entry_id, key_hash).take(planned)
+            are_held[planned] = core.key_sharing.hold_planned(
+                state, stream.dispatcher, positions, numbers[planned], elapsed_ms=elapsed_ms
+            )
+        return are_held
+
+    @contextlib.contextmanager
+    def _beginning(self, stream: OpenStream) -> Iterator[None]:
+        """The stream listens; where that does not go well it does no longer."""
+        topic, state = self._topic, stream.state
+        topic.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
+        try:
+            yield
+        except Exception:
+            stream.close()
+            raise
+        stream.rebuild_needed = topic.core.rebuild_needed()
+        topic.redelivery.watch(state)
+        topic.refill(state)
+        topic.notify(state)
+
+
+def _declare(stream: OpenStream, are_held: Mask) -> None:
+    stream.held = int(np.count_nonzero(are_held))
+    stream.not_held = np.flatnonzero(~are_held)
+
+
+def _check_holders(held: HeldByConsumers, consumers: Sequence[Consumer]) -> None:
+    """Raises InvalidArgument for a position of a consumer that does not join."""
+    known = np.array([consumer.consumer_id for consumer in consumers], np.uint32)
+    strange = np.flatnonzero(~np.isin(held.consumer_id, known))
+    if len(strange):
+        row = int(strange[0])
+        raise InvalidArgument(
+            f"held_consumer_id[{row}] is {held.consumer_id[row]}, which none of the consumers of this open has"
+        )
+
+
+def rows_claimed(indexes: Sequence[Index], claims: HeldPositions, found: KeyedRows) -> Places:
+    """The place in `found` of the row that each claim is for, NO_ROW where there is none.
+
+    `indexes`: those that the rows may be in, in the order in which they are asked. Of claims for one row the first one
+    counts.
+    """
+    rows = np.full(len(claims), NO_ROW, np.intp)
+    if not len(found):
+        return rows
+    order = np.argsort(found.keys)
+    ordered = found.keys[order]
+    for index in indexes:
+        keys = claims.keys_in(index)
+        places = np.searchsorted(ordered, keys)
+        places[places == len(ordered)] = 0
+        same = (ordered[places] == keys) & (found.rows.deliver_at_ms[order[places]] == claims.deliver_at_ms)
+        hits = np.flatnonzero(same & (rows == NO_ROW))
+        rows[hits] = order[places[hits]]
+    hits = np.flatnonzero(rows != NO_ROW)
+    _, first = np.unique(rows[hits], return_index=True)
+    claimed = np.full(len(claims), NO_ROW, np.intp)
+    claimed[hits[first]] = rows[hits[first]]
+    return claimed
+
+
+def _of_claims(of_rows: Mask, rows: Places) -> Mask:
+    """What holds of rows, of the claims that are for them; of the others it does not."""
+    of_claims: Mask = rows != NO_ROW
+    of_claims[of_claims] = of_rows[rows[of_claims]]
+    return of_claims

@@ -1,0 +1,140 @@
+"""Loading segments: which reads are under way, and putting what was read where it is wanted.
+
+Owns: reads of one topic's segments, each at most once at a time, trying again when the store fails, and telling a
+bucket that was merged away from one that is damaged.
+Does not own: which segments are wanted (`daemon.core.index`, `daemon.core.backlog_reader`) and the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal
+
+from daemon.core.positions import KeyedRows, PageTable
+from daemon.core.segments import SegmentRange
+from daemon.core.topic import Topic
+from daemon.errors import Corruption
+from daemon.surroundings import backoff
+from daemon.surroundings.environment import Environment
+from daemon.topic import bucket_reads
+from storage_backends.formats.bucket_format import SegmentInfo
+from storage_backends.object_store import StoreError
+
+log = logging.getLogger(__name__)
+
+# Reads of one topic at a time.
+READS_MAX = 8
+
+
+class SegmentLoader:
+    """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
+    found when its object is damaged or missing. `is_live`: whether the newest manifest names a bucket that is missing;
+    when it does not, what took its place is served as soon as the answer is there. It tries until the store tells.
+    `failed` hears of what was not foreseen.
+    """
+
+    def __init__(
+        self,
+        topic: Topic,
+        environment: Environment,
+        loaded: Callable[[], None],
+        damaged: Callable[[str, str], None],
+        is_live: Callable[[str], Awaitable[bool]],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._topic = topic
+        self._environment = environment
+        self._loaded = loaded
+        self._damaged = damaged
+        self._is_live = is_live
+        self._failed = failed
+        self._reads: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(READS_MAX)
+        self._closed = False
+
+    def start(self, wanted: Iterable[SegmentRange]) -> list[asyncio.Task[None]]:
+        """Reads segments that are not being read; the tasks to wait for until all of them are in memory."""
+        if self._closed:
+            return []
+        tasks = []
+        for segments in wanted:
+            numbers = range(segments.first, segments.last + 1)
+            under_way = {self._reads.get((segments.bucket, number)) for number in numbers}
+            tasks += [task for task in under_way if task is not None]
+            missing = [number for number in numbers if (segments.bucket, number) not in self._reads]
+            if missing:
+                # What lies between is read again rather than with a request of its own.
+                task = asyncio.ensure_future(self._read(SegmentRange(segments.bucket, missing[0], missing[-1])))
+                for number in missing:
+                    self._reads[segments.bucket, number] = task
+                task.add_done_callback(self._ended)
+                tasks.append(task)
+        return tasks
+
+    def reads(self, bucket: str, number: int) -> bool:
+        """Whether the segment is being read."""
+        return (bucket, number) in self._reads
+
+    def close(self) -> None:
+        self._closed = True
+        for task in set(self._reads.values()):
+            task.cancel()
+
+    def _ended(self, read: asyncio.Task[None]) -> None:
+        if not read.cancelled() and (error := read.exception()) is not None:
+            self._failed(error)
+
+    async def _read(self, segments: SegmentRange) -> None:
+        try:
+            rows = await self._read_until_there(segments)
+        except Corruption as error:
+            self._damaged(segments.bucket, str(error))
+        else:
+            for offset, each in enumerate(rows):
+                self._topic.indexes.load(segments.bucket, segments.first + offset, each)
+        finally:
+            for number in range(segments.first, segments.last + 1):
+                self._reads.pop((segments.bucket, number), None)
+        self._loaded()
+
+    async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
+        """The rows of each segment; none when the bucket is served no longer."""
+        for delay_s in backoff.delays_s(self._environment.jitter):
+            index = self._topic.indexes.holding(segments.bucket)
+            if index is None:
+                break
+            infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
+            try:
+                return await self._rows(segments.bucket, infos, index.pages)
+            except bucket_reads.BucketMissing as error:
+                if await self._is_live(segments.bucket):
+                    raise
+                self._environment.metrics.read_merged_away()
+                log.info("what took the place of a bucket that was merged away is read: %s", error)
+                break
+            except StoreError as error:
+                self._environment.waits_for_store("segments cannot be read", f"bucket {segments.bucket}", error)
+                await self._environment.sleep(delay_s)
+        return []
+
+    async def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
+        environment = self._environment
+
+        def read() -> list[KeyedRows]:
+            return [pages.keyed(each) for each in bucket_reads.read_segments(environment.store, bucket, infos)]
+
+        async with self._slots:
+            started_s = environment.clock.elapsed_s()
+            try:
+                rows = await environment.run(read)
+            except StoreError:
+                self._count("failed", started_s)
+                raise
+            self._count("succeed", started_s)
+        return rows
+
+    def _count(self, state: Literal["succeed", "failed"], started_s: float) -> None:
+        seconds = self._environment.clock.elapsed_s() - started_s
+        self._environment.metrics.bucket_operation("load", state, seconds=seconds)

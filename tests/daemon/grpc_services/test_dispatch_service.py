@@ -1,0 +1,296 @@
+"""Subscriptions, and the stream on which due positions come out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+
+from daemon import call_values, errors
+from tarry.v1 import delayed_delivery_pb2, policy_pb2
+from tarry.v1 import dispatch_pb2 as pb
+from tests.daemon.grpc_services.conftest import Edge, Stream
+from tests.support.fake_stream import FakeDispatchStream
+from tests.support.fake_topic import EPOCH
+
+SUBSCRIBE = "Dispatch/Subscribe"
+SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
+FAR_MS = 2_000_000_000_000
+
+
+async def add(edge: Edge, *positions: tuple[int, int, int], key_hash: tuple[int, ...] = ()) -> None:
+    """(deliver_at_ms, ledger_id, entry_id)"""
+    due, ledgers, entries = zip(*positions, strict=True)
+    request = delayed_delivery_pb2.AddMessagesRequest(
+        topic="t", ledger_id=ledgers, entry_id=entries, deliver_at_ms=due, key_hash=key_hash
+    )
+    await edge.caller.unary("DelayedDelivery/AddMessages", request)
+
+
+async def opened(edge: Edge, *, permits: int = 0, **held: Any) -> tuple[Stream, pb.Opened]:
+    await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
+    stream = edge.caller.stream(SUBSCRIBE)
+    opening = pb.Open(topic="t", subscription="s", type=SHARED, **held)
+    await stream.send(pb.SubscribeRequest(open=opening))
+    answer = (await stream.receive()).opened
+    if permits:
+        await stream.send(pb.SubscribeRequest(flow=pb.Flow(permits=permits)))
+    return stream, answer
+
+
+def acknowledge(request_id: int, *positions: tuple[int, int, int]) -> pb.SubscribeRequest:
+    due, ledgers, entries = zip(*positions, strict=True)
+    return pb.SubscribeRequest(
+        acknowledge=pb.Acknowledge(request_id=request_id, ledger_id=ledgers, entry_id=entries, deliver_at_ms=due)
+    )
+
+
+def positions(messages: pb.Messages) -> list[tuple[int, int, int]]:
+    return list(zip(messages.deliver_at_ms, messages.ledger_id, messages.entry_id, strict=True))
+
+
+def only_stream(edge: Edge) -> FakeDispatchStream:
+    (stream,) = edge.engine.topics["t"].subscriptions["s"].streams
+    return stream
+
+
+async def closed(edge: Edge, stream: FakeDispatchStream) -> None:
+    await edge.engine.until(lambda: stream.closed)
+
+
+async def test_a_subscription_is_created_once_and_deleted(edge: Edge) -> None:
+    create = pb.CreateSubscriptionRequest(topic="t", subscription="s")
+    first = await edge.caller.unary("Dispatch/CreateSubscription", create)
+    again = await edge.caller.unary("Dispatch/CreateSubscription", create)
+    assert (first.created, first.since_ms, again.created) == (True, 0, False)
+    assert first.subscription_id == again.subscription_id
+    await edge.caller.unary("Dispatch/DeleteSubscription", pb.DeleteSubscriptionRequest(topic="t", subscription="s"))
+    with pytest.raises(grpc.aio.AioRpcError) as missing:
+        await edge.caller.unary(
+            "Dispatch/DeleteSubscription", pb.DeleteSubscriptionRequest(topic="t", subscription="s")
+        )
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_due_rows_come_in_order_with_epoch_and_hash_and_never_beyond_the_permits(edge: Edge) -> None:
+    await add(edge, (3, 1, 1), (1, 2, 9), (2, 1, 7), (FAR_MS, 1, 8), key_hash=(30, 10, 20, 40))
+    stream, answer = await opened(edge, permits=2)
+    assert answer.epoch == EPOCH
+    messages = (await stream.receive()).messages
+    assert positions(messages) == [(1, 2, 9), (2, 1, 7)]
+    assert (list(messages.key_hash), messages.epoch) == ([10, 20], EPOCH)
+    await stream.send(pb.SubscribeRequest(flow=pb.Flow(permits=5)))
+    assert positions((await stream.receive()).messages) == [(3, 1, 1)]
+
+
+async def test_rows_without_hash_have_no_hash_column(edge: Edge) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge, permits=1)
+    assert list((await stream.receive()).messages.key_hash) == []
+
+
+async def test_one_messages_has_ten_thousand_rows_at_most(edge: Edge) -> None:
+    for start in range(0, 12_000, 1000):
+        await add(edge, *((1, 1, entry) for entry in range(start, start + 1000)))
+    stream, _ = await opened(edge, permits=20_000)
+    sizes: list[int] = []
+    entries: list[int] = []
+    while len(entries) < 12_000:
+        messages = (await stream.receive()).messages
+        sizes.append(len(messages.entry_id))
+        entries += messages.entry_id
+    assert sizes == [10_000, 2_000]
+    assert entries == list(range(12_000))
+
+
+async def test_an_acknowledgement_is_done_when_durable_and_tells_what_it_ignored(edge: Edge) -> None:
+    await add(edge, (1, 1, 1), (2, 1, 2))
+    stream, _ = await opened(edge, permits=2)
+    assert len((await stream.receive()).messages.entry_id) == 2
+    # A position that is not in the backlog, and one with another time.
+    await stream.send(acknowledge(11, (1, 1, 1), (1, 1, 99), (7, 1, 2)))
+    done = (await stream.receive()).done
+    assert (done.request_id, done.epoch, done.ignored, done.HasField("error")) == (11, EPOCH, 2, False)
+
+
+async def test_an_acknowledgement_with_id_zero_is_not_answered(edge: Edge) -> None:
+    await add(edge, (1, 1, 1), (2, 1, 2))
+    stream, _ = await opened(edge)
+    await stream.send(acknowledge(0, (1, 1, 1)))
+    await stream.send(acknowledge(5, (1, 1, 1)))
+    done = (await stream.receive()).done
+    assert (done.request_id, done.ignored) == (5, 1)
+
+
+async def test_an_acknowledgement_that_fails_is_answered_in_band(edge: Edge) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge)
+    edge.engine.fail_with = errors.Unavailable("the store does not answer", retry_after_ms=500)
+    await stream.send(acknowledge(3, (1, 1, 1)))
+    done = (await stream.receive()).done
+    assert (done.request_id, done.error.code) == (3, grpc.StatusCode.UNAVAILABLE.value[0])
+
+
+async def test_held_positions_are_in_flight_and_not_sent_again(edge: Edge) -> None:
+    await add(edge, (1, 1, 1), (2, 1, 2))
+    stream, answer = await opened(
+        edge, permits=5, held_ledger_id=[1, 1], held_entry_id=[1, 77], held_deliver_at_ms=[1, 1]
+    )
+    assert answer.held == 1
+    assert positions((await stream.receive()).messages) == [(2, 1, 2)]
+
+
+async def test_a_half_closed_stream_gets_its_answers_and_nothing_new(edge: Edge) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge)
+    edge.engine.hold = asyncio.Event()
+    await stream.send(acknowledge(8, (1, 1, 1)))
+    await stream.done_sending()
+    edge.engine.hold.set()
+    assert (await stream.receive()).done.request_id == 8
+    with pytest.raises(EOFError):
+        await stream.receive()
+    assert edge.engine.topics["t"].subscriptions["s"].streams == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close", "connection"])
+async def test_the_engine_s_stream_is_closed_however_the_call_ends(edge: Edge, how: str) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge, permits=1)
+    await stream.receive()
+    engine_stream = only_stream(edge)
+    assert edge.engine.topics["t"].subscriptions["s"].in_flight
+    if how == "cancel":
+        stream.call.cancel()
+    elif how == "half-close":
+        await stream.done_sending()
+    else:
+        await edge.caller.channel.close()
+    await closed(edge, engine_stream)
+    assert not edge.engine.topics["t"].subscriptions["s"].in_flight
+
+
+async def test_a_caller_that_goes_away_while_its_stream_opens_leaves_none_open(edge: Edge) -> None:
+    await add(edge, (1, 1, 1))
+    await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
+    edge.engine.hold = asyncio.Event()
+    begun = edge.engine.calls_begun
+    stream = edge.caller.stream(SUBSCRIBE)
+    await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
+    await edge.engine.until(lambda: edge.engine.calls_begun > begun)
+    stream.call.cancel()
+    # The server has heard of the cancellation when a later call on the connection is answered.
+    await edge.caller.unary("Inspect/ListTopics", b"")
+    edge.engine.hold.set()
+    subscription = edge.engine.topics["t"].subscriptions["s"]
+    await edge.engine.until(lambda: edge.engine.streams_opened == 1 and not subscription.streams)
+
+
+@pytest.mark.parametrize("where", ["open", "hand-out", "acknowledge"])
+async def test_lost_ownership_is_told_by_moved_and_ends_the_stream(edge: Edge, where: str) -> None:
+    await add(edge, (1, 1, 1))
+    lost = errors.NotOwner("shard 3 moved", owner_address="10.0.0.2:7461")
+    engine_stream = None
+    if where == "open":
+        edge.engine.fail_with = lost
+        stream = edge.caller.stream(SUBSCRIBE)
+        await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
+    else:
+        stream, _ = await opened(edge)
+        engine_stream = only_stream(edge)
+        if where == "hand-out":
+            engine_stream.lose(lost)
+        else:
+            edge.engine.fail_with = lost
+            await stream.send(acknowledge(1, (1, 1, 1)))
+    assert (await stream.receive()).moved.owner_address == "10.0.0.2:7461"
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert dict(ended.value.trailing_metadata() or ())["owner-address"] == "10.0.0.2:7461"
+    if engine_stream is not None:
+        await closed(edge, engine_stream)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NotOwner("shard 3 moved", owner_address="10.0.0.2:7461"), grpc.StatusCode.FAILED_PRECONDITION),
+        (errors.Unavailable("the daemon stops"), grpc.StatusCode.UNAVAILABLE),
+        (errors.NotFound("topic: 't' was deleted"), grpc.StatusCode.NOT_FOUND),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+async def test_what_is_known_of_acknowledgements_comes_before_the_end(
+    edge: Edge, error: errors.TarryError, code: grpc.StatusCode
+) -> None:
+    """A drain ends streams when their acknowledgements are durable, in the same turn."""
+    await add(edge, (1, 1, 1), (2, 1, 2))
+    stream, _ = await opened(edge)
+    edge.engine.hold = asyncio.Event()
+    begun = edge.engine.calls_begun
+    await stream.send(acknowledge(1, (1, 1, 1)))
+    await stream.send(acknowledge(2, (2, 1, 2)))
+    await edge.engine.until(lambda: edge.engine.calls_begun == begun + 2)
+    only_stream(edge).lose(error)
+    edge.engine.hold.set()
+    assert {(await stream.receive()).done.request_id for _ in range(2)} == {1, 2}
+    if isinstance(error, errors.NotOwner):
+        assert (await stream.receive()).moved.owner_address == "10.0.0.2:7461"
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is code
+
+
+async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge) -> None:
+    edge.engine.rebuild_needed = (call_values.RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+    _, answer = await opened(edge)
+    (rebuild,) = answer.rebuild_needed
+    assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows, rebuild.damage) == (3, 5, 17, "no checksum")
+
+
+async def test_a_subscription_has_the_policy_that_it_was_created_with_until_it_gets_another(edge: Edge) -> None:
+    policy = policy_pb2.SubscriptionPolicy(in_flight_rows_max=3, properties={"owner": "billing"})
+    create = pb.CreateSubscriptionRequest(topic="t", subscription="s", policy=policy)
+    assert (await edge.caller.unary("Dispatch/CreateSubscription", create)).created
+    assert not (await edge.caller.unary("Dispatch/CreateSubscription", create)).created
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await edge.caller.unary(
+            "Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s")
+        )
+    assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    other = policy_pb2.SubscriptionPolicy(lease_ms=5)
+    update = pb.UpdateSubscriptionRequest(topic="t", subscription="s", policy=other)
+    assert (await edge.caller.unary("Dispatch/UpdateSubscription", update)).policy == other
+    assert edge.engine.topics["t"].subscriptions["s"].policy == call_values.SubscriptionPolicy(lease_ms=5)
+
+
+async def test_a_failure_of_the_hand_out_ends_the_stream_with_its_status(edge: Edge) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge)
+    only_stream(edge).lose(errors.Unavailable("the daemon stops"))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert ended.value.details() == "the daemon stops"
+
+
+async def test_a_row_comes_when_it_is_due_and_not_before(edge: Edge) -> None:
+    due_ms = edge.engine.now_ms() + 150
+    stream, _ = await opened(edge, permits=1)
+    await add(edge, (due_ms, 1, 1))
+    await stream.receive()
+    assert edge.engine.now_ms() >= due_ms
+
+
+async def test_a_bug_of_the_daemon_is_internal_and_logged(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
+    await add(edge, (1, 1, 1))
+    stream, _ = await opened(edge)
+    only_stream(edge).lose(errors.InvariantViolated("a row is waiting twice"))
+    with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as ended:
+        await stream.receive()
+    assert ended.value.code() is grpc.StatusCode.INTERNAL
+    assert "request failed by a bug of the daemon" in caplog.text

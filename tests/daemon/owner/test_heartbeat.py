@@ -1,0 +1,138 @@
+"""Heartbeats are written in time, and only a silence that was really observed makes a daemon suspected."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+
+from daemon.owner import heartbeat
+from storage_backends import memory_store, object_store
+from storage_backends.formats import names
+from tests.support.virtual_clock import VirtualClock, settle
+
+T = TypeVar("T")
+
+
+async def run(work: Callable[[], T]) -> T:
+    return work()
+
+
+def beat_of(sequence: int, instance: str = "first") -> heartbeat.Heartbeat:
+    return heartbeat.Heartbeat(
+        daemon_id="north", address="127.0.0.1:7461", shards=(0, 1), instance=instance, sequence=sequence
+    )
+
+
+class FailingWrites(memory_store.MemoryStore):
+    failing = False
+
+    def put(self, key: str, body: bytes, *, metadata: object = None) -> None:
+        if self.failing:
+            raise object_store.StoreUnavailable(key, "no route")
+        super().put(key, body)
+
+
+async def start(store: object_store.ObjectStore, clock: VirtualClock) -> asyncio.Task[None]:
+    beating = asyncio.create_task(
+        heartbeat.beat(
+            store,
+            daemon_id="north",
+            address="127.0.0.1:7461",
+            shards=lambda: (0, 1),
+            instance="first",
+            run=run,
+            sleep=clock.sleep,
+        )
+    )
+    await settle()
+    return beating
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_beat_is_written_at_once_and_every_three_seconds() -> None:
+    store, clock = memory_store.MemoryStore(), VirtualClock()
+    beating = await start(store, clock)
+    assert heartbeat.read_heartbeat(store, "north") == beat_of(1)
+    await clock.advance(2.9)
+    assert heartbeat.read_heartbeat(store, "north") == beat_of(1)
+    await clock.advance(0.1)
+    assert heartbeat.read_heartbeat(store, "north") == beat_of(2)
+    await clock.advance(6.0)
+    assert heartbeat.read_heartbeat(store, "north") == beat_of(4)
+    await stop(beating)
+
+
+async def test_an_outage_of_the_store_is_survived_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    store, clock = FailingWrites(), VirtualClock()
+    store.failing = True
+    beating = await start(store, clock)
+    await clock.advance(9.0)
+    assert heartbeat.read_heartbeat(store, "north") is None
+    store.failing = False
+    await clock.advance(3.0)
+    assert heartbeat.read_heartbeat(store, "north") == beat_of(5)
+    assert [record.message for record in caplog.records] == [
+        "heartbeats cannot be written: daemons/north: no route",
+    ]
+    await stop(beating)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"daemon_id": "north"}', b"\xff"])
+def test_a_heartbeat_that_cannot_be_read_counts_as_none(body: bytes) -> None:
+    store = memory_store.MemoryStore()
+    store.put(names.daemon_key("north"), body)
+    assert heartbeat.read_heartbeat(store, "north") is None
+
+
+def suspected_after(watch: heartbeat.Watch, *observations: tuple[float, heartbeat.Heartbeat | None]) -> bool:
+    for now_s, seen in observations:
+        watch.observe(seen, now_s=now_s)
+    return watch.suspected
+
+
+def test_three_missed_beats_make_a_daemon_suspected() -> None:
+    watch = heartbeat.Watch()
+    assert not suspected_after(watch, (0.0, beat_of(1)), (3.0, beat_of(1)), (6.0, beat_of(1)))
+    assert suspected_after(watch, (9.0, beat_of(1)))
+    assert watch.suspected_for_s(10.0) == 1.0
+
+
+def test_any_change_ends_the_suspicion() -> None:
+    watch = heartbeat.Watch()
+    assert suspected_after(watch, *((3.0 * number, beat_of(1)) for number in range(4)))
+    assert not suspected_after(watch, (12.0, beat_of(2)))
+    assert watch.suspected_for_s(12.0) == 0.0
+
+
+def test_a_process_that_was_started_again_is_a_change_though_it_counts_from_one() -> None:
+    watch = heartbeat.Watch()
+    assert suspected_after(watch, *((3.0 * number, beat_of(1)) for number in range(4)))
+    assert not suspected_after(watch, (12.0, beat_of(1, instance="second")))
+
+
+def test_looking_often_does_not_count_a_miss_twice() -> None:
+    watch = heartbeat.Watch()
+    assert not suspected_after(watch, *((0.1 * number, beat_of(1)) for number in range(80)))
+
+
+def test_a_pause_of_the_observer_is_one_missed_beat() -> None:
+    watch = heartbeat.Watch()
+    assert not suspected_after(watch, (0.0, beat_of(1)), (3600.0, beat_of(1)), (3603.0, beat_of(1)))
+    assert suspected_after(watch, (3606.0, beat_of(1)))
+
+
+def test_an_outage_of_the_store_makes_nobody_suspected() -> None:
+    watch = heartbeat.Watch()
+    assert not suspected_after(watch, (0.0, beat_of(1)), (3.0, beat_of(1)), (6.0, beat_of(1)))
+    watch.store_failed(now_s=9.0)
+    assert not suspected_after(watch, (12.0, beat_of(1)), (15.0, beat_of(1)))
+    assert suspected_after(watch, (18.0, beat_of(1)))

@@ -1,0 +1,252 @@
+"""A second daemon stands by, says whom it waits for, and takes its turn when the owner is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from daemon.owner import heartbeat, standby
+from daemon.owner.candidacy import OwnerLock
+from storage_backends import commit, local_directory, memory_store, object_store
+from storage_backends.formats import names
+from storage_backends.formats.manifest import ManifestHead, ShardManifest
+from tests.support.virtual_clock import VirtualClock
+
+T = TypeVar("T")
+Tip = commit.Tip[ShardManifest]
+
+
+async def run(work: Callable[[], T]) -> T:
+    return work()
+
+
+class Shard:
+    """The shard manifest's log as far as it is read here."""
+
+    def __init__(self, owner: str | None) -> None:
+        self.down = False
+        self.tip = None if owner is None else self.tip_of(owner)
+
+    @staticmethod
+    def tip_of(owner: str) -> Tip:
+        head = ManifestHead(number=1, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
+        address = f"{owner}:7461" if owner else ""
+        manifest = ShardManifest(head=head, shard=3, epoch=1, owner=owner, address=address)
+        return commit.Tip(number=1, manifest=manifest, sha256=b"", read_at=0.0)
+
+    def read_tip(self, warm: Tip | None = None) -> Tip | None:
+        if self.down:
+            raise object_store.StoreUnavailable("manifest", "no route")
+        return self.tip
+
+
+class Fixture:
+    """The daemon south stands by for two shards."""
+
+    def __init__(self) -> None:
+        self.store = memory_store.MemoryStore()
+        self.clock = VirtualClock()
+        self.shards = [Shard("north"), Shard("north")]
+        self.locks: dict[str, OwnerLock] = {}
+        self.reasons: list[str] = []
+        self.given_up: list[dict[int, int]] = []
+        self.standby = standby.Standby(
+            self.store,
+            self.shards,
+            daemon_id="south",
+            lock=lambda daemon_id: self.locks.get(daemon_id, OwnerLock.UNKNOWN),
+            run=run,
+            clock=self.clock.now,
+            sleep=self.clock.sleep,
+            look_interval_s=1.0,
+        )
+        self.beating: dict[str, asyncio.Task[None]] = {}
+
+    def stand_by(self) -> asyncio.Task[standby.Claimable]:
+        return asyncio.create_task(self.standby.until_claimable(self.reasons.append, self.give_up))
+
+    async def give_up(self, epochs: Mapping[int, int]) -> None:
+        self.given_up.append(dict(epochs))
+        for shard in epochs:
+            self.shards[shard].tip = Shard.tip_of("")
+
+    def beat(self, daemon_id: str) -> None:
+        self.beating[daemon_id] = asyncio.create_task(
+            heartbeat.beat(
+                self.store,
+                daemon_id=daemon_id,
+                address=f"{daemon_id}:7461",
+                shards=lambda: (),
+                instance="a",
+                run=run,
+                sleep=self.clock.sleep,
+            )
+        )
+
+    async def silence(self, daemon_id: str) -> None:
+        self.beating[daemon_id].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.beating.pop(daemon_id)
+
+
+@pytest.fixture
+async def south() -> AsyncIterator[Fixture]:
+    fixture = Fixture()
+    yield fixture
+    for daemon_id in list(fixture.beating):
+        await fixture.silence(daemon_id)
+
+
+async def test_a_new_root_is_claimable_at_once(south: Fixture) -> None:
+    south.shards[:] = [Shard(None), Shard(None)]
+    assert (await south.stand_by()).reason == "nobody ever owned it"
+
+
+async def test_shards_that_were_given_up_are_claimable_at_once(south: Fixture) -> None:
+    south.shards[:] = [Shard(""), Shard("south")]
+    assert (await south.stand_by()).reason == "its owner gave it up"
+    assert south.reasons == []
+
+
+async def test_one_shard_of_a_living_owner_keeps_the_daemon_waiting(south: Fixture) -> None:
+    south.shards[0] = Shard(None)
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(100.0)
+    assert not waiting.done()
+    south.shards[1].tip = Shard.tip_of("")
+    await south.clock.advance(1.0)
+    assert (await waiting).reason == "nobody ever owned it"
+
+
+async def test_a_living_owner_is_waited_for_and_named(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(300.0)
+    assert not waiting.done()
+    assert {reason[: reason.index("(")] for reason in south.reasons} == {"waiting for daemon north at north:7461 "}
+    waiting.cancel()
+
+
+async def test_the_end_of_the_owners_process_is_seen_by_its_lock(south: Fixture) -> None:
+    south.beat("north")
+    south.locks["north"] = OwnerLock.HELD
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    assert not waiting.done()
+    await south.silence("north")
+    south.locks["north"] = OwnerLock.FREE
+    await south.clock.advance(1.0)
+    assert (await waiting).reason == "the process of daemon north has ended"
+
+
+@pytest.mark.parametrize("lock", [OwnerLock.HELD, OwnerLock.UNKNOWN])
+async def test_a_silent_owner_is_succeeded_after_nine_seconds(south: Fixture, lock: OwnerLock) -> None:
+    south.locks["north"] = lock
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    await south.silence("north")
+    await south.clock.advance(8.0)
+    assert not waiting.done()
+    await south.clock.advance(5.0)
+    assert "is silent" in (await waiting).reason
+
+
+async def test_an_outage_of_the_store_is_no_silence_of_the_owner(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    await south.silence("north")
+    for shard in south.shards:
+        shard.down = True
+    await south.clock.advance(60.0)
+    assert south.reasons[-1] == "the store cannot be reached: manifest: no route"
+    for shard in south.shards:
+        shard.down = False
+    await south.clock.advance(5.0)
+    assert not waiting.done()
+    await south.clock.advance(10.0)
+    assert "is silent" in (await waiting).reason
+
+
+async def test_what_is_recorded_as_its_own_is_given_up_while_it_waits_so_that_two_do_not_wait_for_each_other(
+    south: Fixture,
+) -> None:
+    south.shards[0] = Shard("south")
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    assert not waiting.done()
+    assert south.given_up == [{0: 1}]
+    south.shards[1].tip = Shard.tip_of("")
+    await south.clock.advance(1.0)
+    assert (await waiting).reason == "its owner gave it up"
+
+
+async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
+    for daemon_id in ("north", "east", "west"):
+        south.beat(daemon_id)
+
+    async def claimed_at_s(candidate: standby.Standby) -> float:
+        await candidate.until_claimable(lambda reason: None, south.give_up)
+        return south.clock.now_s
+
+    await south.clock.advance(30.0)
+    candidates = []
+    for daemon_id in ("east", "west"):
+        other = standby.Standby(
+            south.store,
+            south.shards,
+            daemon_id=daemon_id,
+            lock=lambda _: OwnerLock.UNKNOWN,
+            run=run,
+            clock=south.clock.now,
+            sleep=south.clock.sleep,
+            look_interval_s=1.0,
+        )
+        candidates.append(asyncio.create_task(claimed_at_s(other)))
+    await south.clock.advance(4.0)
+    await south.silence("north")
+    await south.clock.advance(30.0)
+    first, second = sorted(await asyncio.gather(*candidates))
+    assert second - first >= heartbeat.INTERVAL_S - 1.0
+
+
+# Locks
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> local_directory.LocalLocks:
+    return local_directory.LocalLocks(tmp_path)
+
+
+def test_the_lock_of_a_living_process_is_held_and_that_of_a_dead_one_is_free(
+    locks: local_directory.LocalLocks, tmp_path: Path
+) -> None:
+    held = local_directory.LocalLocks(tmp_path).try_lock("north")
+    assert held is not None
+    assert standby.lock_of(locks, "north") is OwnerLock.HELD
+    held.release()
+    assert standby.lock_of(locks, "north") is OwnerLock.FREE
+    again = locks.try_lock("north")
+    assert again is not None
+    again.release()
+
+
+def test_without_local_locks_nothing_is_known_of_a_process() -> None:
+    assert standby.lock_of(None, "north") is OwnerLock.UNKNOWN
+
+
+def test_a_lock_that_cannot_be_tried_says_nothing(locks: local_directory.LocalLocks, tmp_path: Path) -> None:
+    (tmp_path / local_directory.LOCKS_FOLDER).write_bytes(b"in the way")
+    assert standby.lock_of(locks, "north") is OwnerLock.UNKNOWN
+
+
+def test_heartbeats_are_read_from_where_they_are_written() -> None:
+    assert names.daemon_key("north") == f"{names.DAEMONS_PREFIX}north"

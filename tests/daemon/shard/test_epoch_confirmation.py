@@ -1,0 +1,221 @@
+"""An owner knows since when it is certain to own its shard, and asks no more often than it must."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import pytest
+
+from daemon.errors import Corruption, Unavailable
+from daemon.shard import ownership_lost
+from daemon.shard.epoch_confirmation import EpochConfirmation
+from storage_backends import commit, object_store
+from storage_backends.formats.manifest import ManifestHead, ShardManifest
+from tests.support.virtual_clock import VirtualClock, settle
+
+T = TypeVar("T")
+Tip = commit.Tip[ShardManifest]
+
+
+def tip_of(epoch: int, number: int = 1, owner: str = "north") -> Tip:
+    head = ManifestHead(number=number, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
+    manifest = ShardManifest(head=head, shard=3, epoch=epoch, owner=owner, address=f"{owner}:7461")
+    return commit.Tip(number=number, manifest=manifest, sha256=b"", read_at=0.0)
+
+
+class Probed:
+    """The shard manifest's log: each read waits for `answers`, so that a probe can be held under way."""
+
+    def __init__(self) -> None:
+        self.tip: Tip | None = tip_of(epoch=5)
+        self.down = False
+        self.reads = 0
+        self.held: asyncio.Event | None = None
+
+    def read_tip(self, warm: Tip | None = None) -> Tip | None:
+        if self.down:
+            raise object_store.StoreUnavailable("manifest", "no route")
+        return self.tip
+
+    async def run(self, work: Callable[[], T]) -> T:
+        self.reads += 1
+        if self.held is not None:
+            await self.held.wait()
+        return work()
+
+
+class Fixture:
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.probed = Probed()
+        self.confirmation = EpochConfirmation(
+            self.probed,
+            tip=tip_of(epoch=5),
+            confirmed_at_s=self.clock.now_s,
+            run=self.probed.run,
+            clock=self.clock.now,
+            sleep=self.clock.sleep,
+            jitter=lambda: 0.5,
+        )
+        self.watching = asyncio.create_task(self.confirmation.watch())
+
+    def wait_for(self, after_s: float) -> asyncio.Task[None]:
+        return asyncio.create_task(self.confirmation.confirm_after(after_s))
+
+
+@pytest.fixture
+async def owner() -> AsyncIterator[Fixture]:
+    fixture = Fixture()
+    await settle()
+    yield fixture
+    fixture.watching.cancel()
+    with contextlib.suppress(asyncio.CancelledError, ownership_lost.Superseded, Corruption):
+        await fixture.watching
+
+
+async def test_a_confirmation_is_fresh_until_its_seconds_are_over(owner: Fixture) -> None:
+    owner.probed.down = True
+    assert owner.confirmation.fresh_within(15.0)
+    await owner.clock.advance(14.9)
+    assert owner.confirmation.fresh_within(15.0)
+    await owner.clock.advance(0.1)
+    assert not owner.confirmation.fresh_within(15.0)
+    assert owner.confirmation.fresh_within(30.0)
+
+
+async def test_an_idle_owner_probes_every_five_seconds(owner: Fixture) -> None:
+    begin_s = owner.clock.now_s
+    await owner.clock.advance(4.9)
+    assert owner.probed.reads == 0
+    await owner.clock.advance(0.1)
+    assert (owner.probed.reads, owner.confirmation.confirmed_at_s) == (1, begin_s + 5.0)
+    await owner.clock.advance(20.0)
+    assert owner.probed.reads == 5
+
+
+async def test_slots_that_are_written_save_the_probes(owner: Fixture) -> None:
+    for _ in range(10):
+        await owner.clock.advance(3.0)
+        owner.confirmation.confirmed(owner.clock.now_s)
+    assert owner.probed.reads == 0
+
+
+async def test_a_confirmation_never_becomes_older(owner: Fixture) -> None:
+    begin_s = owner.clock.now_s
+    owner.confirmation.confirmed(begin_s + 2.0)
+    owner.confirmation.confirmed(begin_s + 1.0)
+    assert owner.confirmation.confirmed_at_s == begin_s + 2.0
+
+
+async def test_a_wait_for_what_is_already_confirmed_asks_nobody(owner: Fixture) -> None:
+    await owner.confirmation.confirm_after(owner.clock.now_s)
+    assert owner.probed.reads == 0
+
+
+async def test_one_probe_serves_all_who_waited_when_it_was_sent_and_nobody_who_came_later(owner: Fixture) -> None:
+    owner.probed.held = asyncio.Event()
+    await owner.clock.advance(1.0)
+    early = [owner.wait_for(owner.clock.now_s) for _ in range(3)]
+    await settle()
+    await owner.clock.advance(1.0)
+    late = [owner.wait_for(owner.clock.now_s) for _ in range(3)]
+    await settle()
+    assert owner.probed.reads == 1
+    owner.probed.held.set()
+    owner.probed.held = held = asyncio.Event()
+    await settle()
+    assert [task.done() for task in early] == [True] * 3
+    assert [task.done() for task in late] == [False] * 3
+    assert owner.probed.reads == 2
+    held.set()
+    await asyncio.gather(*early, *late)
+    assert owner.probed.reads == 2
+
+
+async def test_a_probe_confirms_from_its_sending_on_however_long_it_took(owner: Fixture) -> None:
+    owner.probed.held = asyncio.Event()
+    await owner.clock.advance(1.0)
+    sent_at_s = owner.clock.now_s
+    waiting = owner.wait_for(sent_at_s)
+    await owner.clock.advance(4.0)
+    owner.probed.held.set()
+    await waiting
+    assert owner.confirmation.confirmed_at_s == sent_at_s
+
+
+async def test_a_slot_sent_after_the_request_arrived_confirms_it_too(owner: Fixture) -> None:
+    owner.probed.held = asyncio.Event()
+    await owner.clock.advance(1.0)
+    arrived_s = owner.clock.now_s
+    waiting = owner.wait_for(arrived_s)
+    await settle()
+    owner.confirmation.confirmed(arrived_s - 0.5)
+    await settle()
+    assert not waiting.done()
+    owner.confirmation.confirmed(arrived_s)
+    await waiting
+
+
+async def test_a_later_epoch_ends_everything_with_the_new_owners_address(owner: Fixture) -> None:
+    await owner.clock.advance(1.0)
+    owner.probed.tip = tip_of(epoch=6, number=2, owner="south")
+    waiting = [owner.wait_for(owner.clock.now_s) for _ in range(2)]
+    for task in [*waiting, owner.watching]:
+        with pytest.raises(ownership_lost.Superseded) as superseded:
+            await task
+        assert (superseded.value.owner_epoch, superseded.value.owner_address) == (6, "south:7461")
+    assert not owner.confirmation.fresh_within(1000.0)
+    with pytest.raises(ownership_lost.Superseded):
+        await owner.confirmation.confirm_after(owner.clock.now_s)
+    owner.confirmation.confirmed(owner.clock.now_s + 1.0)
+    assert not owner.confirmation.fresh_within(1000.0)
+
+
+async def test_an_outage_delays_the_confirmation_and_ends_by_itself(owner: Fixture) -> None:
+    await owner.clock.advance(1.0)
+    owner.probed.down = True
+    waiting = owner.wait_for(owner.clock.now_s)
+    await owner.clock.advance(60.0)
+    assert not waiting.done()
+    # At most every 2 s: an outage is no reason to flood the store.
+    assert owner.probed.reads < 60
+    owner.probed.down = False
+    await owner.clock.advance(2.0)
+    await waiting
+    assert owner.confirmation.fresh_within(3.0)
+
+
+async def test_who_gives_up_waiting_disturbs_nobody(owner: Fixture) -> None:
+    owner.probed.held = asyncio.Event()
+    await owner.clock.advance(1.0)
+    waiting = [owner.wait_for(owner.clock.now_s) for _ in range(2)]
+    await settle()
+    waiting[0].cancel()
+    owner.probed.held.set()
+    await waiting[1]
+    assert waiting[0].cancelled()
+
+
+async def test_closing_answers_all_who_wait(owner: Fixture) -> None:
+    owner.probed.held = asyncio.Event()
+    await owner.clock.advance(1.0)
+    waiting = owner.wait_for(owner.clock.now_s)
+    await settle()
+    owner.confirmation.close()
+    with pytest.raises(Unavailable):
+        await waiting
+    with pytest.raises(Unavailable):
+        await owner.confirmation.confirm_after(owner.clock.now_s)
+
+
+async def test_manifests_that_vanished_confirm_nothing(owner: Fixture) -> None:
+    await owner.clock.advance(1.0)
+    owner.probed.tip = None
+    waiting = owner.wait_for(owner.clock.now_s)
+    with pytest.raises(Corruption, match="vanished"):
+        await waiting
+    with pytest.raises(Corruption):
+        await owner.watching
