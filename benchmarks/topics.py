@@ -1,12 +1,12 @@
-"""Thousands of small topics: loading them, what they cost when idle, sealing them all together, an orderly stop.
+"""Thousands of small topics: loading them, an orderly stop, sealing them all together, and what they cost when idle.
 
     python -m benchmarks topics                     with what is usual, beside the other measurements
     python -m benchmarks.topics --topics 3000 --store slow --daemon ../before
 
 The root is made while the store takes no time. Then the daemon is killed, and started again on a store that takes its
 time for each request. Single rows are added at a steady rate to some topics that are served, while all others are being
-loaded. Then the daemon has nothing to do, and is stopped in order, with rows of every topic in memory. It is started
-once more, and all topics get a row each within seconds: single rows are added while they reach the age of a seal.
+loaded. Then the daemon is stopped in order, with rows of every topic in memory. It is started once more, and all topics
+get a row each within seconds: single rows are added while these reach the age of a seal. Then it has nothing to do.
 
 Owns: the order of these, and the account: every row that was added is there at the end. Does not own: the topics
 (`many_topics`), the single rows (`single_adds`), the store (`slow_store`), the daemon process (`workbench`).
@@ -154,8 +154,8 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, coun
         place = _Place(bench, plan, folder)
         topics, served = many_topics.named("small", count), many_topics.named("served", plan.served_topics)
         making, empty_bytes = _made(place, [*topics, *served])
-        loading, while_loading = _loaded_idle_stopped(place, count, served, empty_bytes)
-        sealing, while_sealing, rows = _sealed(place, topics, served)
+        loading, while_loading = _loaded_and_stopped(place, count, served)
+        sealing, while_sealing, rows = _sealed_and_idle(place, topics, served, empty_bytes)
         _check(rounds, _name(count), rows, topics, [while_loading, while_sealing])
     return {f"{_name(count)}: {name}": value for name, value in {**making, **loading, **sealing}.items()}
 
@@ -171,23 +171,20 @@ def _made(place: _Place, topics: Sequence[str]) -> tuple[dict[str, float], int]:
         return {"made without delay, s": slow_store.clock_s() - began_s}, empty_bytes
 
 
-def _loaded_idle_stopped(
-    place: _Place, count: int, served: Sequence[str], empty_bytes: int
-) -> tuple[dict[str, float], single_adds.Seen]:
+def _loaded_and_stopped(place: _Place, count: int, served: Sequence[str]) -> tuple[dict[str, float], single_adds.Seen]:
     """After a kill, with rows of every topic in the journal."""
     plan = place.plan
     with place.daemon("loading", delay_ms=plan.delay_ms) as daemon:
         with single_adds.SingleAdds(daemon.address, served, per_second=plan.adds_per_s) as adding:
             began_s = place.start(daemon)
             daemon.wait_for_log(_LOADED, PATIENCE_S)
-            loaded_s = slow_store.clock_s()
+            loaded_s, cpu_s = slow_store.clock_s(), daemon.usage().cpu_s
             seen = adding.end()
-        figures = {"SIGKILL to all loaded, s": loaded_s - began_s}
-        figures |= _figures_of(seen, seen.first_served_s, loaded_s, "while loading")
+        figures = {"SIGKILL to all loaded, s": loaded_s - began_s, "CPU a topic loaded, ms": 1000 * cpu_s / count}
         if plan.store == SLOW:
             figures["requests a topic loaded, 1"] = len(place.requests(began_s, loaded_s)) / count
-        _wait_for_rest(place)
-        figures |= _idle(place, daemon, count, empty_bytes)
+        figures |= _figures_of(seen, seen.first_served_s, loaded_s, "while loading")
+        time.sleep(plan.rest_s)
         stopping_s = slow_store.clock_s()
         status = daemon.terminate(PATIENCE_S)
         figures["stop, s"] = slow_store.clock_s() - stopping_s
@@ -196,15 +193,56 @@ def _loaded_idle_stopped(
     return figures, seen
 
 
+def _sealed_and_idle(
+    place: _Place, topics: Sequence[str], served: Sequence[str], empty_bytes: int
+) -> tuple[dict[str, float], single_adds.Seen, dict[str, int]]:
+    """After the stop. The rows that all topics have in the end, too."""
+    plan = place.plan
+    with place.daemon("sealing", delay_ms=plan.delay_ms, settings={"bucket.age_max_s": plan.seal_age_s}) as daemon:
+        began_s = place.start(daemon)
+        daemon.wait_for_log(_LOADED, PATIENCE_S)
+        figures = {"stop to all loaded, s": slow_store.clock_s() - began_s}
+        sealing, seen = _sealed(place, daemon, topics, served)
+        figures |= sealing
+        _wait_for_rest(place)
+        figures |= _idle(place, daemon, len(topics), empty_bytes)
+        return figures, seen, many_topics.pending(daemon.address, [*topics, *served])
+
+
+def _sealed(
+    place: _Place, daemon: processes.DaemonProcess, topics: Sequence[str], served: Sequence[str]
+) -> tuple[dict[str, float], single_adds.Seen]:
+    # Of what was added before nothing is left to be sealed.
+    _wait_until_sealed(place, topics, from_ms=0)
+    with single_adds.SingleAdds(
+        daemon.address, served, per_second=place.plan.adds_per_s, first_entry=_SECOND_ADDS_FROM
+    ) as adding:
+        from_ms = load.now_ms()
+        many_topics.add(daemon.address, topics, ledger_id=1, rows=1)
+        added_ms = load.now_ms()
+        first_ms, last_ms = _wait_until_sealed(place, topics, from_ms=from_ms)
+        seen = adding.end()
+    behind_ms = load.now_ms() - slow_store.clock_s() * 1000
+    figures = {
+        "a row for each topic, s": (added_ms - from_ms) / 1000,
+        "first to last sealed, s": (last_ms - first_ms) / 1000,
+        **_figures_of(seen, (first_ms - behind_ms) / 1000, (last_ms - behind_ms) / 1000, "while all are sealed"),
+    }
+    return figures, seen
+
+
 def _wait_for_rest(place: _Place) -> None:
-    """Until the slots are deleted that a checkpoint after the start has covered."""
-    began_s = slow_store.clock_s()
-    time.sleep(place.plan.rest_s)
-    while place.plan.store == SLOW and any(
-        request.operation == "delete" for request in place.requests(began_s, slow_store.clock_s())
-    ):
+    """Until the last rows are sealed, and the slots deleted that checkpoints have covered."""
+    time.sleep(place.plan.seal_age_s)
+    while True:
         began_s = slow_store.clock_s()
         time.sleep(place.plan.rest_s)
+        if place.plan.store == LOCAL:
+            return
+        # Slots of former owners are looked at before they go.
+        requests = place.requests(began_s, slow_store.clock_s())
+        if not any("/topics/" in each.key or each.operation in ("head", "delete") for each in requests):
+            return
 
 
 def _idle(place: _Place, daemon: processes.DaemonProcess, count: int, empty_bytes: int) -> dict[str, float]:
@@ -223,34 +261,6 @@ def _idle(place: _Place, daemon: processes.DaemonProcess, count: int, empty_byte
         for operation in slow_store.OPERATIONS:
             figures[f"{operation} when idle, 1/s"] = asked.count(operation) / (ended_s - began_s)
     return figures
-
-
-def _sealed(
-    place: _Place, topics: Sequence[str], served: Sequence[str]
-) -> tuple[dict[str, float], single_adds.Seen, dict[str, int]]:
-    """After the stop. The rows that all topics have in the end, too."""
-    plan = place.plan
-    with place.daemon("sealing", delay_ms=plan.delay_ms, settings={"bucket.age_max_s": plan.seal_age_s}) as daemon:
-        began_s = place.start(daemon)
-        daemon.wait_for_log(_LOADED, PATIENCE_S)
-        figures = {"stop to all loaded, s": slow_store.clock_s() - began_s}
-        # Of what was added before nothing is left to be sealed.
-        _wait_until_sealed(place, topics, from_ms=0)
-        with single_adds.SingleAdds(
-            daemon.address, served, per_second=plan.adds_per_s, first_entry=_SECOND_ADDS_FROM
-        ) as adding:
-            from_ms = load.now_ms()
-            many_topics.add(daemon.address, topics, ledger_id=1, rows=1)
-            added_ms = load.now_ms()
-            first_ms, last_ms = _wait_until_sealed(place, topics, from_ms=from_ms)
-            seen = adding.end()
-        behind_ms = load.now_ms() - slow_store.clock_s() * 1000
-        figures["a row for each topic, s"] = (added_ms - from_ms) / 1000
-        figures["first to last sealed, s"] = (last_ms - first_ms) / 1000
-        figures |= _figures_of(
-            seen, (first_ms - behind_ms) / 1000, (last_ms - behind_ms) / 1000, "while all are sealed"
-        )
-        return figures, seen, many_topics.pending(daemon.address, [*topics, *served])
 
 
 def _wait_until_sealed(place: _Place, topics: Sequence[str], *, from_ms: int) -> tuple[int, int]:
