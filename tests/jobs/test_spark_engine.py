@@ -158,8 +158,8 @@ def test_a_parallelism_beside_a_master_is_refused() -> None:
 LOSING_JAVA = """\
 import os, signal
 from pyspark import SparkContext
-from compaction import engine, spark_engine
-from tests.compaction import test_spark_engine as pieces
+from jobs import engine_port, spark_engine
+from tests.jobs import test_spark_engine as pieces
 
 def kill_java_when_both_run(ended):
     if len(os.listdir(".")) == 2:
@@ -171,7 +171,7 @@ with spark_engine.SparkEngine("loses Java", parallelism=2) as workers:
         try:
             tasks = [pieces.Piece(number, os.getcwd()) for number in range(2)]
             list(workers.run(pieces.marked_and_endless, tasks, kill_java_when_both_run))
-        except engine.WorkFailed as failure:
+        except engine_port.WorkFailed as failure:
             print(failure)
     print(workers.parallelism == cores)
 """

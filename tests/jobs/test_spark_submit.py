@@ -11,7 +11,7 @@ import pytest
 
 DRIVER = """\
 import sys
-from compaction import spark_submit
+from jobs import spark_submit
 spark_submit.separate_outputs()
 print("a result", flush=True)
 print("a message", file=sys.stderr)
