@@ -37,7 +37,7 @@ test: $(SYNCED) ## every test; ARGS goes to pytest
 
 .PHONY: test-long
 test-long: $(SYNCED) ## the same tests and those marked long, with a bigger budget: tens of minutes; ARGS goes to pytest
-	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --hypothesis-profile=search --timeout=3600 $(ARGS)
+	$(RUN) pytest --numprocesses=$(TESTS_AT_ONCE) --dist=worksteal -m "long or not long" --part=all --hypothesis-profile=search --timeout=3600 $(ARGS)
 
 .PHONY: simulate
 simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS goes to python -m tests.simulation

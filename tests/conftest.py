@@ -1,14 +1,17 @@
-"""What holds for every test: loopback only, no credentials of the machine, and the same examples every run.
+"""What holds for every test: loopback only, no credentials of the machine, and the same examples for one commit; which
+part of the seeds and planted bugs a run has, and in which order its tests begin.
 
 And the fixture `spark`, which the tests of several folders share: one session for all tests of a process.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import ipaddress
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +23,14 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
+from tests.support import parts
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# The gate must give the same verdict twice: examples are derived from the test, not from the clock. A longer search,
-# with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
-hypothesis.settings.register_profile("gate", derandomize=True, deadline=None, print_blob=True)
+# The gate must give the same verdict twice: examples are derived from the test and the part, not from the clock. A
+# longer search, with examples that differ from run to run, is `pytest --hypothesis-profile=search`.
+hypothesis.settings.register_profile("gate", max_examples=40, derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("gate")
 # Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
@@ -53,8 +58,31 @@ def _refuse_other_machines(event: str, arguments: tuple[object, ...]) -> None:
         raise NotLoopback(f"a test connects to {host}; tests use 127.0.0.1, ::1 or localhost")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=[*map(str, parts.ALL), "all"],
+        help="the part of the seeds and planted bugs; by default the commit chooses it for a run of every test, and "
+        "one of some of them has all",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     sys.addaudithook(_refuse_other_machines)
+    if config.option.part is None:
+        config.option.part = str(_part_of(config))
+    parts.choose(parts.ALL if config.option.part == "all" else [int(config.option.part)])
+
+
+def _part_of(config: pytest.Config) -> int | str:
+    of_every_test = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    part = parts.of_commit(Path(__file__).parent) if of_every_test else None
+    return "all" if part is None else part
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    which = "all" if config.option.part == "all" else f"part {config.option.part} of 0 to {parts.PARTS - 1}"
+    return f"seeds and planted bugs: {which}; --part=all has every one"
 
 
 def pytest_collection_finish() -> None:
@@ -62,11 +90,38 @@ def pytest_collection_finish() -> None:
         providers._get_local_constants = lambda: NO_CONSTANTS
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of processes that are killed and stand by begin first: they wait for most of their time, beside tests that
     use the cores, and would have the end of a run for themselves.
     """
+    _leave_other_parts(config, items)
+    for item in items:
+        _draw_by_part(item)
     items.sort(key=lambda item: not item.nodeid.startswith("tests/wire/"))
+
+
+def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places: collections.Counter[str] = collections.Counter()
+    left: list[pytest.Item] = []
+    for item in list(items):
+        if item.get_closest_marker("rotating") is None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        if not parts.has(name, places[name]):
+            left.append(item)
+        places[name] += 1
+    if left:
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=left)
+
+
+def _draw_by_part(item: pytest.Item) -> None:
+    """Of Hypothesis, unless it draws anew in each run."""
+    if not isinstance(item, pytest.Function) or not hasattr(item.function, "hypothesis"):
+        return
+    if parts.chosen() != parts.ALL and hypothesis.settings.get_current_profile_name() == "gate":
+        hypothesis.seed(zlib.crc32(item.nodeid.partition("[")[0].encode()) + parts.chosen()[0])(item.function)
 
 
 @pytest.fixture(autouse=True, scope="session")

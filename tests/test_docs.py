@@ -15,7 +15,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_OURS = {"__pycache__", "build", "dist", "tarry-data"}
 SOURCES = {".cfg", ".json", ".md", ".proto", ".py", ".pyi", ".service", ".sh", ".toml", ".yaml", ".yml"}
 # Made by tools, or long texts of others.
-NOT_READ = {".git", "uv.lock", "gen_proto.py.lock", "LICENSE"}
+# Where the history is elsewhere, `.git` is a file.
+NOT_READ = {"uv.lock", "gen_proto.py.lock", "LICENSE", ".git"}
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`([^`\n]+)`")

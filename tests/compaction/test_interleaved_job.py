@@ -163,6 +163,7 @@ BUGS: Sequence[Plant] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Plant) -> None:
     assert any(interleaved.breach_of(seed, plant) is not None for seed in range(SEARCHED)), plant.__doc__

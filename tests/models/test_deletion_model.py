@@ -31,6 +31,7 @@ def test_nothing_in_use_is_deleted_and_nothing_deletable_is_without_a_record(beg
     assert explored.exhausted
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_of_the_protocol_is_found(bug: str) -> None:
     found = [exploration.explore(system(beginning, bug), STATES_MAX).violation for beginning in BEGINNINGS.values()]

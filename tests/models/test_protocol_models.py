@@ -167,6 +167,7 @@ def table() -> Iterator[list[tuple[str, Explored]]]:
         print(f"{bug:<34} found after {explored.states:>6} states: {explored.violation}")  # noqa: T201
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("bug", "case"), PLANTED)
 def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, table: list[tuple[str, Explored]]) -> None:
     found = exploration.explore(case.system(frozenset({bug})), BUG_STATES_MAX)

@@ -42,6 +42,7 @@ class PlantedDaemon(processes.DaemonProcess):
         super()._spawn(python, option, "tests.peers.planted_daemon", self._bug, *rest)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", planted_daemon.BUGS)
 def test_a_planted_bug_is_found_by_them(bug: str, tmp_path: Path) -> None:
     daemon = PlantedDaemon(bug, tmp_path, SETTINGS | processes.local_store(tmp_path / "root"))

@@ -6,6 +6,7 @@ Owns: the shape of a bug and the search. Does not own: the bugs (`rules`, `invar
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from tests.simulation.run import AS_IT_COMES, Directed, run
 
 Plant = Callable[[pytest.MonkeyPatch], None]
+
+# What Python says of a call that does not fit what takes the place of the real code.
+DOES_NOT_FIT = re.compile(r"TypeError\(.*(takes|missing|unexpected)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,11 +55,15 @@ class Found:
 
 
 def search(bug: Bug, seeds_max: int) -> Found | None:
-    """Runs seeds with the bug planted, its own first, until one breaks a rule; None when none does."""
+    """Runs seeds with the bug planted, its own first, until one breaks a rule; None when none does.
+
+    Raises AssertionError where what was planted does not fit the code: that is found, and the bug is not.
+    """
     with pytest.MonkeyPatch.context() as patch:
         bug.plant(patch)
         for tried, seed in enumerate(dict.fromkeys((bug.seed, *range(seeds_max))), 1):
             result = run(seed, directed=bug.course)
             if result.breaches:
+                assert not DOES_NOT_FIT.search(result.breaches[0]), result.breaches[0]
                 return Found(seed, tried, result.steps, result.breaches[0])
     return None

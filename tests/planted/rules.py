@@ -251,7 +251,7 @@ BUGS = (
     Bug("R6", slots_are_deleted_that_no_checkpoint_covers, seed=3),
     Bug("R7", the_next_slot_does_not_wait_for_the_last, seed=3),
     Bug("R8", answers_do_not_wait_for_their_slot, seed=3),
-    Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw, BEFORE_A_SLOT, seed=85),
+    Bug("R8", duplicates_do_not_wait_for_the_slot_that_they_saw, BEFORE_A_SLOT, seed=16),
     Bug("R8", hand_outs_go_on_without_a_confirmation, paused(20.0, "put_if_absent", "/journal/", before=True), seed=2),
     Bug(
         "R8",

@@ -9,7 +9,8 @@ from storage_backends.formats.manifest import KeySharedPolicy
 from tests.simulation import key_sharing
 from tests.simulation.run import run
 
-SEEDS = range(3, 20)
+# The first one meets it soon; any other may, when what happens in it has changed.
+SEEDS = (14, *range(8, 30))
 
 
 def test_a_hash_at_two_consumers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

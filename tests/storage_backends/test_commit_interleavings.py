@@ -196,6 +196,7 @@ def test_in_every_order_within_wider_bounds_the_same_holds(bounds: Bounds, commi
     assert explore(bounds, commits) > 10_000
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_of_the_commit_is_found(
     bug: type[commit._Commit[Words]], monkeypatch: pytest.MonkeyPatch

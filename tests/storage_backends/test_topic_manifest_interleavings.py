@@ -232,6 +232,7 @@ def explore_all() -> None:
         explore(bounds, successor)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_in_one_of_the_orders(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[bug](monkeypatch)

@@ -404,6 +404,7 @@ BUGS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_in_one_of_the_orders(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, (operations, mergers, collect) = BUGS[bug]

@@ -190,6 +190,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,5 +207,6 @@ def test_a_planted_bug_is_found_by_a_story(
         story()
 
 
+@pytest.mark.rotating
 def test_a_search_finds_nothing_where_no_bug_is_planted() -> None:
     search(MergingMachine, seed=0)

@@ -522,6 +522,7 @@ BUGS: list[Plant] = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_found(bug: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)

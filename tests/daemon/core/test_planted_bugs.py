@@ -352,6 +352,7 @@ def search(machine: type[RuleBasedStateMachine], seed: int) -> None:
     run_state_machine_as_test(hypothesis.seed(seed)(type(machine.__name__, (machine,), {})), settings=settings)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
@@ -367,6 +368,7 @@ def test_a_planted_bug_is_found_by_a_story(
         story()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(2))
 def test_a_search_finds_nothing_where_no_bug_is_planted(seed: int) -> None:
     search(TopicMachine, seed)

@@ -290,6 +290,7 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_the_state_machine(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

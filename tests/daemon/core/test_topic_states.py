@@ -9,8 +9,10 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.daemon.core.topic_machine import TopicMachine
+from tests.support import parts
 
-# Runs of each kind; a long search: TARRY_TEST_STATE_RUNS=5000 with --hypothesis-profile=search.
+# Runs of each kind, of which each part has its share; a long search: TARRY_TEST_STATE_RUNS=5000 with
+# --hypothesis-profile=search.
 RUNS = int(os.environ.get("TARRY_TEST_STATE_RUNS", "80"))
 STEPS = 60
 # A failure is printed as it was found; shrinking it is for the one who looks into it.
@@ -19,12 +21,13 @@ PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.ge
 
 def run(machine: type[TopicMachine], *, runs: int = RUNS) -> None:
     settings = hypothesis.settings(
-        max_examples=runs,
+        max_examples=-(-runs // parts.PARTS),
         stateful_step_count=STEPS,
         phases=PHASES,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    run_state_machine_as_test(machine, settings=settings)
+    for part in parts.chosen():
+        run_state_machine_as_test(hypothesis.seed(part)(machine), settings=settings)
 
 
 @pytest.mark.timeout(0)

@@ -234,6 +234,7 @@ async def test_rows_for_one_that_are_being_sealed_at_a_checkpoint_are_restored_f
     await rows_for_one_are_being_sealed_at_a_checkpoint(machines)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("plant", "story"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
 async def test_a_story_finds_the_planted_bug(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, plant: Plant, story: Story

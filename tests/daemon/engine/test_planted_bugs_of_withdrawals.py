@@ -157,6 +157,7 @@ PLANTED: tuple[tuple[Plant, Story], ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("plant", "story"), PLANTED, ids=lambda each: each.__name__)
 async def test_a_planted_bug_is_found_by_a_story(
     plant: Plant, story: Story, machines: EngineFixture, monkeypatch: pytest.MonkeyPatch

@@ -208,6 +208,7 @@ BUGS: tuple[Plant, ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
 def test_every_planted_bug_is_found_in_one_of_the_orders(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

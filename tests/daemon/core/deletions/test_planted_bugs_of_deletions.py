@@ -473,6 +473,7 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", BY_ANY_ORDER, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_deletions_is_found(plant: Plant) -> None:
     # Undone before what it is planted into is: it may be one of the small numbers.
@@ -483,6 +484,7 @@ def test_a_planted_bug_of_deletions_is_found(plant: Plant) -> None:
             _wander(SEEDS)
 
 
+@pytest.mark.rotating
 def test_nothing_is_found_where_no_bug_is_planted() -> None:
     with small():
         _wander(20)

@@ -13,6 +13,7 @@ import pytest
 from storage_backends.formats.manifest import NackOrder
 from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
 from tests.daemon.core.key_shared.order_run import PROFILES
+from tests.support import parts
 
 # What every run comes to do sooner or later.
 HAPPENS = {
@@ -40,7 +41,8 @@ HAPPENS = {
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("profile", PROFILES, ids=str)
 def test_keys_keep_their_order_and_wait_for_a_reason_whatever_happens(profile: Profile) -> None:
-    OrderDriver(profile, seed=1).run(2_500)
+    for part in parts.chosen():
+        OrderDriver(profile, seed=part).run(1_000)
 
 
 @pytest.mark.long

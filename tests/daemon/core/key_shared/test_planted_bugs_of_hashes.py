@@ -241,12 +241,14 @@ OF_BLOCKED_HASHES: tuple[Plant, ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", OF_DRAINING_HASHES, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_draining_hashes_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     found_by_the_state_machine(DrainingHashesMachine)
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("plant", OF_THE_LAST_SENT_POSITION, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_the_last_sent_position_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,6 +257,7 @@ def test_a_planted_bug_of_the_last_sent_position_is_found(plant: Plant, monkeypa
         found_by_the_state_machine(LastSentMachine)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("plant", OF_BLOCKED_HASHES, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_of_blocked_hashes_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -274,6 +274,7 @@ PLANTS: tuple[tuple[Plant, Profile], ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(("plant", "profile"), PLANTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_a_planted_bug_is_found_by_the_oracle(plant: Plant, profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:

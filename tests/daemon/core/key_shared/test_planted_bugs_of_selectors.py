@@ -134,6 +134,7 @@ PLANTED: tuple[tuple[Plant, Kind, Plant | None], ...] = (
 )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("plant", "kind", "setting"), PLANTED, ids=[f"{plant.__name__}-{kind.name}" for plant, kind, _ in PLANTED]
 )
