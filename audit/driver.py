@@ -206,7 +206,9 @@ class _Audit:
         return [(shard, tuple(place.topic_id for place in group)) for shard, group in grouped]
 
     def _check_listed(self, listed: ListedShard) -> None:
-        """Raises UnknownTopic."""
+        """Raises UnknownTopic when the root has nothing of a topic that is asked for by name and lies in the listed
+        shard.
+        """
         for name in self._request.topics:
             place = self._root.place_of(name)
             if place.shard == listed.shard and place.topic_id not in listed.listing.topics:

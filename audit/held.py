@@ -74,7 +74,7 @@ class HeldRows:
     # ---- filling
 
     def take_checkpoint(self, found: checkpoint_format.Checkpoint, wanted: Set[str]) -> None:
-        """Raises FormatError."""
+        """Records that the rows which a checkpoint holds of the wanted topics wait, by index. Raises FormatError."""
         for part in found.topics:
             if part.topic_id not in wanted:
                 continue

@@ -262,7 +262,7 @@ class _Job:
     # ---- waves
 
     def _do_waves(self, engine: Engine) -> None:
-        """Raises Stopped."""
+        """Plans, does and commits wave after wave until nothing waits or it is too late. Raises Stopped."""
         written: Sequence[tuple[Work, Report]] = ()
         while True:
             for place in self._waves.to_plan_again():

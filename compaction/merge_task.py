@@ -98,7 +98,9 @@ def task_of(settings: Settings, shard: int, tip: TopicManifest, run: Run) -> Mer
 
 
 def _cut(tip: TopicManifest, run: Run) -> Progress | None:
-    """Of inline progress, what names the sources, or a bucket that is no more and may have been merged into one."""
+    """The part of the manifest's inline progress that a worker needs: of the sources, and of buckets that are no more
+    and may have been merged into one of them. None when the progress is not inline.
+    """
     if tip.progress is None:
         return None
     others = {live.object.name for live in tip.live} - run.names

@@ -96,7 +96,9 @@ def purge(*, connected: client.Client, as_json: bool, **chosen: Any) -> None:
 
 
 def _ledgers(given: tuple[range, ...]) -> Iterator[int]:
-    """Raises click.UsageError."""
+    """Every ledger id of the given ranges, in order. Raises click.UsageError when they name more than one command
+    records.
+    """
     # Not len, which has no place for 2^64.
     ledgers = sum(each.stop - each.start for each in given)
     if ledgers > _RECORDED_MAX:
