@@ -109,7 +109,7 @@ class Counting:
 
 
 def count(deletions: Iterable[Deletion]) -> DeletionCounts:
-    """Of these."""
+    """Counts deletions by component and type."""
     counting = Counting()
     for deletion in deletions:
         counting.add(deletion)

@@ -58,7 +58,7 @@ class InUse:
 
     @property
     def topics(self) -> int:
-        """Of how many topics anything was ever said."""
+        """How many topics anything was ever said about."""
         return len(self._topics)
 
     def knows(self, topic: str) -> bool:
@@ -126,7 +126,7 @@ class InUse:
                 return 0
 
     def freeze(self) -> FrozenInUse:
-        """As it is now: copies of pointers."""
+        """Returns what is in use now, for a thread; copies pointers only."""
         return FrozenInUse(tuple(self._topics), self._plain.chunks(), self._named.chunks(), frozenset(self._complete))
 
     @classmethod
@@ -238,7 +238,7 @@ def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
 
 
 def _objects(rows: Keys) -> Keys:
-    """Of the keys by topic, those of offloaded ledgers, by ledger."""
+    """Of keys by topic: takes those of offloaded ledgers and turns them into keys by ledger, ascending."""
     offloaded = rows[bytes_of(rows)[:, 0] == LedgerType.OFFLOADED_LEDGER]
     return ascending(moved(offloaded, [_FROM_LEDGER, _TOPIC]))
 

@@ -89,7 +89,7 @@ class KeptDeletions:
         return deletion_id in self._rows
 
     def __getitem__(self, deletion_id: int) -> Deletion:
-        """Raises KeyError."""
+        """The deletion of that id. Raises KeyError when it is not kept."""
         return _deletion(deletion_id, self._rows[deletion_id], self._kinds.kinds)
 
     def kind_number(self, kind: Kind) -> int | None:
@@ -101,11 +101,11 @@ class KeptDeletions:
         return _of(self._kinds.kinds, number)
 
     def kind_number_of(self, deletion_id: int) -> int:
-        """Raises KeyError."""
+        """The number of the deletion's kind. Raises KeyError when the deletion is not kept."""
         return _kind_number(self._rows[deletion_id])
 
     def ledger_id_of(self, deletion_id: int) -> int:
-        """Raises KeyError."""
+        """The id of the ledger that is to be deleted. Raises KeyError when the deletion is not kept."""
         return int.from_bytes(self._rows[deletion_id][_LEDGER_ID], "little")
 
     def add(self, deletion: Deletion) -> int:
@@ -115,16 +115,16 @@ class KeptDeletions:
         return number
 
     def change(self, deletion: Deletion) -> None:
-        """The same deletion, in another state."""
+        """Puts a deletion that is kept into another state."""
         self._rows[deletion.deletion_id] = _row(self.kind_number_of(deletion.deletion_id), deletion)
 
     def remove(self, deletion_id: int) -> None:
-        """Raises KeyError."""
+        """Removes a deletion. Raises KeyError when it is not kept."""
         self._kinds.release(self.kind_number_of(deletion_id))
         del self._rows[deletion_id]
 
     def freeze(self) -> FrozenDeletions:
-        """As they are now: copies of pointers."""
+        """Returns the deletions as they are now, for a thread; copies pointers only."""
         return FrozenDeletions(self._rows.copy(), self._kinds.kinds.copy())
 
 

@@ -110,7 +110,7 @@ class DeletionCut:
         return DeletionState(self.last_id, self.deletions.all(), self.in_use.state())
 
     def counts(self, topic: str) -> DeletionCounts:
-        """Of one topic. O(n): for a thread."""
+        """Counts the deletions of one topic by component and type. O(n): for a thread."""
         return counting.count(self.deletions.of_topic(topic))
 
 
@@ -131,7 +131,7 @@ class LedgerDeletions:
 
     @classmethod
     def restored(cls, state: DeletionState | None) -> LedgerDeletions:
-        """As of a checkpoint; None: nothing was ever decided."""
+        """Rebuilds the deletions from a checkpoint's state; None: nothing was ever decided."""
         made = cls()
         if state is not None:
             made._last_id = state.last_id
@@ -161,7 +161,7 @@ class LedgerDeletions:
     # ---- what there is
 
     def __getitem__(self, deletion_id: int) -> Deletion:
-        """Raises KeyError."""
+        """The deletion of that id. Raises KeyError when it is not there."""
         return self._deletions[deletion_id]
 
     def due(self, now_ms: int, limit: int, latest_ms: int = _U64_MAX) -> list[int]:
@@ -203,12 +203,14 @@ class LedgerDeletions:
         return listing.page(self._deletions, self._ids[state], wanted, after_id, limit)
 
     def dead_ids(self, wanted: DeletionFilter, after_id: int, limit: int) -> tuple[list[int], int | None]:
-        """As `page`, of dead letters."""
+        """Lists ids of dead letters, ascending, above `after_id`, at most `limit`; and the `after_id` of the next page,
+        None when there is none.
+        """
         found, after = self.page(ListedState.DEAD, wanted, after_id, limit)
         return [deletion.deletion_id for deletion in found], after
 
     def cut(self) -> DeletionCut | None:
-        """As they are now; None when nothing was ever decided. Copies of pointers."""
+        """Returns the deletions as they are now; None when nothing was ever decided. Copies pointers only."""
         if not self._last_id and not self.in_use.topics:
             return None
         return DeletionCut(self._last_id, self._deletions.freeze(), self.in_use.freeze())

@@ -40,7 +40,8 @@ class DeletionFilter:
     deletion_ids: frozenset[int] | None = None
 
     def holds_for_kind(self, kind: Kind) -> bool:
-        """As far as the kind says."""
+        """Whether the filter admits a kind, by its topic, component and ledger type; ledger and ids are not looked at.
+        """
         return (
             self.topic in ("", kind.topic)
             and self.component in (None, kind.component)

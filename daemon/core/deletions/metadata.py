@@ -173,7 +173,7 @@ def _as_named(stored: str) -> str | None:
 
 
 def _url_encoded(name: str) -> str:
-    """As forms are encoded, and as Java does it: a blank is `+`."""
+    """Encodes a name as forms are encoded, the way Java does it: a blank is `+`."""
     if _RESERVED.search(name) is None:
         return name
     return "".join(

@@ -59,6 +59,6 @@ def parse(name: str) -> OffloadedName | None:
 
 
 def uuid_text(uuid_msb: int, uuid_lsb: int) -> str:
-    """As RFC 9562 writes a UUID, in lower case."""
+    """Writes a UUID in the text form of RFC 9562, in lower case."""
     digits = f"{uuid_msb:016x}{uuid_lsb:016x}"
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"

@@ -223,7 +223,9 @@ def _may_be_recorded(claim: Claim, topic_bytes_max: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OrphanedLedger:
-    """As in `tarry.v1.OrphanedLedger`."""
+    """A ledger that a sweep found orphaned, as `tarry.v1.OrphanedLedger`. `size_bytes`: of its objects together,
+    `modified_ms`: when the youngest was written, `unknown_topic`: its owner never said all that is in use of the topic.
+    """
 
     topic: str
     pending_delete: PendingDelete

@@ -68,7 +68,7 @@ class SortedKeys:
         return self._keys
 
     def chunks(self) -> tuple[Keys, ...]:
-        """As they are now, ascending; never changed."""
+        """Returns the keys as they are now, ascending, in chunks that are never changed."""
         return tuple(self._chunks)
 
     def add(self, keys: Keys) -> Keys:

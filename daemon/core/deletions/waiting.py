@@ -50,5 +50,5 @@ class Waiting:
         return [due & _ID_MASK for due in chosen]
 
     def take_back(self, ids: Iterable[int]) -> None:
-        """Of these no attempt will begin for now: they are due as before."""
+        """Takes back ids that were handed out, and of which no attempt begins for now: they are due as before."""
         self._due.update([due for each in ids if (due := self._handed_out.pop(each, None)) is not None])
