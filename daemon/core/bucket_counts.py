@@ -19,9 +19,11 @@ from daemon.core.sealed_bucket import SealedBucket
 
 
 class BucketCounts:
-    """Of one topic. `added_rows`: of the buckets that take new rows, as `MutableBucket.added_rows`. `sealing`: how many
-    seals of the index that has the most are not committed. `empty`: the sealed buckets every row of which is gone,
-    `readable`: those whose objects can be read, by name. `in_memory`: those in memory that have or had rows.
+    """Counts the buckets of one topic and lists those that something is done with.
+
+    `added_rows`: rows of the buckets that take new ones, as `MutableBucket.added_rows`. `sealing`: how many seals of
+    the index that has the most are not committed. `empty`: the sealed buckets every row of which is gone, `readable`:
+    those whose objects can be read, by name. `in_memory`: those in memory that have or had rows.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class BucketCounts:
 
     @property
     def highest_ledger_id(self) -> int:
-        """Of the rows that came since the buckets were cut; 0 where none did."""
+        """The highest ledger id of the rows that came since the buckets were cut; 0 where none did."""
         return self._known_extremes()[0]
 
     @property

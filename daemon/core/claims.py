@@ -161,7 +161,7 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
 
 
 def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows, Mask]:
-    """Of the keys that are found with that time the rows, in the order of the keys; which these are.
+    """Returns the rows of the keys that are found with that time, in the order of the keys, and a mask of these keys.
 
     `found`: by ascending key within each index; a key may be asked for several times.
     """

@@ -212,7 +212,9 @@ def _pieces_of(index: Index, request: EntryRanges) -> _Pieces:
 
 
 def _bounded(index: Index, pieces: _Pieces, scan_rows_max: int) -> tuple[_Pieces, BitMap64, tuple[int, int] | None]:
-    """As many of the pieces as one call looks at: (they, their keys, where the rest begins: (range, key))."""
+    """Takes as many of the pieces as one call looks at: (they, their keys, where the rest begins: (range, key) or
+    None).
+    """
     asked = BitMap64()
     rows_left = scan_rows_max
     end = None

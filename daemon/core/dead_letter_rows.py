@@ -301,7 +301,7 @@ class DeadLetters:
         return self._chunks[number] if number < len(self._chunks) else None
 
     def freeze(self) -> FrozenDeadLetters:
-        """As they are now. O(chunks)."""
+        """Returns the dead letters as they are now, never changed by what comes later. O(chunks)."""
         return FrozenDeadLetters(tuple(self._chunks), self._left.copy(), self._rows)
 
     def _chunk_from(self, dead_letter_id: int) -> int:

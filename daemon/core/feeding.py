@@ -139,7 +139,9 @@ def catch_up(
 def find_let_go(
     indexes: Sequence[Index], cache: SegmentCache, state: SubscriptionState, limit: int, bound: Place | None = None
 ) -> list[SegmentRange]:
-    """The same of rows that a subscription that is shared by key let go and seeks."""
+    """Looks at about `limit` of the rows that a subscription which is shared by key let go and seeks, and gives it what
+    it finds; returns the segments to load first, if any.
+    """
     key_shared = state.key_shared
     if key_shared is None or key_shared.let_go is None or key_shared.let_go.reader is None:
         return []

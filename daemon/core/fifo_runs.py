@@ -216,7 +216,7 @@ def _place(rows: Rows, row: int) -> Place:
 
 
 def _first_from(rows: Rows, start: int, stop: int, bound: Place) -> int:
-    """Of a piece in due order the first row that does not lie before the bound."""
+    """The first row of a piece in due order that does not lie before the bound."""
     for column, value in zip((rows.deliver_at_ms, rows.ledger_id, rows.entry_id), bound, strict=True):
         part, wanted = column[start:stop], np.uint64(value)
         stop = start + int(part.searchsorted(wanted, side="right"))

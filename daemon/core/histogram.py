@@ -64,7 +64,7 @@ class Bars:
         return -(-(self.until_ms - self.from_ms) // self.width_ms)
 
     def slots(self, times: U64) -> I64:
-        """Of each time its bar, counted from 1: 0 is before the first, count + 1 behind the last."""
+        """The bar of each time, counted from 1: 0 is before the first, count + 1 behind the last."""
         slots = np.zeros(len(times), np.int64)
         inside = (times >= np.uint64(self.from_ms)) & (times < np.uint64(self.until_ms))
         slots[inside] = (times[inside] - np.uint64(self.from_ms)) // np.uint64(self.width_ms) + np.uint64(1)
@@ -134,7 +134,9 @@ class PartCount:
         self.needed = (np.flatnonzero(~(counted | none)) + first).tolist()
 
     def _choose(self, part: SealedPart, total: int) -> None:
-        """Of the segments before the first bar and of those behind the last, the more are not read."""
+        """Chooses what not to read: the segments before the first bar or those behind the last, whichever hold more
+        rows.
+        """
         first = part.start[0]
         rows = np.diff(part.table.row_ends, prepend=0)[first:]
         low, high = self._slots_of(part, first)

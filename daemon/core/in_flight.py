@@ -66,7 +66,7 @@ class _Batch:
 
     @property
     def living(self) -> _Batch:
-        """Of the rows that are there."""
+        """The batch of those rows that are there."""
         if self.alive is None:
             return self
         return _Batch(self.rows.take(self.alive), self.dispatchers[self.alive], self.since_ms)
@@ -165,7 +165,9 @@ class InFlight:
         return self._take(keys, deliver_at_ms, None)
 
     def take_rows(self, keys: U64, deliver_at_ms: U64) -> tuple[KeyedRows, Mask]:
-        """As `take`: (the rows that were removed, in the order of the request; the mask)."""
+        """Removes the positions that are in the table with that time, each once; (the rows that were removed, in the
+        order of the request; a mask of those removed).
+        """
         parts: list[_Taken] = []
         found = self._take(keys, deliver_at_ms, parts)
         rows = KeyedRows.concat([part.rows for part in parts])
@@ -345,7 +347,7 @@ class InFlight:
         return found
 
     def holders_of(self, keys: U64) -> U32:
-        """Of each position the dispatcher that holds it; 0 where it is not in the table."""
+        """The dispatcher that holds each position; 0 where it is not in the table."""
         self._sort_all_in()
         holders = np.zeros(len(keys), np.uint32)
         for run in self._runs:

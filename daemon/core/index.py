@@ -225,7 +225,9 @@ class Index:
         return in_order_rows
 
     def add_due(self, rows: Rows, slot: int, *, elapsed_ms: int) -> None:
-        """The same, of rows that are due and passed as they come."""
+        """Adds rows, of positions that have no row and of a slot that is durable, that are due: they are passed as they
+        come.
+        """
         keyed = KeyedRows(rows, self.pages.intern(rows.ledger_id, rows.entry_id))
         added = bitmap_of(keyed.keys)
         self.mutable.add_due(keyed, added, elapsed_ms=elapsed_ms)

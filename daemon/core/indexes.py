@@ -199,11 +199,13 @@ class Indexes(Mapping[int, Index]):
         return max(index.last_due_ms() for index in self._by_id.values())
 
     def next_due_of_memory_buckets_ms(self) -> int | None:
-        """The same, of rows that are in no sealed bucket: what an add can bring forward."""
+        """No waiting row that is in no sealed bucket is due before, in ms; None when none waits. An add can bring it
+        forward.
+        """
         return earliest(*[bucket.next_due_ms() for bucket in self.filled if bucket.waiting_rows])
 
     def next_due_in_memory_ms(self) -> int | None:
-        """The same, of rows that can be passed without loading anything."""
+        """No waiting row that can be passed without loading anything is due before, in ms; None when none waits."""
         times = [self.next_due_of_memory_buckets_ms()]
         for bucket in self.readable:
             if bucket.waiting_rows:
@@ -292,8 +294,8 @@ class Indexes(Mapping[int, Index]):
         )
 
     def first_unpassed(self, subscription_id: int) -> Place | None:
-        """Of the sealed rows that a subscription is owed, none that was due when rows were passed last, and that was
-        not passed, comes before; None when there is none. Rows that were passed before and come behind overtook it.
+        """No sealed row that the subscription is owed, was due when rows were passed last, and was not passed, comes
+        before this place; None when there is none. Rows that were passed before and come behind overtook it.
 
         A bucket in memory has none: whatever is passed comes behind all of its rows but those that came late.
         """

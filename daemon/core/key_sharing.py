@@ -55,7 +55,9 @@ class KeySharing:
         _shared(state).learn_nacked(nacked.take(contained(nacked.keys, state.nacks.keys)))
 
     def finish(self, state: SubscriptionState, nacked: KeyedRows) -> None:
-        """The same; these are the last of them."""
+        """Learns the last of the rows of what `begin` gave, of which some may have left since: from then on rows are
+        handed out.
+        """
         self.learn(state, nacked)
         _shared(state).knows_nacked()
 
@@ -105,7 +107,7 @@ class KeySharing:
     def hold_planned(
         self, state: SubscriptionState, stream: int, positions: Rows, numbers: U32, *, elapsed_ms: int
     ) -> Mask:
-        """The same of positions of which there is no row, since they were planned for a stream of a former owner."""
+        """Holds positions without a row, which were planned for a stream of a former owner; a mask of those held."""
         held = self._have_no_row(state, positions)
         places = np.flatnonzero(held)
         if len(places):
@@ -126,7 +128,7 @@ class KeySharing:
         return answers
 
     def _have_no_row(self, state: SubscriptionState, positions: Rows) -> Mask:
-        """Of which positions the subscription is owed none, with whatever time."""
+        """A mask of the positions of which the subscription is owed no row, with whatever time."""
         entries = HeldPositions(positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
         return ~are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
 

@@ -157,7 +157,9 @@ class MutableBucket(Bucket):
             self._runs.add(rows.take(near))
 
     def add_due(self, rows: KeyedRows, added: BitMap64, *, elapsed_ms: int) -> None:
-        """The same, of rows that are due: they are passed as they come."""
+        """Adds rows, of positions that are in no bucket, that are due: they are passed as they come. `added` is their
+        set.
+        """
         self._take_in(rows, added, elapsed_ms)
         self.passed |= added
         self.passed_rows += len(rows)
@@ -308,8 +310,8 @@ class MutableBucket(Bucket):
 
 
 class _LastRows:
-    """Of positions that came several times the last row: a few parts sorted by key, the later ones count, each at least
-    twice as long as the next.
+    """The last row of each position that came several times. A few parts sorted by key, of which later ones count, and
+    each is at least twice as long as the next.
     """
 
     def __init__(self) -> None:

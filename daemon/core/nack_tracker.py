@@ -452,7 +452,7 @@ class NackTracker:
     # ---- as it is now
 
     def freeze(self) -> FrozenNacks:
-        """As it is now, for a thread. O(runs)."""
+        """Returns the negative acknowledgements as they are now, for a thread. O(runs)."""
         held = tuple(each for run in self._runs.values() for each in run.held())
         return FrozenNacks(held, self._departed.freeze(), self._places)
 

@@ -33,7 +33,7 @@ class KeyOrder:
         self._runs: list[_Run] = []
 
     def last_of(self, column: U64, asked: U64) -> Places:
-        """Of each key that is asked for and is in the column the place of its last row; no key is asked for twice."""
+        """The place of the last row of each key that is asked for and is in the column; no key is asked for twice."""
         self._follow(column)
         found = []
         left = asked

@@ -174,7 +174,7 @@ class PagePlaces:
         return ordinal
 
     def take_back(self, ordinals: Set[int]) -> None:
-        """Of ordinals that were given out in this turn, and of which nothing was kept, the last are there again."""
+        """Takes back the last of the ordinals that were given out in this turn, if nothing was kept of them."""
         while self._next - 1 in ordinals:
             self._next -= 1
 
@@ -248,7 +248,9 @@ class PageTable:
                 self._forget(ordinal)
 
     def undo(self, ordinals: Iterable[int]) -> None:
-        """As `forget_unheld`, of pages that were interned in this turn: where nothing is kept, nothing grows."""
+        """Forgets pages that were interned in this turn and no bucket holds, and gives their ordinals back: where
+        nothing is kept, nothing grows.
+        """
         unheld = {ordinal for ordinal in ordinals if ordinal not in self._holders}
         self.forget_unheld(unheld)
         self.places.take_back(unheld)
@@ -344,7 +346,7 @@ class PageTable:
         return {self._ordinal((part.ledger_id, part.page)) for part in stored}
 
     def find_stored(self, stored: Iterable[PositionBitmap]) -> BitMap64:
-        """The same, of the pages that some bucket holds; the others are left out."""
+        """The stored sets as keys of this table, without the pages that no bucket holds."""
         pages: dict[int, bytes] = {}
         for part in stored:
             ordinal = self._ordinals.get((part.ledger_id, part.page))

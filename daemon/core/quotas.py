@@ -78,7 +78,7 @@ class PendingRows:
         return self._counted + self._since_count
 
     def check(self, rows: int) -> None:
-        """Raises QuotaExceeded."""
+        """Checks that so many more rows fit into the limit of all topics. Raises QuotaExceeded."""
         check_pending(
             "all topics of this daemon",
             "limits.pending_rows_max",
@@ -232,7 +232,7 @@ class ClientRates:
         return len(self._balances)
 
     def check(self, client: str, now_s: float) -> None:
-        """Raises QuotaExceeded."""
+        """Checks that a client is not in debt. Raises QuotaExceeded with the time after which it may try again."""
         balance = self._balances.get(client)
         if balance is None:
             return

@@ -76,7 +76,9 @@ class NackBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _How:
-    """The same of a negative acknowledgement, without its positions."""
+    """What a negative acknowledgement asks for, without its positions: the delays, and whether they become dead letters
+    and why.
+    """
 
     delay_ms: U64 | None = None
     reject: bool = False
@@ -281,7 +283,7 @@ class Redelivering:
         how: _How,
         terms: Terms,
     ) -> Iterator[Record]:
-        """The same of positions that have no row: those that come back get one."""
+        """Decides on positions that have no row: those that come back get one. `counts`: this time included."""
         index = self._indexes.of(index_id)
         # Also of those that die: a row that came in the slot of that might leave with it.
         keyed = KeyedRows(rows, index.pages.intern(rows.ledger_id, rows.entry_id))

@@ -29,7 +29,10 @@ class SubscriptionCut:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RedeliveryCut:
-    """Of the subscriptions of a topic that have any. `levels`: (index, delay level, rows that were added by it)."""
+    """What was negatively acknowledged of a topic's subscriptions that have any.
+
+    `levels`: (index, delay level, rows that were added by it).
+    """
 
     subscriptions: tuple[SubscriptionCut, ...]
     levels: tuple[tuple[int, int, BitMap64], ...]

@@ -100,12 +100,12 @@ def take_due(runs: Sequence[SortedRun], now_ms: int, limit: int) -> list[tuple[i
 
 
 def take_before(runs: Sequence[SortedRun], bound: Place, limit: int) -> list[tuple[int, KeyedRows]]:
-    """The same of the rows that come before a place."""
+    """About `limit` of the rows that come before a place: (index of the run, its rows)."""
     return _take_up_to(runs, [run.end_before(bound) for run in runs], limit)
 
 
 def _take_up_to(runs: Sequence[SortedRun], ends: Sequence[int], limit: int) -> list[tuple[int, KeyedRows]]:
-    """The same of the rows of each run before its end."""
+    """About `limit` of the rows of each run before its end: (index of the run, its rows)."""
     due = [(number, run, end) for number, (run, end) in enumerate(zip(runs, ends, strict=True))]
     due = [(number, run, end) for number, run, end in due if end > run.offset]
     if not due:

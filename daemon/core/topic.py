@@ -432,7 +432,9 @@ class Topic:
     def finish_seal(
         self, index_id: int, memory: MutableBucket, sealed: SealedBucket | None, rows: KeyedRows, *, near_ms: int
     ) -> None:
-        """See `Index.finish_seal`; readers go on in the sealed bucket. Of an index that is no more: nothing."""
+        """Finishes a seal, as `Index.finish_seal`, and moves readers on to the sealed bucket. Does nothing for an index
+        that is no more.
+        """
         index = self.indexes.get(index_id)
         if index is None:
             return
@@ -457,7 +459,9 @@ class Topic:
     def adopt(
         self, merged: MergedBucket, loaded: Mapping[int, KeyedRows], *, boundary_ms: int
     ) -> Sequence[SealedBucket]:
-        """See `Index.adopt`; readers go on in the merged bucket. Its sources; of an index that is no more: nothing."""
+        """Puts a merged bucket in the place of its sources, as `Index.adopt`, and moves readers on to it. Returns the
+        sources, none for an index that is no more.
+        """
         index = self.indexes.get(merged.live.subscription_id)
         if index is None:
             return ()
@@ -481,7 +485,9 @@ class Topic:
     # ---- damage
 
     def lose_merged(self, live: LiveBucket, sources: Sequence[SealedBucket]) -> None:
-        """As `quarantine`, of a bucket that was merged from these and never served."""
+        """Quarantines a bucket that was merged from these and never served: its rows leave index and backlogs until
+        they are added again. Does nothing for an index that is no more.
+        """
         index = self.indexes.get(live.subscription_id)
         if index is not None:
             index.lose_merged(live, sources)

@@ -26,7 +26,7 @@ _PAGE_KEYS = 1 << PAGE_BITS
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LedgerRanges:
-    """Of each ledger its entries up to the last one, itself included; u64[n] each, no ledger twice.
+    """The entries of ledgers up to the last one of each, itself included; u64[n] each, no ledger twice.
 
     `all_lower_ledgers`: also every entry of ledgers below the only one.
     """
@@ -36,7 +36,7 @@ class LedgerRanges:
     all_lower_ledgers: bool = False
 
     def of_batch_parts(self) -> LedgerRanges:
-        """The same of the messages of entries."""
+        """The ranges of the messages of these entries, in an index of batch parts."""
         last = np.minimum(self.last_entry_id, np.uint64(BATCHED_ENTRY_ID_MAX))
         last_part = part_entry_id(last, np.full(len(last), BATCH_INDEX_MAX, np.uint32))
         return dataclasses.replace(self, last_entry_id=last_part)

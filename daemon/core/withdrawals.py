@@ -58,8 +58,11 @@ class CancelOutcome:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleOutcome:
-    """The same of positions to reschedule. `raised_index`: rows of the request that are stored with a later time than
-    was asked for, `raised_deliver_at_ms`.
+    """What became of positions to reschedule: how many are rescheduled, and the rows of the request that are as they
+    were, by their furthest state, ascending. `already_due`: at no dispatcher; `in_flight`: at one, or being
+    acknowledged.
+
+    `raised_index`: rows of the request that are stored with a later time than was asked for, `raised_deliver_at_ms`.
     """
 
     rescheduled: int
@@ -174,8 +177,12 @@ class Withdrawals:
         admit: adding.Admit = adding.admit_all,
         rows_max: int | None = None,
     ) -> tuple[tuple[RescheduleRecord | WaiveRecord, ...], RescheduleOutcome]:
-        """The same, for new rows of the positions, in their order. `floor_ms`: in the shared index all of them are
-        stored later. `admit` is asked about what changes before anything does.
+        """Stages what may leave, and new rows for it, as decisions for one slot. Everything due has been passed, and
+        nothing is staged.
+
+        `rows`: the new rows of the positions, in their order. `floor_ms`: in the shared index all of them are stored
+        later. `admit` is asked about what changes before anything does. Raises InvalidArgument as `stage_cancel`, and
+        what `admit` does.
         """
         decision = self._decide(asked, rows_max)
         records: list[RescheduleRecord] = []
@@ -279,7 +286,7 @@ def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:
 
 
 def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:
-    """Of the positions that are in one index: (those that wait, those that are due)."""
+    """(The positions of a part that wait in its index, those that are due there.)"""
     there: list[BitMap64] = []
     due = BitMap64()
     left = len(part.named)

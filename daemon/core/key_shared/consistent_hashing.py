@@ -135,7 +135,7 @@ class ConsistentHashing(slot_owners.SlotOwners):
                 del self._instances[name]
 
     def _slots_before(self, places: Places) -> tuple[Slots, Slots]:
-        """Of points by their places, ascending: the slots that are theirs, and how many each has."""
+        """The slots that belong to points, given by their places, ascending; and how many each of these has."""
         cells = self._points >> np.uint32(SLOT_BITS)
         last = cells[places].astype(np.intp)
         # The first point's slots begin behind the last point.
@@ -144,9 +144,7 @@ class ConsistentHashing(slot_owners.SlotOwners):
         return slots_in(before + 1, lengths), lengths
 
     def _order_collisions(self, places: Places) -> None:
-        """Of points that share a place on the ring, with one of these among them, the first by name and instance comes
-        first.
-        """
+        """Sorts points that share a place on the ring, with one of these among them, by name and instance."""
         here = self._points[places]
         behind = self._points[(places + 1) % len(self._points)]
         collides = (self._points[places - 1] == here) | (behind == here)

@@ -141,7 +141,7 @@ class Consumers:
         return streams
 
     def are_on(self, stream: int) -> Mask:
-        """Of each ordinal whether its consumer is on a stream."""
+        """A mask of the ordinals whose consumer is on a stream."""
         here: Mask = self._streams == np.uint32(stream)
         return here
 
@@ -182,5 +182,5 @@ class Consumers:
         self._takes[self._streams == np.uint32(stream)] = not is_full
 
     def permits(self) -> I64:
-        """Of each ordinal how many rows may be sent to it now."""
+        """How many rows may be sent to the consumer of each ordinal now."""
         return np.where(self._takes, self._permits, 0)

@@ -57,7 +57,7 @@ class Planning:
         return chosen
 
     def are_able(self, slots: U16, permits: I64) -> Mask:
-        """Of which slots rows may go that never were delivered, if there are any."""
+        """A mask of the slots whose rows may go, of rows that never were delivered, if there are any."""
         consumers = self.selector.owners[slots]
         able: Mask = permits[consumers] > 0
         if self.blocks is not None and self.blocks.any_blocked:

@@ -549,7 +549,9 @@ class Plans:
             )
 
     def _held_on(self, stream: int, positions: Rows, keys: U64) -> U32:
-        """Of positions that are planned already who of a stream holds each; 0 where nobody does."""
+        """Who on a stream holds each of some positions that are planned already: consumers' numbers, 0 where nobody
+        does.
+        """
         holders = self._in_flight.holders_of(keys)
         held = np.flatnonzero(holders)
         if len(held):

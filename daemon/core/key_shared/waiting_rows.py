@@ -97,7 +97,9 @@ class WaitingRows:
             self._last.append(_part_of(rows))
 
     def end_last(self, let_go: Mask) -> None:
-        """Of other slots than these everything is here that the last rows come behind. `let_go`: bool[65536]."""
+        """Moves the last rows behind the others, but those of slots that were let go: everything that they come behind
+        is here. `let_go`: bool[65536].
+        """
         for part in self._last:
             rows = part.take(~let_go[part.slots[part.places]])
             if len(rows):
@@ -189,7 +191,7 @@ class WaitingRows:
         return sum(len(part.places) for part in self._back)
 
     def back_rows_of(self, slots: Mask) -> int:
-        """The same, of some slots. `slots`: bool[65536]. O(what waits)."""
+        """How many rows of some slots were delivered before. `slots`: bool[65536]. O(what waits)."""
         return sum(int(np.count_nonzero(slots[part.slots[part.places]])) for part in self._back)
 
     def first_ms(self, from_ms: int) -> int | None:
