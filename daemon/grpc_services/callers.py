@@ -18,7 +18,7 @@ TOLD_KEY = "tarry-told-of-former-owner"
 
 
 def client_of(context: Context) -> str:
-    """Raises `InvalidArgument`."""
+    """The id by which the client is told apart: what its metadata says, or else its host. Raises `InvalidArgument`."""
     for key, value in context.invocation_metadata() or ():
         if key == CLIENT_ID_KEY:
             client = value if isinstance(value, str) else value.decode("utf-8", errors="replace")

@@ -19,7 +19,7 @@ _REASON: Final = wire_columns.packed_tag(_RESPONSE.REASON_FIELD_NUMBER)
 
 
 def filter_of(request: inspect_pb2.DeadLetterFilter) -> call_values.DeadLetterFilter:
-    """Raises `InvalidArgument`."""
+    """Reads the filter of a request. Raises `InvalidArgument` for a reason that is not known."""
     parsing.require_known("reason", request.reason, inspect_pb2.DeadLetterReason.DESCRIPTOR)
     ledgers = request.ledgers
     return call_values.DeadLetterFilter(

@@ -83,7 +83,7 @@ def _offload_context(given: pb.OffloadContext) -> stored.OffloadContext:
 
 
 def ledgers(given: Ledgers) -> stored.InUseLedgers:
-    """Raises `InvalidArgument`."""
+    """Reads ledgers that are said to be in use. Raises `InvalidArgument`."""
     ledger_type = _required("ledger_type", given.ledger_type, _LEDGER_TYPE, stored.LedgerType)
     rows = len(given.ledger_id)
     if bool(given.uuid_msb) != bool(given.uuid_lsb):
@@ -105,7 +105,7 @@ def _half(name: str, given: Sequence[int], rows: int) -> wire_columns.U64:
 
 
 def filter_of(given: pb.DeletionFilter) -> deletion_values.DeletionFilter:
-    """Raises `InvalidArgument`."""
+    """Reads the filter of a request. Raises `InvalidArgument`."""
     if len(given.deletion_id) > FILTER_IDS_MAX:
         raise errors.InvalidArgument(f"deletion_id has {len(given.deletion_id)} ids; it may have {FILTER_IDS_MAX}")
     named = frozenset(_place(row, deletion_id) for row, deletion_id in enumerate(given.deletion_id))
@@ -131,7 +131,7 @@ def _place(row: int, deletion_id: str) -> deletion_values.DeletionPlace:
 
 
 def _required(field: str, number: int, declared: descriptor.EnumDescriptor, kind: type[E]) -> E:
-    """Raises `InvalidArgument`."""
+    """Reads an enum's value that has to be given. Raises `InvalidArgument`."""
     found = _optional(field, number, declared, kind)
     if found is None:
         raise errors.InvalidArgument(f"{field}: none is given; give one of {', '.join(each.name for each in kind)}")

@@ -45,7 +45,7 @@ class Paged(Protocol):
 
 
 def page_size(request: Paged, *, default: int, most: int) -> int:
-    """Raises `InvalidArgument`."""
+    """How many entries a page may have: what is asked for, or the default. Raises `InvalidArgument` above the most."""
     if request.page_size > most:
         raise errors.InvalidArgument(f"page_size: {request.page_size}, the limit is {most}")
     return request.page_size or default
@@ -88,7 +88,7 @@ def place_in(request: message.Message, token: str, of: List, form: struct.Struct
 
 
 def _digest(request: message.Message) -> bytes:
-    """Of what is asked for, whatever the page."""
+    """A digest of what a request asks for, whichever page that is of."""
     asked = type(request)()
     asked.CopyFrom(request)
     for name in ("page_size", "page_token"):

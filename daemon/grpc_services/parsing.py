@@ -22,7 +22,9 @@ _LENGTH_DELIMITED = 2
 
 
 def parse(message_type: type[M], data: bytes, *, size_bytes_max: int) -> M:
-    """Raises `InvalidArgument`."""
+    """Parses a request. Raises `InvalidArgument` when it is too large, and when it does not parse, with what of it is
+    wrong.
+    """
     if len(data) > size_bytes_max:
         raise errors.InvalidArgument(f"message: {len(data)} bytes, the limit is {size_bytes_max}")
     try:

@@ -28,7 +28,7 @@ def require_given(request: message.Message) -> None:
 
 
 def topic_policy(given: pb.TopicPolicy) -> manifest.TopicPolicy:
-    """Raises `InvalidArgument`."""
+    """Reads a topic's policy. Raises `InvalidArgument`."""
     parsing.require_known("bucket_form", given.bucket_form, pb.BucketForm.DESCRIPTOR)
     compatible_form = given.bucket_form == pb.BUCKET_FORM_COMPATIBLE if given.bucket_form else None
     numbers = {field.name: value for field, value in given.ListFields() if field.name != "bucket_form"}
@@ -47,7 +47,7 @@ def topic_policy_message(policy: manifest.TopicPolicy) -> pb.TopicPolicy:
 
 
 def subscription_policy(given: pb.SubscriptionPolicy) -> manifest.SubscriptionPolicy:
-    """Raises `InvalidArgument`."""
+    """Reads a subscription's policy. Raises `InvalidArgument`."""
     numbers = {field.name: value for field, value in given.ListFields() if field.name not in _NOT_NUMBERS}
     return manifest.SubscriptionPolicy(
         **numbers,

@@ -51,7 +51,8 @@ class Frame:
         call: Callable[[M], Coroutine[Any, Any, Answer]],
         alone_in_s: Callable[[str], float],
     ) -> Handler:
-        """As `handler`, of a call on a topic whose answer waits until no former owner acts any more, see `alone_in_s`.
+        """Makes a handler of a call on a topic, which goes on when its caller goes away. Its answer waits until no
+        former owner acts any more, see `alone_in_s`.
 
         A caller that would not live to see it, or asks for that, is told at once for how long: nothing was changed.
         """
@@ -74,7 +75,9 @@ class Frame:
     def caller_handler(
         self, request_type: type[M], call: Callable[[M, call_values.Caller], Coroutine[Any, Any, Answer]]
     ) -> Handler:
-        """The same, of a call that is told who makes it and how large the request is."""
+        """Makes a handler of a call that is told who makes it and how large the request is, and goes on when its caller
+        goes away.
+        """
 
         async def handle(data: bytes, context: Context) -> bytes:
             async def unbroken(request: M, _: Context) -> Answer:

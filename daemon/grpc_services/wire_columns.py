@@ -34,12 +34,12 @@ _VARINT = 0
 
 
 def _tag(field_number: int, wire_type: int) -> bytes:
-    """Of a field with a number of at most 15."""
+    """The tag of a field with a number of at most 15."""
     return bytes((field_number << 3 | wire_type,))
 
 
 def packed_tag(field_number: int) -> bytes:
-    """The same, of a column."""
+    """The tag of a packed column; the field's number is at most 15."""
     return _tag(field_number, _PACKED)
 
 

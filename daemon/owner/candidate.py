@@ -109,7 +109,9 @@ class Candidate:
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
     async def _claim_all(self, gone_owners: frozenset[str]) -> tuple[tuple[ShardClaim, ...], dict[int, Corruption]]:
-        """Of several candidates the one that gets the first shard that can be read goes on with the others."""
+        """Claims all shards that can be read; of several candidates the one that gets the first goes on with the
+        others. (What it got, the damaged shards.)
+        """
         claims: list[ShardClaim] = []
         damaged: dict[int, Corruption] = {}
         shards = list(range(len(self.shard_logs)))

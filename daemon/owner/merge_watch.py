@@ -33,7 +33,9 @@ _Handled = tuple[bytes, frozenset["ServedShard"]]
 
 
 class MergeWatch:
-    """Of one daemon. `shards`: those that are served now."""
+    """Watches for topics that other processes merged, for the shards of one daemon. `shards`: those that are served
+    now.
+    """
 
     def __init__(self, environment: Environment, shards: Callable[[], Mapping[int, ServedShard]]) -> None:
         self._environment = environment

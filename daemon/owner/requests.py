@@ -179,8 +179,8 @@ class Requests:
         consumers: Sequence[call_values.Consumer],
         held: call_values.HeldByConsumers,
     ) -> KeySharedStream:
-        """The same, of a dispatcher that says which consumers it has. Raises NotFound, InvalidArgument, QuotaExceeded,
-        and Conflict while the subscription is open as SHARED or leases rows.
+        """Opens a KEY_SHARED stream for a dispatcher that says which consumers it has, and what they hold. Raises
+        NotFound, InvalidArgument, QuotaExceeded, and Conflict while the subscription is open as SHARED or leases rows.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):

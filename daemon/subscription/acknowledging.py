@@ -66,7 +66,7 @@ class Acknowledging:
         return ignored
 
     def check(self, claims: HeldPositions) -> None:
-        """Raises InvalidArgument."""
+        """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         limits.check_batch_index(claims.entry_id, claims.batch_index)
 

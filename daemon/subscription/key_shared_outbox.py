@@ -54,7 +54,7 @@ class Mark:
 
 
 class Outbox:
-    """See the module. `rows`: of messages that were not taken out."""
+    """What is on its way out on one KEY_SHARED stream, in order. `rows`: of messages that were not taken out."""
 
     def __init__(self) -> None:
         self.rows = 0

@@ -53,7 +53,9 @@ class TopicOfKeySharedStreams(TopicOfStreams, Protocol):
 
 
 class KeySharedStream(OpenStream):
-    """See `OpenStream`. What its consumers hold is READY again when it is closed."""
+    """A stream that hands a KEY_SHARED subscription's rows to consumers. What they hold is READY again when it is
+    closed.
+    """
 
     def __init__(
         self, topic: TopicOfKeySharedStreams, state: SubscriptionState, dispatcher: int, *, epoch: int
@@ -197,7 +199,7 @@ class KeySharedStream(OpenStream):
         return np.where(known[places] == numbers, consumer_ids[places], np.uint32(0))
 
     async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
-        """As of any stream. What is taken back by it has gone out when this returns, if anybody waits for it."""
+        """Acknowledges negatively; what is taken back by it has gone out when this returns, if anybody waits for it."""
         outcome = await super().negative_acknowledge(nack, awaited=awaited)
         if awaited:
             await self.flushed()

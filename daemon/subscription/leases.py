@@ -295,14 +295,14 @@ class Leases:
 
 
 def check_get(*, max_rows: int, lease_ms: int, wait_ms: int) -> None:
-    """Raises InvalidArgument."""
+    """Checks the limits of a request for leased rows. Raises InvalidArgument."""
     _check_range("max_rows", max_rows, 1, GET_ROWS_MAX)
     check_lease(lease_ms)
     _check_range("wait_ms", wait_ms, 0, WAIT_MAX_MS)
 
 
 def check_lease(lease_ms: int) -> None:
-    """Raises InvalidArgument."""
+    """Checks how long a lease may be, in ms. Raises InvalidArgument."""
     _check_range("lease_ms", lease_ms, 0, LEASE_MAX_MS)
 
 

@@ -58,7 +58,7 @@ class TakingBack(Protocol):
 
 
 class TopicRedelivery:
-    """See the module."""
+    """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
 
     def __init__(self, topic: TopicOfNacks, environment: Environment) -> None:
         self._topic = topic

@@ -54,7 +54,9 @@ class TopicOfDeadLetters(TopicPort, Protocol):
 
 
 def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
-    """Raises InvalidArgument."""
+    """Checks a filter: at most `ids_max` ids that ascend, its range of ledgers, and its times.
+    Raises InvalidArgument.
+    """
     if asked.ids is not None:
         if len(asked.ids) > ids_max:
             raise InvalidArgument(f"dead_letter_id has {len(asked.ids)} ids; a request may have {ids_max}")

@@ -88,7 +88,9 @@ class _Shared:
 
 
 class KeySharing:
-    """See the module."""
+    """The KEY_SHARED subscriptions of one topic: consumers come and go, and in rounds what may be
+    sent is shared out.
+    """
 
     def __init__(self, topic: TopicOfSharing, environment: Environment) -> None:
         self._topic = topic
@@ -248,7 +250,7 @@ class KeySharing:
     # ---- messages that are not delayed
 
     def check_plan(self, positions: Rows) -> None:
-        """Raises InvalidArgument."""
+        """Checks how many positions a plan names. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(positions), min(PLAN_ROWS_MAX, self._environment.request_limits.rows_max))
 
     def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:

@@ -45,12 +45,12 @@ class TopicOfOpening(TopicOfSharing, Protocol):
     def streams(self) -> dict[int, dict[int, OpenStream]]: ...
 
     def subscription(self, name: str) -> SubscriptionState:
-        """Raises NotFound."""
+        """The state of a subscription. Raises NotFound when it does not exist."""
         ...
 
 
 class Opening:
-    """See the module."""
+    """Opens streams on the subscriptions of one topic, with the positions that a dispatcher holds already."""
 
     def __init__(self, topic: TopicOfOpening, environment: Environment) -> None:
         self._topic = topic
