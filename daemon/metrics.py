@@ -491,7 +491,7 @@ class Metrics:
         self._tombstone_bytes.set(size_bytes)
 
     def set_collection_age(self, seconds: float) -> None:
-        """Of the shard that has waited longest, so long after its last pass that worked."""
+        """Sets how many seconds have passed since the last pass that worked, of the shard that has waited longest."""
         self._collection_age.set(seconds)
 
     def read_merged_away(self) -> None:

@@ -125,7 +125,9 @@ class DeletionRequests:
         )
 
     async def record_orphans(self, topic: str, deletes: Sequence[PendingDelete]) -> Recorded | None:
-        """The same, of well-formed ones that a sweep has found; None where the topic's policy has it off."""
+        """Records well-formed deletions that a sweep has found; returns when that is durable, None where the topic's
+        policy has it off.
+        """
         return await self._record(self._engine.shard_of(topic), topic, tuple(deletes), by_sweeper=True)
 
     async def _record(
@@ -329,7 +331,7 @@ def _in_shard(wanted: DeletionFilter, shard: int) -> ShardFilter:
 
 
 def _stats(counts: Sequence[DeletionCounts], in_use: int, as_of_ms: int) -> DeletionStats:
-    """Of several shards together."""
+    """Adds up what several shards count."""
     by_kind: dict[tuple[LedgerComponent, LedgerType], list[KindCount]] = {}
     for of_shard in counts:
         for kind in of_shard.kinds:

@@ -104,7 +104,9 @@ class DeletionPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeletionCount:
-    """Of one component and type. `oldest_ms`: when the oldest in flight was recorded or retried, 0: there is none."""
+    """How many deletions there are of one component and type. `oldest_ms`: when the oldest in flight was recorded or
+    retried, 0: there is none.
+    """
 
     component: LedgerComponent
     ledger_type: LedgerType

@@ -244,5 +244,5 @@ class DeletionWorkers:
 
 
 def _mean(mean_s: float, newest_s: float) -> float:
-    """Of the newest ones more than of the others."""
+    """A mean in which the newest value counts more than older ones, in seconds."""
     return mean_s + NEWEST_COUNTS * (newest_s - mean_s)

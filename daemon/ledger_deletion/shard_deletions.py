@@ -215,11 +215,11 @@ class ShardDeletions:
         return Recorded(new, already)
 
     async def retry(self, record: RetryDeletes) -> Retried:
-        """As `record`, in one decision."""
+        """Has dead letters tried again, in one decision; returns when that is durable. Raises as `record`."""
         return await self.decided_in_room(record, Retried, cost=len(record.deletion_id))
 
     async def purge(self, record: PurgeDeletes) -> Purged:
-        """The same."""
+        """Forgets dead letters, in one decision; returns when that is durable. Raises as `record`."""
         return await self.decided_in_room(record, Purged, cost=len(record.deletion_id))
 
     def apply(self, records: Sequence[DeletionRecord]) -> None:
@@ -250,7 +250,7 @@ class ShardDeletions:
         return await self._decided(record, kind, cost=cost)
 
     async def change_in_room(self, record: ChangeInUse, *, cost: int) -> InUseChanged:
-        """As any decision of a request, of one that changes what is in use."""
+        """Changes what is in use; returns what that came to. Raises what the request is to be answered with."""
         return await self.decided_in_room(record, InUseChanged, cost=cost)
 
     async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:

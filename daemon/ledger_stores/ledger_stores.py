@@ -133,7 +133,7 @@ class LedgerStores:
         raise DeletionFailed(f"unknown driver: {driver!r}{of_bucket} is not configured", maybe_deleted=False)
 
     def _owner(self, topic: str, wanted: Callable[[settings.DeletionOwner], bool]) -> Owner | None:
-        """Of the owners that are wanted the one with the longest prefix of the topic's name."""
+        """The owner with the longest prefix of the topic's name among those that are wanted; None when none fits."""
         fitting = [
             (len(prefix), index)
             for index, owner in enumerate(self._owners)

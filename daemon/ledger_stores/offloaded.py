@@ -47,7 +47,7 @@ class OffloadedLedgers(LedgerStore):
 
     @property
     def context(self) -> OffloadContext:
-        """Of a ledger that is found here; without its UUID."""
+        """The context of an offloaded ledger that is found here, without its UUID."""
         bucket = self.bucket
         return OffloadContext(0, 0, self.entry.drivers[0], () if bucket is None else ((BUCKET, bucket),))
 

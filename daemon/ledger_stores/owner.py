@@ -87,7 +87,7 @@ class Owner(LedgerStore):
         return DeletionFailed(f"owner {self.entry.name}: {reason}", maybe_deleted=maybe_deleted)
 
     def _request(self, topic: str, delete: PendingDelete) -> _Request:
-        """Raises `DeletionFailed`."""
+        """The body and the headers of a request. Raises `DeletionFailed` when the authorization cannot be read."""
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",

@@ -43,7 +43,9 @@ def write_checkpoint(
 def read_newest(
     store: object_store.ObjectStore, tip: manifest.ShardManifest, *, damaged: Callable[[str], None]
 ) -> LoadedCheckpoint:
-    """See `storage_backends.checkpoints.read_newest`. Raises CheckpointDamaged when the one before is damaged too."""
+    """Reads the checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of
+    its key. Raises CheckpointDamaged when the one before is damaged too, and the store's errors.
+    """
     try:
         return checkpoints.read_newest(store, tip, damaged=damaged)
     except object_store.NotFound as error:

@@ -52,7 +52,7 @@ class Outcome:
     given_up: frozenset[str] = frozenset()
 
     def among(self, known: frozenset[str]) -> Outcome:
-        """Of these objects only."""
+        """Returns what became of these objects only."""
         return Outcome(self.deleted & known, self.failed & known, self.given_up & known)
 
     @property

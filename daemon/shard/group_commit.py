@@ -99,7 +99,9 @@ class GroupCommit:
         return slot.applied
 
     def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
-        """As `stage`, of a decision on the shard's deletions; `patient`: as `stage_together`. Never cancel it."""
+        """Stages a decision on the shard's deletions; the future ends with the number of its slot, once that is durable
+        and applied. `patient`: it does not end because the slot takes long. Never cancel it.
+        """
         slot = self._slot_with_room(deletion_format.size_max(record))
         slot.builder.append_deletions(record)
         self._staged.set()

@@ -268,7 +268,9 @@ class ServedShard:
             owned.life.quarantine(bucket, damage)
 
     async def bucket_is_live(self, topic: str, bucket: str) -> bool:
-        """See `BucketLife.is_live`; False when nothing is served any more: the shard was lost, or the topic deleted."""
+        """Whether the newest manifest names a bucket, the object of which is missing. False when nothing is served any
+        more: the shard was lost, or the topic deleted.
+        """
         owned = self.topics.get(topic)
         if owned is None:
             return False

@@ -105,7 +105,7 @@ class Environment:
 
     @functools.cached_property
     def tail_bound(self) -> TailBound:
-        """Of all shards of the daemon."""
+        """The bound on the tails of all shards of the daemon together."""
         return TailBound(self.tail_slots_max, self.clock.elapsed_s)
 
     @functools.cached_property
@@ -143,7 +143,7 @@ class Environment:
 
     @functools.cached_property
     def delay_levels(self) -> DelayLevels:
-        """Of topics that have no table of their own."""
+        """The table of delay levels that topics without one of their own have."""
         return self.config.read_delay_levels()
 
     @functools.cached_property

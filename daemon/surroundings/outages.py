@@ -22,7 +22,7 @@ class _Said:
 
 
 class Outages:
-    """Of one daemon."""
+    """Says in the log what fails in one daemon and is tried again, at a bearable rate."""
 
     def __init__(self) -> None:
         self._said: dict[str, _Said] = {}

@@ -208,7 +208,7 @@ class ServedTopic:
     # ---- subscriptions
 
     def subscription(self, name: str) -> SubscriptionState:
-        """Raises NotFound."""
+        """The state of a subscription. Raises NotFound when it does not exist."""
         state = self.core.subscription(name)
         if state is None:
             raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
@@ -388,7 +388,9 @@ class ServedTopic:
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
 
     def _count_order(self) -> None:
-        """Of rows that entered the index, those of the journal when the topic was loaded included."""
+        """Counts rows that entered the index in the metrics, those of the journal when the topic
+        was loaded included.
+        """
         in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
         if in_order or others:
             self.core.in_due_order_rows = self.core.out_of_order_rows = 0
@@ -502,7 +504,9 @@ class ServedTopic:
 
     @contextlib.contextmanager
     def failing(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """The same, of errors of one kind, where somebody asked: who is told."""
+        """Makes errors of one kind inside this topic's failure, and raises TopicFailed in their place: whoever asked is
+        told.
+        """
         try:
             yield
         except kind as error:
@@ -510,7 +514,7 @@ class ServedTopic:
             raise TopicFailed(self.core.name) from error
 
     def abandon(self, error: Exception) -> None:
-        """As `close`, of what cannot be relied on: of its streams none is asked to give anything back."""
+        """Closes a topic that cannot be relied on: of its streams none is asked to give anything back."""
         streams = [stream for of_subscription in self.streams.values() for stream in of_subscription.values()]
         self.streams.clear()
         for stream in streams:

@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 class TopicGate:
-    """See the module. `topic`: the name, for messages."""
+    """The gate of one topic: requests pass, and a change of the topic as a whole has it for itself. `topic`: its name,
+    for messages.
+    """
 
     def __init__(self, topic: str, commits: TopicStaging) -> None:
         self._topic = topic

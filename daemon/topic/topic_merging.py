@@ -164,7 +164,7 @@ class BucketMerging:
         )
 
     def _next_run(self, buckets_max: int | None) -> list[Candidate]:
-        """Of the first index that has one."""
+        """The buckets to merge next: those of the first index that has any, in order; empty when none has."""
         settings = self._settings()
         for index in self._topic.indexes.values():
             if buckets_max is not None and len(index.sealed) > buckets_max:

@@ -35,7 +35,7 @@ class TopicOfWithdrawals(TopicPort, Protocol):
     def quotas(self) -> TopicQuotas: ...
 
     def subscription(self, name: str) -> SubscriptionState:
-        """Raises NotFound."""
+        """The state of a subscription. Raises NotFound when it does not exist."""
         ...
 
 

@@ -366,7 +366,9 @@ class _Backlog:
 
 
 def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: Asked, leaving: BitMap64) -> Part | None:
-    """See `scan.part_of`. Of a bucket that was merged the sets are of no use: raises _LeftError."""
+    """What of a bucket is asked for, None when nothing is. Raises _LeftError when the bucket was merged meanwhile: its
+    sets are of no use then.
+    """
     index = topic.core.indexes.get(bucket.index_id)
     if index is None:
         # It left with its subscription.

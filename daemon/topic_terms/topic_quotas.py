@@ -92,7 +92,7 @@ class TopicQuotas:
         return self._topic.indexes.pending_rows + self._staged_rows
 
     def check_pending(self, rows: int) -> None:
-        """Raises QuotaExceeded."""
+        """Checks that so many more rows fit into the limits of the topic and of all topics. Raises QuotaExceeded."""
         try:
             quotas.check_pending(
                 f"topic {self._topic.name}",

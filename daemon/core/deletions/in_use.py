@@ -238,7 +238,7 @@ def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:
 
 
 def _objects(rows: Keys) -> Keys:
-    """Of keys by topic: takes those of offloaded ledgers and turns them into keys by ledger, ascending."""
+    """Takes the keys of offloaded ledgers out of keys by topic, and returns them as keys by ledger, ascending."""
     offloaded = rows[bytes_of(rows)[:, 0] == LedgerType.OFFLOADED_LEDGER]
     return ascending(moved(offloaded, [_FROM_LEDGER, _TOPIC]))
 

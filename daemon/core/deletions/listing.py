@@ -40,7 +40,8 @@ class DeletionFilter:
     deletion_ids: frozenset[int] | None = None
 
     def holds_for_kind(self, kind: Kind) -> bool:
-        """Whether the filter admits a kind, by its topic, component and ledger type; ledger and ids are not looked at.
+        """Whether the filter admits a kind, by its topic, component and type; the ledger and the
+        ids are not looked at.
         """
         return (
             self.topic in ("", kind.topic)
