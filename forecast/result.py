@@ -135,7 +135,7 @@ class Forecast:
 
     @property
     def beyond_rows(self) -> int:
-        """Of the last step's end and later."""
+        """How many rows come due at the end of the last step or later."""
         return self.load.beyond_rows
 
     @property

@@ -145,8 +145,8 @@ def _step(forecast: Forecast) -> str:
 
 
 def document(forecast: Forecast, top: int) -> dict[str, Any]:
-    """The same as one JSON document; times are RFC 3339, UTC; `load` is rows and redeliveries together. Every step of
-    every topic is in the Parquet file only.
+    """The forecast as one JSON document; times are RFC 3339, UTC; `load` is rows and redeliveries together. Every step
+    of every topic is in the Parquet file only.
     """
     steps = forecast.steps
     bars = Bars.of(steps, BARS_MAX)

@@ -205,7 +205,9 @@ class Decisions:
             self._decided(index_id).removed.append(Removed(self._at, ledger_id, entry_id))
 
     def _acknowledged(self, record: AcknowledgeRecord | DeadLetterRecord, slot: int) -> None:
-        """Of an own index, which nobody else is owed, it is gone."""
+        """Notes an acknowledgement: in an own index, which nobody else is owed, the row is gone; in the shared one it
+        is settled.
+        """
         rows = record.rows
         if record.index_id != index_ids.SHARED:
             self._removed(record.index_id, rows.ledger_id, rows.entry_id)

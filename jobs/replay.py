@@ -160,7 +160,7 @@ class _Replay:
     # ---- sealed buckets
 
     def _holders(self) -> npt.NDArray[np.intp]:
-        """Of each position that an event may have taken out of a sealed bucket which of them has its row; -1: none."""
+        """Which sealed bucket has the row of each position that an event may have taken out of one; -1: none."""
         holder = np.full(len(self._known), -1, np.intp)
         named = np.zeros(len(self._known), np.bool_)
         for _, ids in (*self._removed, *self._settled, *self._nacked):

@@ -107,7 +107,7 @@ class SparkEngine:
         self._open.close()
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T], done: Callable[[int], None]) -> Iterator[tuple[int, R]]:
-        """See `engine.Engine.run`. Results are known when the last task has ended."""
+        """Does `work` for each task, as `Engine.run` says. Results are known when the last task has ended."""
         if not tasks:
             return
         context = self.session.sparkContext

@@ -182,7 +182,7 @@ class _TopicReading:
         return self._reading.root.log(self._place).key(self._tip.number)
 
     def _in_order(self, buckets: Iterator[BucketState]) -> tuple[BucketState, ...]:
-        """As the manifest has them; those of an index that is no more are left out."""
+        """Puts buckets in the manifest's order; those of an index that is no more are left out."""
         by_name = {bucket.live.object.name: bucket for bucket in buckets}
         return tuple(by_name[live.object.name] for live in self._manifest.live if live.object.name in by_name)
 

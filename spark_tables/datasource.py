@@ -101,7 +101,7 @@ class TarryDataSource(DataSource):
 
 
 class PushingTarryDataSource(TarryDataSource):
-    """The same, where Spark may push filters down."""
+    """The tables of a root, for a Spark that may push filters down."""
 
     def reader(self, schema: StructType) -> DataSourceReader:
         kind = _PushingReader if self._prune else _Reader
@@ -201,7 +201,9 @@ def _bounds(condition: Filter) -> tuple[Any, Any] | None:
 
 
 def _ranges(condition: Filter) -> Ranges:
-    """Of a column that is the bits of a u64."""
+    """The ranges outside of which no value of a column, the bits of a u64, satisfies a filter; ALL where that is not
+    known.
+    """
     values = _values(condition)
     if values is not None:
         return tuple(each for value in values if isinstance(value, int) for each in pruning.of_bit_view(value, value))
@@ -213,7 +215,9 @@ def _ranges(condition: Filter) -> Ranges:
 
 
 def _times(condition: Filter) -> Ranges:
-    """Of a timestamp, in ms: it is one of a whole number of them."""
+    """The ranges in ms outside of which no timestamp satisfies a filter; ALL where that is not known. A timestamp is a
+    whole number of ms.
+    """
     values = _values(condition)
     if values is not None:
         times = [_micros(value) for value in values]
