@@ -282,7 +282,9 @@ def commit(
 
 
 class _Outcome(enum.Enum):
-    """Of putting one manifest. `CREATED`: by the only PUT, in time. `VERIFY`: it is there. `OTHER`: another one is."""
+    """What became of putting one manifest. `CREATED`: by the only PUT, in time. `VERIFY`: it is there. `OTHER`: another
+    one is.
+    """
 
     CREATED = enum.auto()
     VERIFY = enum.auto()

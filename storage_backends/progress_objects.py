@@ -40,7 +40,9 @@ class LastProgress:
         self._last: tuple[ObjectReference, Progress] | None = None
 
     def of(self, tip: TopicManifest) -> Progress:
-        """As `progress_of`."""
+        """Returns the progress as of the manifest's `applied`; an object that the manifest before named is not read
+        again. Raises as `progress_of`.
+        """
         reference = tip.progress_object
         if reference is None:
             return progress_of(self._store, tip)

@@ -115,7 +115,7 @@ def _of_environment(environment: Mapping[str, str]) -> Iterable[tuple[str, tuple
 
 
 def _of_overrides(overrides: Sequence[str]) -> Iterable[tuple[str, tuple[str, ...], str]]:
-    """As `_of_environment`."""
+    """Yields source (for messages), path and text of each override `section.key=value`. Raises SettingsError."""
     for override in overrides:
         left, equals, text = override.partition("=")
         if not equals or not left.strip():

@@ -86,7 +86,7 @@ class SegmentInfos(Sequence[SegmentInfo]):
 
     @staticmethod
     def of(infos: Iterable[SegmentInfo]) -> SegmentInfos:
-        """Of consecutive segments from number 1 on."""
+        """Makes a table of consecutive segments from number 1 on."""
         return SegmentInfos(np.array([_table_row(info) for info in infos], _TABLE_ROW))
 
     def __len__(self) -> int:
@@ -400,7 +400,9 @@ def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -
 
 
 def check_table(table: BucketTable, live: LiveBucket) -> None:
-    """As `check_head`, where the table is all that was read."""
+    """Where the table is all that was read: raises FormatError when its rows and times are not what
+    the manifest says.
+    """
     info = table.metadata
     found = (info.rows, info.min_deliver_at_ms, info.max_deliver_at_ms)
     named = (live.rows, live.min_deliver_at_ms, live.max_deliver_at_ms)

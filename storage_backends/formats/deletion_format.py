@@ -319,7 +319,7 @@ def _text_bytes(text: str) -> int:
 
 
 def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> DeletionRecord:
-    """Raises FormatError."""
+    """Reads a decision on deletions. Raises FormatError."""
     decision = message.WhichOneof("decision")
     if decision is None:
         raise format_errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")

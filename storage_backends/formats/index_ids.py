@@ -45,7 +45,7 @@ def is_of_batch_parts(index_id: int) -> bool:
 
 
 def are_of_batch_parts(index_ids: U64) -> npt.NDArray[np.bool_]:
-    """The same of a column."""
+    """A mask of the indexes of batch parts in a column of index ids."""
     return (index_ids >> np.uint64(63)).astype(np.bool_)
 
 

@@ -213,7 +213,9 @@ def _disjoint_union(parts: Sequence[_Part]) -> PositionSet:
 
 
 def _kept(parts: Sequence[_Part]) -> tuple[KeptRows, ...]:
-    """Of each source, and of each source of a source what was copied again; empty ones say nothing."""
+    """The rows kept of each source, and of each source of a source, where rows were copied again; sources that kept
+    none are left out.
+    """
     copied = [(part.source.name, part.kept) for part in parts]
     for part in parts:
         copied += [

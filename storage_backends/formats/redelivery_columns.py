@@ -85,7 +85,7 @@ def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompress
 
 
 def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
-    """Raises FormatError."""
+    """Reads dead letters from a manifest. Raises FormatError."""
     rows = stored.rows
     letters = DeadLetterColumns(
         _u64(stored.dead_letter_id, rows, f"{_DEAD_LETTERS} dead_letter_id"),

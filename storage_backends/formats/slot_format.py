@@ -125,7 +125,7 @@ class StoredRecord:
         return self.message.rows
 
     def decoded(self) -> Record:
-        """Raises FormatError."""
+        """Decodes the record's columns. Raises FormatError."""
         return record_messages.record_of(self.message, self.what, self.offset)
 
 
@@ -179,7 +179,9 @@ def decode_slot(data: bytes) -> tuple[SlotHeader, tuple[Record, ...]]:
 
 
 def read_slot(data: bytes) -> StoredSlot:
-    """As `decode_slot`, which finds the same damage but what is inside columns that have the right checksum."""
+    """Reads header and records of a slot, which are not decoded yet. Raises as `decode_slot`, which also finds damage
+    inside columns that have the right checksum.
+    """
     header, payload = _checked(data)
     message = framing.parse(journal_pb2.Slot, payload, _WHAT, HEADER_BYTES)
     count = len(message.records) + len(message.deletions)
