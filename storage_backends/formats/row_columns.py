@@ -147,7 +147,7 @@ def _packed_order(keys: Sequence[U64]) -> npt.NDArray[np.int64] | None:
 
 
 def _packed_merge(parts: Sequence[Rows]) -> Rows | None:
-    """Merges rows without key hashes by due time, packed: one integer a row is the row, and what is sorted.
+    """Merges rows without key hashes as `Rows.merged_by_due` does: one integer a row is the row, and what is sorted.
 
     None when the offsets need more than 64 bits.
     """
