@@ -82,7 +82,7 @@ def _turn(rounds: workbench.Rounds, name: str, batches: Sequence[Batch], runs_ma
     rows = sum(len(batch) for _, batch in batches)
     indexes = Indexes(SegmentCache(rows), now_ms=START_MS)
     index = indexes.shared
-    index.mutable = MutableBucket(index.pages, horizon_ms=START_MS, fifo_runs_max=runs_max)
+    index.mutable = MutableBucket(index.pages, horizon_ms=START_MS, fifo_runs_max=runs_max, counts=index._counts)
     in_order_rows = passed_rows = 0
     began_s = time.process_time()
     next_tick_ms = START_MS

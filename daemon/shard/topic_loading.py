@@ -30,6 +30,7 @@ from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import Failures, TopicFailed
 from daemon.topic import topic_commits
+from daemon.topic.bucket_life import AGE_SPREAD
 from daemon.topic_terms import topic_settings
 from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
@@ -443,9 +444,9 @@ class TopicLoading:
         part = recovery.counting_part(tip.manifest, tail)
         tip, objects = self._objects(topic_log, tip, part, reads)
         topic = self._new_topic(tip.manifest)
-        # Topics are not all as old as this daemon: they would be sealed together.
+        # Topics that are all as old as this daemon would be sealed together. None is so old that it is sealed at once.
         age_max_ms = topic_settings.settings_of(environment, tip.manifest.policy).seal_limits.age_max_ms
-        began_ms = environment.elapsed_ms() - int(environment.jitter() * age_max_ms)
+        began_ms = environment.elapsed_ms() - int(environment.jitter() * (1 - AGE_SPREAD) * age_max_ms)
         recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=began_ms)
         rows = recovery.replay(topic, tip.manifest, tail, elapsed_ms=began_ms)
         return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)

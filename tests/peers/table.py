@@ -281,8 +281,8 @@ QUEUES = Section(
     (
         here(
             "'the comparator: time, ledger, entry'",
-            FORMATS + "test_rows:test_sorted_by_due_orders_by_deliver_at_then_ledger_then_entry",
-            FORMATS + "test_rows:test_sorting_many_rows_gives_what_lexsort_gives",
+            FORMATS + "test_row_columns:test_sorted_by_due_orders_by_deliver_at_then_ledger_then_entry",
+            FORMATS + "test_row_columns:test_sorting_many_rows_gives_what_lexsort_gives",
         ),
         here(
             "'the merge of 3 lists of segments, one empty: 58 items in order'",

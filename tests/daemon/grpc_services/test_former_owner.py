@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import types
+from collections.abc import Callable
 
 import grpc.aio
 import pytest
 
 import tarry
 from tarry import retry
-from tarry.aio.connections import Connections
+from tarry.on_event_loop import Condition
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests.daemon.grpc_services.conftest import Edge
 
@@ -39,9 +40,10 @@ async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_wh
     passed_s = 0.0
     said: list[str] = []
 
-    async def pass_at_once(self: Connections, seconds: float) -> None:
+    async def pass_at_once(self: Condition, predicate: Callable[[], object], timeout: float | None = None) -> bool:
         nonlocal passed_s
-        passed_s += seconds
+        passed_s += timeout or 0.0
+        return bool(predicate())
 
     def waiting(why: str) -> None:
         said.append(why)
@@ -49,7 +51,7 @@ async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_wh
 
     monotonic = time.monotonic
     monkeypatch.setattr(retry, "time", types.SimpleNamespace(monotonic=lambda: monotonic() + passed_s))
-    monkeypatch.setattr(Connections, "_wait", pass_at_once)
+    monkeypatch.setattr(Condition, "wait_for", pass_at_once)
     async with tarry.aio.Client(f"127.0.0.1:{edge.port}", timeout_s=600, waiting=waiting) as client:
         assert (await client.cancel("t", 1, [1])).cancelled == 1
     assert passed_s == 700
