@@ -239,10 +239,14 @@ def _wait_for_rest(place: _Place) -> None:
         time.sleep(place.plan.rest_s)
         if place.plan.store == LOCAL:
             return
-        # Slots of former owners are looked at before they go.
         requests = place.requests(began_s, slow_store.clock_s())
-        if not any("/topics/" in each.key or each.operation in ("head", "delete") for each in requests):
+        if not any(map(_is_of_work, requests)):
             return
+
+
+def _is_of_work(request: slow_store.Request) -> bool:
+    """Whether it seals, or deletes what is covered: slots of former owners are looked at before they go."""
+    return request.operation in ("head", "delete") or (request.operation == "put" and "/topics/" in request.key)
 
 
 def _idle(place: _Place, daemon: processes.DaemonProcess, count: int, empty_bytes: int) -> dict[str, float]:
