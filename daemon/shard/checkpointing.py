@@ -22,7 +22,7 @@ from daemon.core.deletions.ledger_deletions import DeletionCut
 from daemon.core.object_count import ObjectCount
 from daemon.shard import checkpoint_store, epoch_confirmation, journal_tail, recovery, shard_manifest
 from daemon.shard.epoch_confirmation import EpochConfirmation
-from daemon.shard.journal_truncation import JournalTruncation
+from daemon.shard.journal_truncation import BATCH_SLOTS, JournalTruncation
 from daemon.shard.journal_writer import WrittenSlot
 from daemon.shard.shard_claim import ShardClaim
 from daemon.surroundings.environment import Environment
@@ -42,6 +42,8 @@ DEADLINE_S = 30.0
 IDLE_S = 60.0
 # At an orderly end, so long is spent on deleting covered slots; the next owner deletes the rest.
 LAST_TRUNCATION_S = 3.0
+# So many at a time: then the time is looked at. With fewer for each shard all shards have their turn.
+LAST_BATCH_SLOTS = 50
 
 
 class ShardOfCheckpoints(Protocol):
@@ -115,6 +117,7 @@ class Checkpointing:
         self._known = claim.tip
         self._work: asyncio.Task[None] | None = None
         self._truncating: asyncio.Future[int] | None = None
+        self._draining = False
         # One checkpoint, and one deletion of slots, at a time.
         self._turn = asyncio.Lock()
         self._truncation = JournalTruncation(
@@ -184,6 +187,10 @@ class Checkpointing:
         while self._busy and self._work is not None:
             await asyncio.wait([self._work])
 
+    def begin_drain(self) -> None:
+        """The last checkpoint does not wait until every slot is deleted that may be."""
+        self._draining = True
+
     async def write_last(self) -> None:
         """The state as of now, for the next owner. Raises the store's errors, CommitOutcomeUnknown and Refused, and
         TopicFailed where a topic is let go by it: then it may be repeated.
@@ -199,7 +206,7 @@ class Checkpointing:
         end_s = self._environment.clock.elapsed_s() + LAST_TRUNCATION_S
         async with self._turn:
             try:
-                while await self._truncate_some() and self._environment.clock.elapsed_s() < end_s:
+                while await self._truncate_some(LAST_BATCH_SLOTS) and self._environment.clock.elapsed_s() < end_s:
                     pass
             except StoreError as error:
                 log.warning("shard %d: covered slots are left to the next owner: %s", self._shard.number, error)
@@ -305,16 +312,18 @@ class Checkpointing:
             await self._truncate()
 
     async def _truncate(self) -> None:
-        while await self._truncate_some():
+        while await self._truncate_some() and not self._draining:
             pass
 
-    async def _truncate_some(self) -> int:
+    async def _truncate_some(self, slots_max: int = BATCH_SLOTS) -> int:
         while self._truncating is not None and not self._truncating.done():
             # Who began it was cancelled; a thread that deletes slots cannot be.
             await asyncio.wait([self._truncating])
         newest = self.newest.manifest
         before = self._truncation.deleted
-        truncate = self._environment.pools.collection.run(lambda: self._truncation.truncate(newest))
+        truncate = self._environment.pools.collection.run(
+            lambda: self._truncation.truncate(newest, slots_max=slots_max)
+        )
         self._truncating = asyncio.ensure_future(truncate)
         looked_at = await asyncio.shield(self._truncating)
         deleted = self._truncation.deleted - before

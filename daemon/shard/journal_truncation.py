@@ -77,7 +77,7 @@ class JournalTruncation:
         raised; call again later.
         """
         left_behind, own = self._next(self._limit(newest), slots_max)
-        going = [slot for slot in left_behind if self._is_data(slot.number)]
+        going = self._data_of(left_behind)
         keys = [names.journal_slot_key(self._shard, slot) for slot in (*(slot.number for slot in going), *own)]
         collections.deque(self._executor.map(self._store.delete, keys), maxlen=0)
         self.deleted += ObjectCount(
@@ -93,7 +93,7 @@ class JournalTruncation:
         """What `truncate` would delete by this manifest in all. Errors of the store are raised."""
         limit = self._limit(newest)
         left_behind, own = self._next(limit, limit)
-        going = [slot for slot in left_behind if self._is_data(slot.number)]
+        going = self._data_of(left_behind)
         size_bytes = sum(slot.size_bytes for slot in going) + sum(self._own_bytes[: len(own)])
         return ObjectCount(len(going) + len(own), size_bytes)
 
@@ -125,6 +125,11 @@ class JournalTruncation:
                     log.warning("shard %d: what is no slot is left alone: %s", self._shard, error)
             self._left_behind = collections.deque(slot for slot in sorted(slots) if slot.number < self._fence_slot)
         return self._left_behind
+
+    def _data_of(self, slots: list[_Slot]) -> list[_Slot]:
+        """Those that may go. Each that nobody has read is looked at, which is a request."""
+        are_data = self._executor.map(self._is_data, [slot.number for slot in slots])
+        return [slot for slot, is_data in zip(slots, are_data, strict=True) if is_data]
 
     def _is_data(self, slot: int) -> bool:
         """Whether a slot below the owner's fence may go; one that does not say what it is stays."""

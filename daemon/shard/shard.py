@@ -200,6 +200,7 @@ class ServedShard:
         self._releasing = True
         self.loading.close()
         self.deletions.begin_drain()
+        self.checkpoints.begin_drain()
         for topic in self.topics.values():
             topic.life.merging.close()
 
