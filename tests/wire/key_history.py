@@ -25,7 +25,9 @@ Consumer = tuple[str, int]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Row:
-    """`deliver_at_ms`: 0 of a planned one. `number`: its place among those of its key that are of its kind."""
+    """`deliver_at_ms`: 0 of a planned one. `number`: its place among those of its key that are of its kind.
+    `is_asked_for`: a plan that names it has not brought it yet.
+    """
 
     position: Position
     deliver_at_ms: int
@@ -33,6 +35,7 @@ class Row:
     number: int
     is_to_be_nacked: bool
     in_time: bool = False
+    is_asked_for: bool = False
     came: bool = False
     is_acknowledged: bool = False
     acknowledgement_answered: bool = False
@@ -94,8 +97,10 @@ class KeyHistory:
         self.epoch = epoch
         if at_ms < deliver_at_ms or (count and (row.again_not_before_ms is None or at_ms < row.again_not_before_ms)):
             self.breach(f"{what}: early: {row}")
-        if row.acknowledgement_answered:
+        if row.acknowledgement_answered and not row.is_asked_for:
+            # A plan may have been on its way while another stream acknowledged what it names.
             self.breach(f"{what}: it is acknowledged")
+        row.is_asked_for = False
         if row.nack_answered and not count:
             self.breach(f"{what}: it is negatively acknowledged")
         if not row.came and self._is_behind(self._came, row):

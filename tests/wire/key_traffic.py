@@ -343,6 +343,8 @@ class Dispatcher:
             rows = list(self._planned[first : self._planned_until])
         if not rows:
             return
+        for row in rows:
+            row.is_asked_for = True
         request_id = next(self._requests)
         held = {row.position for queue in self._queues.values() for row in queue.rows}
         self._planning[request_id] = rows, held
