@@ -324,7 +324,7 @@ class ServedShard:
 
     def _apply(self, slot: int, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]) -> None:
         """A slot is certain: its decisions become state, topic by topic."""
-        elapsed_ms = int(self._environment.clock.elapsed_s() * 1000)
+        elapsed_ms = self._environment.elapsed_ms()
         # A topic that was deleted since a record was staged drops it, as replay does.
         records = [record for record in records if record.topic_id in self._by_id]
         for record in records:

@@ -113,7 +113,7 @@ class TopicLoading:
         self._is_served = is_served
         self._lost = lost
         self._listed = False
-        # The highest number of their manifests that the listing showed, and when it was sent.
+        # Of those that were not read yet, the highest number of a manifest that a listing showed; when it was sent.
         self._numbers: dict[str, int] = {}
         self._listed_at_s = 0.0
         # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the five.
@@ -245,10 +245,14 @@ class TopicLoading:
             self._lost(error)
 
     async def _list(self) -> None:
-        self._numbers, self._listed_at_s = await self._until_listed()
-        for topic_id in sorted(self._numbers):
+        numbers, self._listed_at_s = await self._until_listed()
+        for topic_id in sorted(numbers):
             if not self._is_served(topic_id) and not self.knows(topic_id):
                 self._waiting[topic_id] = None
+        # Of one that is served already there may be other manifests by the time at which it is loaded again.
+        self._numbers = {
+            topic_id: numbers[topic_id] for topic_id in (*self._asked, *self._waiting) if topic_id in numbers
+        }
         self._listed = True
         self._some.set()
         self._look_whether_ended()
@@ -306,8 +310,11 @@ class TopicLoading:
     async def _load(self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool) -> None:
         self._under_way.add(topic_id)
         self._deleted.discard(topic_id)
+        number = self._numbers.pop(topic_id, 0)
         try:
-            loaded = await self._environment.pools.loads.run(lambda: self._read(topic_id, tip, may_wait=may_wait))
+            loaded = await self._environment.pools.loads.run(
+                lambda: self._read(topic_id, tip, number, may_wait=may_wait)
+            )
             if isinstance(loaded, _Later):
                 self._load_later(loaded)
             else:
@@ -339,7 +346,6 @@ class TopicLoading:
             self._take_over(loaded)
             self.rows_replayed += loaded.rows_replayed
         self._under_way.discard(topic_id)
-        self._numbers.pop(topic_id, None)
         self._tails.pop(topic_id, None)
         self._as_of.pop(topic_id, None)
         mended = [self.damaged.pop(topic_id, None), self.failing.pop(topic_id, None)]
@@ -399,15 +405,16 @@ class TopicLoading:
     # ---- reading one topic, in a thread
 
     def _read(
-        self, topic_id: str, tip: commit.Tip[TopicManifest] | None, *, may_wait: bool
+        self, topic_id: str, tip: commit.Tip[TopicManifest] | None, number: int, *, may_wait: bool
     ) -> LoadedTopic | _Later | None:
         """The topic, claimed and restored; None when there is none. May be repeated after any error. `tip`: its newest
-        manifest, where it was read before. `may_wait`: if nothing is due soon it is not loaded yet.
+        manifest, where it was read before; `number`: the newest one's, where it was listed, else 0. `may_wait`: if
+        nothing is due soon it is not loaded yet.
         """
         topic_log = topic_commits.topic_log(self._environment, self._shard, topic_id)
         tail = self._tails.get(topic_id, recovery.NOTHING)
         try:
-            tip = tip or self._newest(topic_id, topic_log)
+            tip = tip or self._newest(topic_log, number)
             if tip is None and tail is not recovery.NOTHING:
                 raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
             if tip is None or tip.manifest.deleted:
@@ -424,9 +431,8 @@ class TopicLoading:
             # Of what is decoded only where it is needed.
             raise Corruption(str(error)) from error
 
-    def _newest(self, topic_id: str, topic_log: commit.ManifestLog[TopicManifest]) -> commit.Tip[TopicManifest] | None:
+    def _newest(self, topic_log: commit.ManifestLog[TopicManifest], number: int) -> commit.Tip[TopicManifest] | None:
         """The newest manifest, or the newest that was listed: whether there are later ones the claim finds."""
-        number = self._numbers.get(topic_id)
         tip = topic_log.read_at(number, self._listed_at_s) if number else None
         return tip or topic_log.read_tip()
 

@@ -412,10 +412,10 @@ async def test_a_topic_that_fails_whenever_it_is_loaded_keeps_its_shard_from_not
     one.kill()
     read = TopicLoading._read
 
-    def broken(loading: TopicLoading, topic_id: str, tip: Any, *, may_wait: bool) -> Any:
+    def broken(loading: TopicLoading, topic_id: str, tip: Any, number: int, *, may_wait: bool) -> Any:
         if topic_id == names.topic_id(FAILING):
             raise KeyError("what is not there")
-        return read(loading, topic_id, tip, may_wait=may_wait)
+        return read(loading, topic_id, tip, number, may_wait=may_wait)
 
     monkeypatch.setattr(TopicLoading, "_read", broken)
     two = await machines.served_by("one", *SEVERAL, "journal.checkpoint_slots=12")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from daemon.shard import topic_loading
+from daemon.shard.topic_loading import TopicLoading
 from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
+from tests.daemon.engine.calling import delete_topic
 from tests.support.engine_fixture import Daemon, EngineFixture
 
 FAR_MS = 3_600_000
@@ -135,3 +139,30 @@ async def test_a_commit_behind_the_listing_is_found_by_the_claim(machines: Engin
     await two.serving()
     assert machines.topic_tip("t").head.number == before + 1
     assert two.topic("t").settings.max_num_buckets == 7
+
+
+async def test_a_topic_that_was_born_during_the_listing_is_found_when_it_is_loaded_again(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await machines.served_by("one")
+    await one.add("t", 1, range(3), delay_ms=FAR_MS)
+    await delete_topic(one)
+    one.kill()
+    two = machines.daemon("two")
+    gate, reached, listed = two.gate(), asyncio.Event(), TopicLoading._listed_numbers
+
+    def listed_long_ago(loading: TopicLoading) -> tuple[dict[str, int], float]:
+        """It shows the manifest of the deletion, and takes long."""
+        found = listed(loading)
+        reached.set()
+        two.stop_here(gate)
+        return found
+
+    monkeypatch.setattr(TopicLoading, "_listed_numbers", listed_long_ago)
+    await two.start()
+    await two.until(reached.is_set)
+    assert (await two.add("t", 1, range(5), delay_ms=FAR_MS)).accepted == 5
+    gate.set()
+    await two.serving()
+    two.context.run(two.topic("t").failed, RuntimeError("a bug"))
+    assert (await two.add("t", 1, range(5))).duplicates == 5
