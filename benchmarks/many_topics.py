@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import random
-import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import tarry.aio
-from benchmarks import load
-from storage_backends import local_directory, shard_manifests
+from benchmarks import load, shard_tips
+from storage_backends import local_directory
 from storage_backends.formats import names
 
 SUBSCRIPTION = "dispatcher"
@@ -116,13 +113,5 @@ def _shards(root: Path) -> list[int]:
 
 
 def _owner(store: local_directory.LocalDirectory, shard: int) -> str:
-    log = shard_manifests.shard_log(
-        store,
-        shard,
-        monotonic=time.monotonic,
-        sleep=time.sleep,
-        jitter=random.random,
-        new_id=lambda: uuid.uuid4().hex,
-    )
-    tip = log.read_tip()
-    return "" if tip is None else tip.manifest.owner
+    newest = shard_tips.newest(store, shard)
+    return "" if newest is None else newest.owner

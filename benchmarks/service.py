@@ -19,12 +19,9 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import random
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -32,13 +29,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
 
 import tarry
 import tarry.aio
-from benchmarks import load, machine, report, side_process, slow_store, workbench
+from benchmarks import alone, load, machine, report, shard_tips, side_process, slow_store, workbench
 from examples import processes
-from storage_backends import local_directory, shard_manifests
+from storage_backends import local_directory
 from storage_backends.formats import names
 
 NAME = "service"
@@ -49,7 +45,6 @@ PATIENCE_S = 120.0
 DELAYS_MS, DELAYS_QUICK_MS = (1_000, 20_000), (200, 2_000)
 ROWS_PER_LEDGER = 50_000
 PERMITS = 10_000
-LOCAL, SLOW = "local", "slow"
 # Rows that came while subscriptions were opened.
 OPENING_S = 2
 QUANTILES = {"p50": 50.0, "p99": 99.0, "max": 100.0}
@@ -67,7 +62,7 @@ class Plan:
     rows_per_s: int
     delays_ms: tuple[int, int]
     seed: int
-    store: str = LOCAL
+    store: str = alone.LOCAL
     delay_ms: float = slow_store.DELAY_MS
     standby: bool = False
     checkout: Path = processes.REPOSITORY
@@ -116,7 +111,7 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
         "subscriptions": plan.subscriptions,
         "rows_per_s": plan.rows_per_s,
         "delays_ms": " to ".join(map(str, plan.delays_ms)),
-        "store": plan.store if plan.store == LOCAL else f"{plan.delay_ms:g} ms a request",
+        "store": plan.store if plan.store == alone.LOCAL else f"{plan.delay_ms:g} ms a request",
         "after_sigkill": "takeover by a standby" if plan.standby else "restart",
     }
     return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems)
@@ -194,7 +189,7 @@ _COUNTS: dict[str, tuple[str, dict[str, str]]] = {
 def _daemon(
     bench: workbench.Workbench, plan: Plan, folder: Path, root: Path, name: str
 ) -> Iterator[processes.DaemonProcess]:
-    slow = plan.store == SLOW
+    slow = plan.store == alone.SLOW
     given = {**(slow_store.settings() if slow else processes.local_store(root)), **bench.settings}
     program = slow_store.program(root, plan.delay_ms) if slow else processes.TARRYD
     with processes.DaemonProcess(name, folder, given, program=program, checkout=plan.checkout) as daemon:
@@ -207,16 +202,8 @@ def _slots_to_read(plan: Plan, root: Path) -> int:
     with contextlib.closing(local_directory.LocalDirectory(root)) as store:
         for folder in sorted((root / "shards").iterdir()):
             shard = int(folder.name)
-            log = shard_manifests.shard_log(
-                store,
-                shard,
-                monotonic=time.monotonic,
-                sleep=time.sleep,
-                jitter=random.random,
-                new_id=lambda: uuid.uuid4().hex,
-            )
-            tip = log.read_tip()
-            covered = 0 if tip is None else tip.manifest.replay_from
+            newest = shard_tips.newest(store, shard)
+            covered = 0 if newest is None else newest.replay_from
             listed = store.list(names.journal_prefix(shard))
             slots += sum(names.number_of(each.key) > covered for each in listed)
     return slots
@@ -384,9 +371,6 @@ async def _receive_rest(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The measurement with other sizes, another store, or the daemon of another checkout."""
     options = _parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    progress = Console(stderr=True, highlight=False, style="dim")
-    cores = machine.Cores.of_this_machine()
     plan = Plan(
         seconds=options.seconds,
         topics=options.topics,
@@ -399,49 +383,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         standby=options.standby,
         checkout=options.daemon.resolve(),
     )
-    with (
-        machine.on_core(cores.client),
-        tempfile.TemporaryDirectory(prefix="tarry-benchmark-", dir=options.directory) as directory,
-    ):
-        bench = workbench.Workbench(
-            directory=Path(directory),
-            cores=cores,
-            redis=None,
-            rounds=options.rounds,
-            quick=False,
-            batch_rows=plan.rows_per_step,
-            in_flight=1,
-            seed=options.seed,
-            why_without_redis="",
-            settings=dict(each.split("=", 1) for each in options.set),
-            say=progress.print,
-        )
-        result = measure(bench, plan)
-        taken_on = machine.describe(bench.directory, cores, None)
-    result.show(console)
-    if options.json is not None:
-        report.write_json(options.json, taken_on, [result])
-    return 1 if result.problems else 0
+    measured = functools.partial(measure, plan=plan)
+    return alone.run(options, measured, batch_rows=plan.rows_per_step, in_flight=1, seed=options.seed)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.service", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = alone.parser(NAME, __doc__, store=alone.LOCAL)
     add = functools.partial(parser.add_argument, type=int)
     add("--seconds", default=60, help="of service before SIGKILL; default: %(default)s")
     add("--topics", default=20, help="default: %(default)s")
     add("--subscriptions", default=1, help="of each topic; default: %(default)s")
     add("--rate", default=1_000, help="rows a second over all topics; default: %(default)s")
     add("--delays-ms", nargs=2, default=DELAYS_MS, metavar=("LEAST", "MOST"), help="default: %(default)s")
-    add("--rounds", default=1, help="default: %(default)s")
     add("--seed", default=195, help="default: %(default)s")
-    parser.add_argument("--store", choices=(LOCAL, SLOW), default=LOCAL, help="default: %(default)s")
-    parser.add_argument("--delay-ms", type=float, default=slow_store.DELAY_MS, help="of each request to a slow store")
     parser.add_argument("--standby", action="store_true", help="a daemon that stands by takes over")
-    parser.add_argument("--daemon", type=Path, default=processes.REPOSITORY, help="the checkout whose daemon runs")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a daemon's setting")
-    parser.add_argument("--directory", type=Path, help="where the servers' directories are made; the disk measured")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as JSON")
     return parser.parse_args(arguments)
 
 

@@ -19,19 +19,15 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from benchmarks import load, machine, many_topics, report, single_adds, slow_store, workbench
+from benchmarks import alone, load, machine, many_topics, report, single_adds, slow_store, workbench
 from examples import processes
 
 NAME = "topics"
 TOPICS = (1_000, 3_000, 10_000)
-LOCAL, SLOW = "local", "slow"
 # To which single rows are added.
 SERVED_TOPICS = 16
 ROWS_A_TOPIC = 3
@@ -79,7 +75,7 @@ def run(bench: workbench.Workbench) -> report.Result:
         idle_s=bench.size(IDLE_S, 1),
         seal_age_s=bench.size(SEAL_AGE_S, 1),
         rest_s=bench.rest_s,
-        store=SLOW,
+        store=alone.SLOW,
         delay_ms=bench.size(slow_store.DELAY_MS, 5),
     )
     return measure(bench, plan)
@@ -95,7 +91,7 @@ def measure(bench: workbench.Workbench, plan: Plan) -> report.Result:
         "adds_per_s": plan.adds_per_s,
         "idle_s": plan.idle_s,
         "seal_age_s": plan.seal_age_s,
-        "store": plan.store if plan.store == LOCAL else f"{plan.delay_ms:g} ms a request",
+        "store": plan.store if plan.store == alone.LOCAL else f"{plan.delay_ms:g} ms a request",
     }
     figures = [_figure(rounds, name) for name in rounds.names]
     return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems)
@@ -132,7 +128,7 @@ class _Place:
         self, name: str, *, delay_ms: float, settings: Mapping[str, object] | None = None
     ) -> Iterator[processes.DaemonProcess]:
         """One that is not started yet. All have one id: none waits for the one before."""
-        slow = self.plan.store == SLOW
+        slow = self.plan.store == alone.SLOW
         store = slow_store.settings() if slow else processes.local_store(self.root)
         program = slow_store.program(self.root, delay_ms, self.folder / "requests") if slow else processes.TARRYD
         given = {**store, "daemon.drain_s": DRAIN_S, **(settings or {}), **self.bench.settings}
@@ -181,7 +177,7 @@ def _loaded_and_stopped(place: _Place, count: int, served: Sequence[str]) -> tup
             loaded_s, cpu_s = slow_store.clock_s(), daemon.usage().cpu_s
             seen = adding.end()
         figures = {"SIGKILL to all loaded, s": loaded_s - began_s, "CPU a topic loaded, ms": 1000 * cpu_s / count}
-        if plan.store == SLOW:
+        if plan.store == alone.SLOW:
             figures["requests a topic loaded, 1"] = len(place.requests(began_s, loaded_s)) / count
         figures |= _figures_of(seen, seen.first_served_s, loaded_s, "while loading")
         time.sleep(plan.rest_s)
@@ -237,7 +233,7 @@ def _wait_for_rest(place: _Place) -> None:
     while True:
         began_s = slow_store.clock_s()
         time.sleep(place.plan.rest_s)
-        if place.plan.store == LOCAL:
+        if place.plan.store == alone.LOCAL:
             return
         requests = place.requests(began_s, slow_store.clock_s())
         if not any(map(_is_of_work, requests)):
@@ -259,7 +255,7 @@ def _idle(place: _Place, daemon: processes.DaemonProcess, count: int, empty_byte
         "memory a topic, kB": (resident_bytes - empty_bytes) / count / 1e3,
         "CPU when idle, %": 100 * cpu_s / (ended_s - began_s),
     }
-    if place.plan.store == SLOW:
+    if place.plan.store == alone.SLOW:
         asked = [request.operation for request in place.requests(began_s, ended_s)]
         figures["requests when idle, 1/s"] = len(asked) / (ended_s - began_s)
         for operation in slow_store.OPERATIONS:
@@ -314,9 +310,6 @@ def _check(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The measurement with other sizes, another store, or the daemon of another checkout."""
     options = _parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    progress = Console(stderr=True, highlight=False, style="dim")
-    cores = machine.Cores.of_this_machine()
     plan = Plan(
         topics=options.topics,
         served_topics=SERVED_TOPICS,
@@ -328,46 +321,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         delay_ms=options.delay_ms,
         checkout=options.daemon.resolve(),
     )
-    with (
-        machine.on_core(cores.client),
-        tempfile.TemporaryDirectory(prefix="tarry-benchmark-", dir=options.directory) as directory,
-    ):
-        bench = workbench.Workbench(
-            directory=Path(directory),
-            cores=cores,
-            redis=None,
-            rounds=options.rounds,
-            quick=False,
-            batch_rows=1,
-            in_flight=many_topics.AT_ONCE,
-            seed=0,
-            why_without_redis="",
-            settings=dict(each.split("=", 1) for each in options.set),
-            say=progress.print,
-        )
-        result = measure(bench, plan)
-        taken_on = machine.describe(bench.directory, cores, None)
-    result.show(console)
-    if options.json is not None:
-        report.write_json(options.json, taken_on, [result])
-    return 1 if result.problems else 0
+    measured = functools.partial(measure, plan=plan)
+    return alone.run(options, measured, batch_rows=1, in_flight=many_topics.AT_ONCE, seed=0)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.topics", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = alone.parser(NAME, __doc__, store=alone.SLOW)
     add = parser.add_argument
     add("--topics", type=int, nargs="+", default=TOPICS, help="one measurement each; default: %(default)s")
-    add("--store", choices=(LOCAL, SLOW), default=SLOW, help="default: %(default)s")
-    add("--delay-ms", type=float, default=slow_store.DELAY_MS, help="of each request to a slow store")
     add("--rate", type=float, default=ADDS_PER_S, help="single rows a second; default: %(default)s")
     add("--idle-s", type=float, default=IDLE_S, help="default: %(default)s")
     add("--seal-age-s", type=int, default=SEAL_AGE_S, help="default: %(default)s")
-    add("--rounds", type=int, default=1, help="default: %(default)s")
-    add("--daemon", type=Path, default=processes.REPOSITORY, help="the checkout whose daemon runs")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="a daemon's setting")
-    add("--directory", type=Path, help="where the servers' directories are made; the disk measured")
-    add("--json", type=Path, metavar="FILE", help="write everything here as JSON")
     return parser.parse_args(arguments)
 
 
