@@ -18,6 +18,8 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 SYNCED := .venv/.synced
+# Enough to serve and for the demo: a tenth of everything, unless that is there.
+RUNNABLE := $(if $(wildcard $(SYNCED)),$(SYNCED),.venv/.runnable-$(STORE))
 RUN := $(UV) run --no-sync
 
 .DEFAULT_GOAL := help
@@ -27,8 +29,11 @@ RUN := $(UV) run --no-sync
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
 
+.PHONY: everything
+everything: $(SYNCED) ## install what any command needs: 1.4 GB, Spark among it
+
 .PHONY: demo
-demo: $(SYNCED) ## real flights through a daemon that is killed twice; STORE=local|s3
+demo: $(RUNNABLE) ## real flights through a daemon that is killed twice; STORE=local|s3
 	$(RUN) python -m examples.flights --store $(STORE) $(ARGS)
 
 .PHONY: test
@@ -44,7 +49,7 @@ simulate: $(SYNCED) ## whole daemons under simulation; SEEDS=1000, FIRST=0; ARGS
 	$(RUN) python -m tests.simulation --seeds $(SEEDS) --first $(FIRST) --jobs $(JOBS) $(ARGS)
 
 .PHONY: run
-run: $(SYNCED) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; ARGS goes to tarryd
+run: $(RUNNABLE) ## serve: gRPC on 127.0.0.1:7461, metrics on 127.0.0.1:7462; ARGS goes to tarryd
 	$(RUN) tarryd $(ARGS)
 
 .PHONY: bench
@@ -107,6 +112,11 @@ clean: ## remove what make brought or made
 
 $(SYNCED): pyproject.toml client/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
 	$(UV) sync --locked --all-extras
+	@touch $@
+
+# Nothing is taken away. Of pandas, which the flights bring along, nothing is used.
+.venv/.runnable-%: pyproject.toml client/pyproject.toml storage_backends/pyproject.toml uv.lock | $(UV)
+	$(UV) sync --locked --inexact --no-default-groups --group demo $(if $(filter s3,$*),--group s3-server) --no-install-package pandas
 	@touch $@
 
 .tools/uv:
