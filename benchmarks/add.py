@@ -40,7 +40,7 @@ class Rival:
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(2_000_000, 100_000)
+    count = bench.size(2_000_000, 40_000)
     rows = load.in_order(load.over_a_day(count, seed=bench.seed))
     sizes = sorted({bench.batch_rows, LARGE_ROWS})
     rounds = workbench.Rounds(bench, NAME)

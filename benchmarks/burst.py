@@ -23,8 +23,8 @@ LEAD_MS, LEAD_PER_ADDING = 3_000, 5
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    pending = bench.size(10_000_000, 200_000)
-    count = bench.size(1_000_000, 50_000)
+    pending = bench.size(10_000_000, 60_000)
+    count = bench.size(1_000_000, 20_000)
     rounds = workbench.Rounds(bench, NAME)
     with bench.daemon() as daemon, tarry.Client(daemon.address) as client:
         client.create_subscription(NAME, SUBSCRIPTION)

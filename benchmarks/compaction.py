@@ -154,7 +154,9 @@ class _Topic:
             root = self._copy(folder)
             with (
                 self._bench.daemon(root) as daemon,
-                steady_load.SteadyLoad(daemon.address, LOAD_TOPIC, RATE, self._bench.seed) as steady,
+                steady_load.SteadyLoad(
+                    daemon.address, LOAD_TOPIC, RATE, self._bench.seed, quick=self._bench.quick
+                ) as steady,
                 tarry.Client(daemon.address) as client,
             ):
                 tarry_load.wait_for(client, NAME, "its rows", lambda stats: stats.pending == len(self._left))

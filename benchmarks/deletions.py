@@ -24,7 +24,7 @@ from benchmarks.ledger_places import Ledger, Place
 
 NAME = "deletions"
 LOAD_TOPIC = "positions"
-RATE = 1_000
+RATE, QUICK_RATE = 1_000, 200
 DIRECTORY, ON_S3, AT_OWNER = "local directory", "S3", "owner by HTTP"
 PLACES: Mapping[str, Callable[[workbench.Workbench], contextlib.AbstractContextManager[Place]]] = {
     DIRECTORY: ledger_places.directory,
@@ -65,7 +65,7 @@ def run(bench: workbench.Workbench) -> report.Result:
     rounds.run({name: functools.partial(_turn, bench, rounds, size, name) for name in PLACES})
     figures = [figure for name in PLACES for figure in _figures(rounds, name)]
     parameters: dict[str, report.Value] = dataclasses.asdict(size)
-    parameters |= {"rows_per_s": RATE, "records_of_a_request": RECORDS_OF_REQUEST}
+    parameters |= {"rows_per_s": bench.size(RATE, QUICK_RATE), "records_of_a_request": RECORDS_OF_REQUEST}
     return report.Result(NAME, parameters | bench.parameters, figures, rounds.problems)
 
 
@@ -95,7 +95,7 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size, name
         place.fill([*recorded, *left])
         with (
             bench.daemon(configuration=place.configuration) as daemon,
-            steady_load.SteadyLoad(daemon.address, LOAD_TOPIC, RATE, bench.seed) as steady,
+            _steady_load(bench, daemon.address) as steady,
             tarry.Client(daemon.address) as client,
         ):
             watch = _Watch(client)
@@ -129,6 +129,11 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, size: Size, name
             **_quantiles(WITH, came.lateness_of((began_ms, ended_ms))),
         }.items()
     }
+
+
+def _steady_load(bench: workbench.Workbench, address: str) -> steady_load.SteadyLoad:
+    rate = bench.size(RATE, QUICK_RATE)
+    return steady_load.SteadyLoad(address, LOAD_TOPIC, rate, bench.seed, quick=bench.quick)
 
 
 def _quantiles(name: str, lateness_ms: np.typing.NDArray[np.int64]) -> dict[str, float]:

@@ -33,7 +33,7 @@ SETTINGS = {"bucket.min_index_count_per_bucket": 1}
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(1_000_000, 100_000)
+    count = bench.size(1_000_000, 30_000)
     rounds = workbench.Rounds(bench, NAME)
     contenders: dict[str, workbench.Turn] = {
         name: functools.partial(_tarry, bench, rounds, count, name) for name in (RESTARTED, BEHIND, AWAY)

@@ -21,7 +21,7 @@ SERVING, RESTARTED = "serving", "restarted"
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(10_000_000, 200_000)
+    count = bench.size(10_000_000, 60_000)
     rounds = workbench.Rounds(bench, NAME)
     due = load.over_a_day(count, seed=bench.seed)
     orders = {IN_ORDER: load.in_order(due), SHUFFLED: load.shuffled(due, seed=bench.seed)}

@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
-
-import redis
+from typing import TYPE_CHECKING, Literal
 
 from examples import processes
+
+if TYPE_CHECKING:
+    import redis
 
 Aof = Literal["off", "everysec", "always"]
 AOFS: tuple[Aof, ...] = ("off", "everysec", "always")
@@ -34,12 +35,16 @@ class RedisServer(processes.ChildProcess):
     """`start` after `kill` starts it again on what its directory holds."""
 
     def __init__(self, program: Path, directory: Path, aof: Aof) -> None:
+        # It takes as long to load as all else of a measurement, and only some of their processes have a server.
+        import redis
+
         super().__init__("redis", directory, {})
         self.directory = directory
         self.port = processes.free_port()
+        self._not_loaded = (redis.BusyLoadingError, redis.ConnectionError)
         self._program = program
         self._aof = aof
-        self.client = redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=600)
+        self.client: redis.Redis = redis.Redis(host="127.0.0.1", port=self.port, socket_timeout=600)
 
     def __exit__(self, *of_error: object) -> None:
         self.client.close()
@@ -77,7 +82,7 @@ class RedisServer(processes.ChildProcess):
     def _is_loaded(self) -> bool:
         try:
             return bool(self.client.ping())
-        except (redis.BusyLoadingError, redis.ConnectionError):
+        except self._not_loaded:
             return False
 
     def _info(self, section: str) -> dict[str, int | str]:

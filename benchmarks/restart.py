@@ -31,7 +31,7 @@ START_S = 60.0
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(10_000_000, 160_000)
+    count = bench.size(10_000_000, 64_000)
     rounds = workbench.Rounds(bench, NAME)
     with bench.folder() as folder, bench.daemon(folder / "root") as daemon:
         _fill(bench, rounds, daemon, count)

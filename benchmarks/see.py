@@ -37,7 +37,7 @@ Figures = dict[str, float]
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(10_000_000, 200_000)
+    count = bench.size(10_000_000, 60_000)
     rounds = workbench.Rounds(bench, NAME)
     for name, order in (("in order", load.in_order), ("shuffled", functools.partial(load.shuffled, seed=bench.seed))):
         from_ms = load.now_ms() + BEGINS_MS

@@ -26,7 +26,7 @@ from examples import processes
 SUBSCRIPTION = "dispatcher"
 DELAYS_MS = (1_000, 3_000)
 # How long it may go on.
-SECONDS_MAX = 1_800
+SECONDS_MAX, QUICK_SECONDS_MAX = 1_800, 300
 _LEAD_MS = 500
 _RECEIVE_S = 0.2
 _NEVER = np.iinfo(np.int64).max
@@ -53,10 +53,10 @@ class Came:
 class SteadyLoad:
     """A context manager: rows are added inside it. `end` may be called once."""
 
-    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int) -> None:
+    def __init__(self, address: str, topic: str, rows_per_s: int, seed: int, *, quick: bool) -> None:
         self.first_due_ms = 0
         """From when on rows are due all the time."""
-        self._plan = lateness.Plan(0, SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
+        self._plan = lateness.Plan(0, QUICK_SECONDS_MAX if quick else SECONDS_MAX, rows_per_s, *DELAYS_MS, seed)
         self._receiving = side_process.SideProcess(_receive, address, topic)
         self._adding = side_process.SideProcess(_add, address, topic, self._plan)
         self._stack = contextlib.ExitStack()

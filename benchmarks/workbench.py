@@ -20,7 +20,7 @@ from examples import processes
 # One turn of a contender: its figures by name.
 Turn = Callable[[], Mapping[str, float]]
 
-_START_S = 60.0
+_START_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)

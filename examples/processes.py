@@ -23,7 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import boto3
 import grpc
 from grpc_health.v1 import health_pb2
 from prometheus_client import parser
@@ -390,6 +389,9 @@ class S3ServerProcess(ChildProcess):
         return sum(found["Size"] for page in pages for found in page.get("Contents", ()))
 
     def _client(self) -> S3Client:
+        # It takes as long to load as all else here, and most of those who start processes have no S3 server.
+        import boto3
+
         return boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{self.port}",
