@@ -8,6 +8,7 @@ Does not own: what the daemon is asked to do.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -18,10 +19,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -48,6 +49,10 @@ S3_CREDENTIALS = {
     "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+
+
+# Takes another's place where many processes are started that load the same program.
+open_process: Callable[..., Any] = functools.partial(subprocess.Popen, start_new_session=True)
 
 
 class ProcessFailed(Exception):
@@ -160,7 +165,7 @@ class ChildProcess:
             # A program that is installed runs from bytecode: to compile it at each start takes as long as all else.
             if not name.startswith(("AWS_", "TARRY_")) and name != "PYTHONDONTWRITEBYTECODE"
         } | dict(environment)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +177,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        return self._running().pid
+        return int(self._running().pid)
 
     @property
     def alive(self) -> bool:
@@ -200,7 +205,7 @@ class ChildProcess:
         process = self._running()
         process.terminate()
         try:
-            status = process.wait(timeout_s)
+            status: int = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise self.failed(f"did not end within {timeout_s:g} s of SIGTERM") from None
         guard.forget(process.pid)
@@ -225,15 +230,14 @@ class ChildProcess:
         if self.alive:
             raise ProcessFailed(f"{self.name} is running")
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            # An interrupt at the terminal is for the program that started it, which then ends its children.
+            self._process = open_process(
                 command,
                 cwd=self._checkout,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # An interrupt at the terminal is for the program that started it, which then ends its children.
-                start_new_session=True,
             )
         guard.watch(self._process.pid)
 
@@ -253,7 +257,7 @@ class ChildProcess:
             raise self.failed(too_late)
         time.sleep(_POLL_S)
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> Any:
         if self._process is None:
             raise ProcessFailed(f"{self.name} was never started")
         return self._process

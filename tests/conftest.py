@@ -23,7 +23,8 @@ import pytest
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
-from tests.support import parts
+from examples import processes
+from tests.support import forked, parts
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,6 +36,10 @@ hypothesis.settings.register_profile("search", max_examples=2_000, deadline=None
 hypothesis.settings.load_profile("gate")
 # Nor from what the process has imported: of that Hypothesis takes constants into its examples, unless it knows of none.
 NO_CONSTANTS = Constants()
+
+
+# Where tests begin processes of their own.
+LONG = ("benchmarks/", "client/cli/test_real", "client/conformance/test_real", "compaction/test_", "peers/test_many")
 
 
 class NotLoopback(AssertionError):
@@ -91,13 +96,37 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of processes that are killed and stand by begin first: they wait for most of their time, beside tests that
-    use the cores, and would have the end of a run for themselves.
-    """
     _leave_other_parts(config, items)
     for item in items:
         _draw_by_part(item)
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/wire/"))
+    workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
+    items[:] = _long_ones_first(items, workers)
+
+
+def _long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Each worker begins with a share of the tests that take long, which would have the end of a run for themselves.
+
+    One has those that wait for most of their time, beside tests that use the cores; and those that share a Java, which
+    each worker would start else.
+    """
+    first: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    rest = collections.deque[pytest.Item]()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name.startswith("wire/") or "spark" in getattr(item, "fixturenames", ()):
+            first[0].append(item)
+        elif name.startswith(LONG):
+            first[1 % workers].append(item)
+        else:
+            rest.append(item)
+    first[0].sort(key=lambda item: not item.nodeid.startswith("tests/wire/"))
+    ordered: list[pytest.Item] = []
+    for number, share in enumerate(first):
+        ordered += share
+        # A worker has as many tests as another one, at first.
+        while rest and len(ordered) < len(items) * (number + 1) // workers:
+            ordered.append(rest.popleft())
+    return [*ordered, *rest]
 
 
 def _leave_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -137,6 +166,15 @@ def credentials_of_no_one() -> Iterator[None]:
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs_are_loaded_once() -> Iterator[None]:
+    """And not by each daemon that is started, which would take longer than the rest of its test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "open_process", forked.open_process)
+        yield
+    forked.end()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -73,6 +73,7 @@ def unexpected(report: Report) -> list[Finding]:
 
 
 @pytest.mark.long
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_nothing_is_found_but_what_the_simulation_damaged(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "WatchedStore", Recorded)

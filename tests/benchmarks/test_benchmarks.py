@@ -37,9 +37,7 @@ def names(document: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("measurement", MEASUREMENTS)
-def test_a_measurement_accounts_for_every_row_and_has_the_figures_of_its_rival(
-    measurement: str, tmp_path: Path
-) -> None:
+def test_a_measurement_accounts_for_every_row(measurement: str, tmp_path: Path) -> None:
     document = measure(tmp_path, measurement)
     (result,) = document["results"]
     assert result["measurement"] == measurement

@@ -426,6 +426,7 @@ class Story:
         self.check()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_is_at_one_consumer_and_done_in_the_end_whatever_breaks(seed: int) -> None:
     story = Story(seed)

@@ -183,6 +183,7 @@ class Story:
         self.check()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(30))
 def test_every_row_comes_and_every_acknowledgement_is_settled_once_whatever_breaks(seed: int) -> None:
     story = Story(seed)

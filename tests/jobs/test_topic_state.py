@@ -163,6 +163,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, seed: int, *, every: int) -> Look
     return made[0]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", [8, 16, 18])
 def test_what_jobs_read_is_what_is_true_at_any_moment(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     store = looked_at(monkeypatch, seed, every=20)

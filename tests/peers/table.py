@@ -269,8 +269,7 @@ THREADS = Section(
         here(
             "'mixed operations end, 32 threads'",
             ENGINE + "test_calls_together:test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else",
-            "tests.wire.test_sigkill:"
-            "test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_random_moments",
+            "tests.wire.test_sigkill:test_what_was_answered_comes_and_nothing_early_through_kills_at_random_moments",
         ),
         here("'counts are consistent, 8 writers and 16 readers'", *MANY_CLIENTS),
     ),

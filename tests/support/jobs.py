@@ -104,9 +104,10 @@ class Job(ChildProcess):
     def wait(self, timeout_s: float = PATIENCE_S) -> int:
         """Its exit status; below 0: the signal that ended it. Raises `ProcessFailed` when it does not end."""
         try:
-            return self._running().wait(timeout_s)
+            status: int = self._running().wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise self.failed(f"did not end within {timeout_s:g} s") from None
+        return status
 
     def expect(self, status: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Waits for its end; its summary. Raises `ProcessFailed` when its exit status is another one."""

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -125,9 +126,8 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     def due(rng: random.Random, base_ms: int) -> int:
         return base_ms + rng.randint(0, 20_000)
 
-    sender = traffic.Sender(
-        owner.address, "topic", history, rng=random.Random(1), due=due, timeout_s=traffic.PATIENCE_S
-    )
+    pace: dict[str, Any] = {"due": due, "pause_s": 0.1, "timeout_s": traffic.PATIENCE_S}
+    sender = traffic.Sender(owner.address, "topic", history, rng=random.Random(1), **pace)
     receiver = traffic.Receiver(owner.address, "topic", history, rng=random.Random(2), reopen=False)
     for caller in (sender, receiver):
         caller.__enter__()
@@ -137,9 +137,7 @@ def test_a_paused_owner_that_was_superseded_is_fenced_and_answers_nothing_as_dur
     owner.stop()
     stopped_ms = traffic.now_ms()
     standby.start_serving()
-    new_sender = traffic.Sender(
-        standby.address, "topic", history, rng=random.Random(3), due=due, ledgers_from=1_000_000
-    )
+    new_sender = traffic.Sender(standby.address, "topic", history, rng=random.Random(3), ledgers_from=1_000_000, **pace)
     new_receiver = traffic.Receiver(standby.address, "topic", history, rng=random.Random(4))
     for caller in (new_sender, new_receiver):
         caller.__enter__()

@@ -13,7 +13,7 @@ from tests.support.delivery_history import DeliveryHistory
 from tests.support.processes import Daemons
 from tests.wire import traffic
 
-ROUNDS = 20
+ROUNDS, LONG_ROUNDS = 8, 20
 TOPICS = ("north", "south")
 # Small, so that every round seals, loads, writes checkpoints and deletes slots.
 SETTINGS: dict[str, object] = {
@@ -28,15 +28,21 @@ SETTINGS: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("seed", [2013, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5))])
-def test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_random_moments(
-    seed: int, daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("seed", "rounds"),
+    [
+        *(pytest.param(seed, ROUNDS, marks=pytest.mark.rotating) for seed in range(2013, 2017)),
+        *(pytest.param(seed, LONG_ROUNDS, marks=pytest.mark.long) for seed in range(5)),
+    ],
+)
+def test_what_was_answered_comes_and_nothing_early_through_kills_at_random_moments(
+    seed: int, rounds: int, daemons: Daemons, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rng = random.Random(seed)
     history = DeliveryHistory()
     daemon = daemons.make("tarryd", SETTINGS | processes.local_store(tmp_path / "root"))
     daemon.start_serving()
-    far_ms = traffic.now_ms() + 50_000
+    far_ms = traffic.now_ms() + 2_500 * rounds
 
     def due(rng: random.Random, base_ms: int) -> int:
         kind = rng.random()
@@ -58,7 +64,7 @@ def test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_rando
         caller.__enter__()
         request.addfinalizer(caller.stop)
 
-    _kill_round_after_round(daemon, rng)
+    _kill_round_after_round(daemon, rng, rounds)
     for sender in senders:
         sender.finish()
     for receiver in receivers:
@@ -73,10 +79,10 @@ def test_what_was_answered_comes_and_nothing_early_through_twenty_kills_at_rando
     assert any(sender.refusals for sender in senders), "no kill met an add: the test shows nothing"
 
 
-def _kill_round_after_round(daemon: processes.DaemonProcess, rng: random.Random) -> None:
+def _kill_round_after_round(daemon: processes.DaemonProcess, rng: random.Random, rounds: int) -> None:
     """Every kill comes at a random moment: of serving, and in each fourth round of starting and recovering."""
     moment = threading.Event()
-    for number in range(ROUNDS):
+    for number in range(rounds):
         if number % 4 == 3:
             moment.wait(rng.uniform(0.0, 0.6))
         else:

@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support import forked
 from tests.support.processes import child
 
 TARRY = Path(sys.executable).with_name("tarry")
@@ -27,18 +29,22 @@ class Shell:
         self.address = address
         self._environment = os.environ | {"TARRY_ADDRESS": address}
 
-    def result(self, line: str, *, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [TARRY, *line.split(" ")],
-            env=self._environment,
-            input=stdin,
-            stdin=subprocess.DEVNULL if stdin is None else None,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-        )
+    def result(self, line: str, *, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        with contextlib.ExitStack() as files:
+            given, output, log = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3))
+            given.write(stdin)
+            given.flush()
+            descriptors = (given.fileno(), output.fileno(), log.fileno())
+            process = forked.fork("tarry.cli", line.split(" "), files=descriptors, environment=self._environment)
+            try:
+                status = process.wait(PATIENCE_S)
+            finally:
+                process.kill()
+            output.seek(0)
+            log.seek(0)
+            return subprocess.CompletedProcess(line, status, output.read(), log.read())
 
-    def out(self, line: str, *, stdin: str | None = None) -> str:
+    def out(self, line: str, *, stdin: str = "") -> str:
         """What it prints; it must succeed."""
         result = self.result(line, stdin=stdin)
         assert result.returncode == 0, f"tarry {line}: {result.stderr}"
@@ -51,6 +57,6 @@ class Shell:
             assert running.stdout is not None
             yield map(json.loads, running.stdout)
 
-    def parsed(self, line: str, *, stdin: str | None = None) -> Any:
+    def parsed(self, line: str, *, stdin: str = "") -> Any:
         """Its one line of JSON."""
         return json.loads(self.out(f"{line} --json", stdin=stdin))

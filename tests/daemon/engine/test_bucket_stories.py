@@ -291,6 +291,7 @@ class Story:
         assert not any(live.quarantined for live in self.other.tip().live)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(20))
 async def test_each_subscription_gets_exactly_what_it_is_owed(machines: EngineFixture, seed: int) -> None:
     await Story(machines, seed).told()

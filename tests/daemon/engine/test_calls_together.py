@@ -365,6 +365,7 @@ class Story:
         assert (await delete_topic(self.daemon)).rows == 0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(12))
 async def test_calls_at_the_same_time_hand_out_what_they_must_and_nothing_else(
     machines: EngineFixture, seed: int

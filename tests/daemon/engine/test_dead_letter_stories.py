@@ -129,6 +129,7 @@ def _positions(rows: object) -> list[Position]:
     return list(zip(rows.ledger_id.tolist(), rows.entry_id.tolist(), strict=True))  # type: ignore[attr-defined]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(25))
 async def test_a_position_is_pending_due_dead_or_gone_and_only_one_of_these(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, seed: int

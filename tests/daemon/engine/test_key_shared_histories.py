@@ -213,6 +213,7 @@ class History:
         assert (found.backlog, found.in_flight, found.waiting, found.nacked) == (0, 0, 0, 0)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_hash_is_at_one_consumer_at_a_time_and_nothing_is_left_behind(
     machines: EngineFixture, seed: int

@@ -318,6 +318,7 @@ async def test_what_is_withdrawn_is_counted(machines: EngineFixture) -> None:
 # ---- all together
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(4))
 async def test_rows_that_are_cancelled_and_rescheduled_over_many_buckets_and_crashes_come_as_they_should(
     machines: EngineFixture, seed: int
