@@ -23,13 +23,20 @@ from tests.daemon.owner import test_takeover as takeovers
 from tests.daemon.shard import test_garbage_interleavings as collectors
 from tests.models import deletion_model
 from tests.models import test_protocol_models as models
-from tests.planted import buckets, deletions, redeliveries, rules, state
+from tests.planted import buckets, deletions, keys, redeliveries, rules, state
 from tests.planted.bug import Bug
 from tests.storage_backends import test_commit_interleavings as commits
 from tests.storage_backends import test_topic_manifest_interleavings as owners
 from tests.storage_backends import test_topic_merge_interleavings as mergers
 
-BUGS: tuple[Bug, ...] = (*rules.BUGS, *state.BUGS, *buckets.BUGS, *redeliveries.BUGS, *deletions.BUGS)
+BUGS: tuple[Bug, ...] = (
+    *rules.BUGS,
+    *keys.BUGS,
+    *state.BUGS,
+    *buckets.BUGS,
+    *redeliveries.BUGS,
+    *deletions.BUGS,
+)
 
 # Rules whose bugs harm nobody whom the simulation sees, or hardly ever: who finds them.
 BY_OTHERS = {

@@ -27,6 +27,7 @@ WEIGHTS: tuple[dict[Fault, float], ...] = (
     {Fault.DELIVER_LATE: 0.12, Fault.FAIL_BEFORE: 0.05},
 )
 LATE_MAX_S = 40.0
+SUSPENDED_LOOK_S = 0.01
 
 # Where troubles are worth having: (operation, part of the key), and how many such calls there are in a run.
 PLACES: tuple[tuple[str, str, int], ...] = (
@@ -155,8 +156,11 @@ class Faults:
                 self._history.note(f"{daemon.name} {trouble.kind} {'before' if before else 'after'} {operation} {key}")
                 self._befall(daemon, trouble)
                 break
-        while daemon.suspended:
+        if daemon.suspended:
             daemon.loop.block(0.0)
+        # What was begun by a caller's code runs on beside a process that is suspended.
+        while daemon.suspended:
+            daemon.loop.block(SUSPENDED_LOOK_S)
         if daemon.dead:
             raise Killed
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
 from daemon.settings import Deletion
 from storage_backends.formats import index_ids, manifest, names, slot_format
+from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
 from tests.simulation.deletion_truth import ShardDeletions
@@ -33,7 +34,7 @@ class Row:
     row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
     `was_due_ms`: the earliest time that it had before it was rescheduled. `nacked`: by subscription; `handed_out`: the
     last epoch under which it was handed out to a subscription, and the slot of its `nacked` then, `handed_out_s`: when.
-    `level`: the delay level that it was added by.
+    `level`: the delay level that it was added by, `key_hash`: of its key, 0 without one.
     """
 
     deliver_at_ms: int
@@ -46,6 +47,7 @@ class Row:
     handed_out: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     handed_out_s: dict[int, float] = dataclasses.field(default_factory=dict)
     level: int = 0
+    key_hash: int = 0
 
     def generation(self, subscription_id: int) -> tuple[int, int]:
         """Another one means that a subscription may be handed it out again."""
@@ -153,6 +155,10 @@ class Oracle:
         """By shard: the highest epoch that a shard manifest gave."""
         self.removals: dict[int, Removal] = {}
         """Requests under way that may remove rows."""
+        self.fences: dict[tuple[int, int], int] = {}
+        """By shard and epoch: the slot of its fence."""
+        self.applied_ms: dict[tuple[int, int], int] = {}
+        """By shard and slot: the latest time that a wall clock had shown when its owner had applied it for certain."""
         self.handed_out: dict[tuple[str, Position, int], int] = {}
         """By topic, position and slot of a row: the last epoch under which it was handed out."""
         self.leaving: Callable[[int, int, str], None] = lambda shard, epoch, what: None
@@ -280,6 +286,11 @@ class Oracle:
         if header.epoch < epoch:
             self._history.breach(f"shard {header.shard}: slot {header.slot} of epoch {header.epoch} follows {epoch}")
         self._journal[header.shard] = (header.slot, header.epoch)
+        if header.kind is slot_format.SlotKind.FENCE:
+            self.fences[header.shard, header.epoch] = header.slot
+        elif header.epoch == epoch:
+            # One slot is under way at a time.
+            self.applied_ms[header.shard, slot] = self.latest_ms()
         for record in records:
             topic = self.topics.setdefault(record.topic_id, TopicTruth())
             if record.incarnation == topic.incarnation:
@@ -293,19 +304,19 @@ class Oracle:
             return
         if isinstance(record, slot_format.AddRecord):
             rows = record.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), _key_hashes(rows))
+            for ledger_id, entry_id, deliver_at_ms, key_hash in zip(*columns, strict=True):
                 position = in_index((ledger_id, entry_id), index)
-                self._add(topic, slot, position, deliver_at_ms, record.delay_level)
+                self._add(topic, slot, position, deliver_at_ms, record.delay_level, key_hash)
         elif isinstance(record, slot_format.RescheduleRecord):
             rows = record.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
-                self._reschedule(topic, header, in_index((ledger_id, entry_id), index), deliver_at_ms)
+            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), _key_hashes(rows))
+            for ledger_id, entry_id, deliver_at_ms, key_hash in zip(*columns, strict=True):
+                self._reschedule(topic, header, in_index((ledger_id, entry_id), index), deliver_at_ms, key_hash)
         elif isinstance(record, slot_format.AcknowledgeRecord):
             rows = record.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
-            for ledger_id, entry_id, deliver_at_ms in zip(*columns, strict=True):
+            named = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+            for ledger_id, entry_id, deliver_at_ms in zip(*named, strict=True):
                 position = in_index((ledger_id, entry_id), record.index_id)
                 self.acknowledged(topic, slot, index, position, deliver_at_ms)
         elif isinstance(record, slot_format.WaiveRecord):
@@ -315,23 +326,27 @@ class Oracle:
         else:
             self._redeliveries.landed(topic, header, record)
 
-    def _add(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int) -> None:
+    def _add(
+        self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int, key_hash: int
+    ) -> None:
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
-        self.new_row(topic, slot, position, deliver_at_ms, level)
+        self.new_row(topic, slot, position, deliver_at_ms, level, key_hash)
 
-    def new_row(self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int = 0) -> None:
+    def new_row(
+        self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int = 0, key_hash: int = 0
+    ) -> None:
         if position in topic.rows:
             self._history.breach(f"topic {topic.name}: position {position} has two rows")
         if position in topic.missing:
             self._remove(topic, slot, position)
         if not is_part(position):
             topic.keys.setdefault(position[:2], set()).add(position)
-        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position), level=level)
+        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position), level=level, key_hash=key_hash)
         topic.added[position] = slot
 
     def _reschedule(
-        self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, deliver_at_ms: int
+        self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, deliver_at_ms: int, key_hash: int
     ) -> None:
         # That its bucket is quarantined may land between the decision and its slot.
         row = topic.rows.get(position) or topic.missing.get(position)
@@ -343,7 +358,13 @@ class Oracle:
         self._leave(topic, header, position, row)
         # Who is not owed it any more, since it was trimmed for them, is not owed it at another time.
         topic.rows[position] = Row(
-            deliver_at_ms, header.slot, row.since, dict(row.acknowledged), row.index, row.earliest_ms
+            deliver_at_ms,
+            header.slot,
+            row.since,
+            dict(row.acknowledged),
+            row.index,
+            row.earliest_ms,
+            key_hash=key_hash,
         )
         topic.added[position] = header.slot
 
@@ -445,6 +466,11 @@ class Oracle:
         topic.missing.pop(position, None)
         topic.removed[position] = slot
         topic.removed_at_s[position] = self.now_s()
+
+
+def _key_hashes(rows: Rows) -> list[int]:
+    found: list[int] = [0] * len(rows) if rows.key_hash is None else rows.key_hash.tolist()
+    return found
 
 
 class WatchedStore(MemoryStore):

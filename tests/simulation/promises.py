@@ -10,6 +10,7 @@ slot may have landed and its writer not know it yet.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -110,6 +111,7 @@ class Promises:
         # When one of two such rows was handed out last, by topic, position, time and subscription.
         self._twins_came_s: dict[tuple[str, Position, int, int], float] = {}
         self._streams: list[OpenStream] = []
+        self._withdrawing: collections.Counter[tuple[str, Position]] = collections.Counter()
         self.redeliveries = RedeliveryPromises(self, oracle, history, redelivery)
         self._holders: dict[tuple[str, int, int, Position], OpenStream] = {}
         self.received: dict[tuple[str, int], set[tuple[Position, int]]] = {}
@@ -255,7 +257,7 @@ class Promises:
             return
         if (stream.topic, position, row.slot, stream.subscription_id) in self._done:
             self._history.breach(f"{what} is handed out after its acknowledgement was answered")
-        if not self._is_stale(stream) and stream.subscription_id not in topic.owes(row):
+        if not self.is_stale(stream) and stream.subscription_id not in topic.owes(row):
             self._history.breach(f"{what} is handed out and is not owed")
         generation = row.generation(stream.subscription_id)
         if stream.handed_out.get(position) == generation:
@@ -278,7 +280,7 @@ class Promises:
             self._left_and_handed_out[stream.topic, position, left.slot] = stream.daemon.name
         if removed_at_s is None:
             self._history.breach(f"{what} is handed out and was never added")
-        elif not self._is_stale(stream):
+        elif not self.is_stale(stream):
             self._history.breach(f"{what} is handed out and is gone")
         elif stream.daemon.elapsed_s() - removed_at_s > STALE_HAND_OUT_S:
             self._history.breach(f"{what} is handed out under a former epoch, gone for more than {STALE_HAND_OUT_S} s")
@@ -302,7 +304,13 @@ class Promises:
             self._history.breach(f"{what} is handed out to two dispatchers")
         self._holders[key] = stream
 
-    def _is_stale(self, stream: OpenStream) -> bool:
+    def may_be_leaving(self, topic: str, position: Position) -> bool:
+        """Whether a request is under way, or was not answered, by which a row would leave."""
+        asked = (each for each in self._oracle.removals.values() if each.topic == topic)
+        return self._withdrawing[topic, place.entry_of(position)] > 0 or any(each.names(position) for each in asked)
+
+    def is_stale(self, stream: OpenStream) -> bool:
+        """Whether there is a later owner."""
         return stream.epoch < self._oracle.epochs[stream.shard]
 
     # ---- acknowledgements
@@ -328,7 +336,7 @@ class Promises:
         # What was damaged cannot be found in the backlog.
         known = [claim for claim in left if claim[0][:2] not in self._oracle.objects.unreadable]
         mine = [claim for claim in known if stream.handed_out.get(claim[0], (0, 0))[0] == topic.rows[claim[0]].slot]
-        if mine and not self._is_stale(stream):
+        if mine and not self.is_stale(stream):
             self._breach(sent, f"acknowledgements of rows that the stream was handed out were ignored: {mine}")
         if not ignored:
             for position, _ in claims:
@@ -373,6 +381,7 @@ class Promises:
         sent = Sent(daemon, truth, tuple(positions), applied_slot(daemon, topic), indexes)
         keys = [key for position in positions for key in sent.keys(position)]
         rows = {key: truth.rows[key] for key in keys if key in truth.rows}
+        self._withdrawing.update((topic, position) for position in positions)
         return Withdrawal(sent, rows, daemon.now_ms())
 
     def withdrawal_answered(
@@ -381,6 +390,7 @@ class Promises:
         """`count`: how many were cancelled or rescheduled."""
         sent = asked.sent
         topic, positions = sent.topic, sent.positions
+        self._withdrawing.subtract((topic.name, position) for position in positions)
         self.check_confirmed(sent)
         not_found = [positions[row] for row in outcome.not_found.tolist()]
         due = [positions[row] for row in (*outcome.already_due.tolist(), *outcome.in_flight.tolist())]

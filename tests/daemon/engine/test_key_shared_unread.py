@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from daemon.core import feeding
+from daemon.core.indexes import Indexes
 from daemon.core.key_sharing import KeySharing
 from daemon.core.positions import KeyedRows
 from daemon.core.segments import SegmentRange
+from daemon.core.topic import Topic
 from daemon.topic.segment_loading import SegmentLoader
 from storage_backends.formats.manifest import NackOrder
-from tests.daemon.engine.key_dispatching import Sent, add, by_key, consumer, open_by_key
+from tests.daemon.engine.key_dispatching import HALF, HASHES, Sent, add, by_key, consumer, open_by_key, sticky
 from tests.support.engine_fixture import Daemon, EngineFixture
 
 KEY = 7
@@ -100,6 +104,40 @@ async def test_a_subscription_that_is_fed_beside_a_segment_that_is_not_read_is_f
     assert overtakes(await in_tiny_segments(machines))
 
 
+async def busy_while_much_comes_due(machines: EngineFixture) -> list[Sent]:
+    """When all is due the first segment is in memory and the others are not: the daemon was too busy to look."""
+    one = await machines.served_by("one", *TINY, "delivery.lookahead_ms=1000")
+    shared = await open_by_key(one, [consumer(1)], policy=by_key())
+    await add(one, 1, range(10), [KEY] * 10, 4_000)
+    await add(one, 1, range(10, 40), [KEY] * 30, 6_000)
+    await seal(one)
+    await add(one, 2, range(40), [KEY] * 40, 6_000)
+    await asyncio.sleep(3.9)
+    one.loop.pass_time(3.0)
+    return await shared.next(80)
+
+
+async def test_what_turns_out_not_to_be_read_is_not_passed(machines: EngineFixture) -> None:
+    assert overtakes(await busy_while_much_comes_due(machines)) == []
+
+
+def the_pass_goes_on(patch: pytest.MonkeyPatch) -> None:
+    take_due = Indexes._take_due
+
+    def further(self: Indexes, now_ms: int, limit: int, *, ends_at_unread: bool) -> Any:
+        del ends_at_unread
+        return take_due(self, now_ms, limit, ends_at_unread=False)
+
+    patch.setattr(Indexes, "_take_due", further)
+
+
+async def test_rows_that_are_taken_beyond_what_turns_out_not_to_be_read_are_found_out(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    the_pass_goes_on(monkeypatch)
+    assert overtakes(await busy_while_much_comes_due(machines))
+
+
 @pytest.fixture
 def readable(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """No segment is read before it is set."""
@@ -115,22 +153,36 @@ def readable(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 
 async def nacked_and_restarted(machines: EngineFixture, readable: asyncio.Event) -> tuple[list[Sent], list[Sent]]:
-    """What was nacked before a restart, and what is handed out after it: its time comes while its row is not read."""
+    """What was nacked before a restart, and what is handed out after it: its time comes while its row is not read, and
+    rows of another key come due meanwhile.
+    """
     one = await machines.served_by("one")
     policy = by_key(nack_order=NackOrder.BLOCK_KEY)
     shared = await open_by_key(one, [consumer(1, permits=20)], policy=policy)
     await add(one, 1, range(20), [KEY] * 20)
     first = await shared.next(20)
     assert await shared.acknowledge(first[:4]) == 0
-    assert await shared.nack([first[4]], 2_000) is not None
+    assert await shared.nack([first[4]], 8_000) is not None
     await seal(one)
     await add(one, 2, range(20), [KEY] * 20)
     await asyncio.sleep(5)
     after = await restarted(machines, one)
     again = await open_by_key(after, [consumer(1)])
-    assert await again.nothing_more()
+    passes, pass_due = 0, Topic.pass_due
+
+    def counted(core: Topic, now_ms: int, limit: int) -> int:
+        nonlocal passes
+        passes += 1
+        assert passes < 100, "what has to wait wakes nobody"
+        return pass_due(core, now_ms, limit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Topic, "pass_due", counted)
+        assert await again.nothing_more(for_s=20.0)
+        await add(after, 3, [0], [KEY + 1])
+        assert await again.nothing_more()
     readable.set()
-    return [first[4]], await again.next(36)
+    return [first[4]], [each for each in await again.next(37) if each.row.ledger != 3]
 
 
 async def test_after_a_restart_what_was_nacked_goes_first_and_nothing_passes_what_is_not_read(
@@ -139,6 +191,55 @@ async def test_after_a_restart_what_was_nacked_goes_first_and_nothing_passes_wha
     (nacked,), sent = await nacked_and_restarted(machines, readable)
     assert (sent[0].row.ledger, sent[0].entry) == (nacked.row.ledger, nacked.entry)
     assert overtakes(sent) == []
+
+
+async def let_go_and_sought(machines: EngineFixture, monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
+    """Of a key whose consumer has no permits more rows wait than there is room for. It has some when later ones are
+    due, of which those in between are not read.
+    """
+    one = await machines.served_by("one", *TINY, "delivery.ready_rows_max=10")
+    one_key = [consumer(1, (0, HALF - 1), permits=0), consumer(2, (HALF, HASHES - 1))]
+    shared = await open_by_key(one, one_key, policy=sticky())
+    await add(one, 1, range(40), [KEY] * 40)
+    await add(one, 2, range(40), [KEY] * 40, 4_000)
+    await seal(one)
+    await add(one, 3, range(40), [KEY] * 40, 4_001)
+    await one.until(lambda: one.topic("t").core.subscriptions[1].key_shared.let_go is not None)  # type: ignore[union-attr]
+    read, readable = SegmentLoader._read_until_there, asyncio.Event()
+
+    async def when_readable(self: SegmentLoader, segments: SegmentRange) -> list[KeyedRows]:
+        # The rows of the first ledger are in the first four segments.
+        if segments.last >= 4:
+            await readable.wait()
+        return await read(self, segments)
+
+    monkeypatch.setattr(SegmentLoader, "_read_until_there", when_readable)
+    await asyncio.sleep(6)
+    shared.stream.grant(1_000, 1)
+    first = await shared.next(40)
+    await shared.nothing_more()
+    readable.set()
+    return first + await shared.next(80)
+
+
+async def test_rows_that_were_let_go_and_are_sought_do_not_pass_what_is_not_read(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = await let_go_and_sought(machines, monkeypatch)
+    assert overtakes(sent) == []
+    assert len(set(places(sent))) == 120
+
+
+async def test_rows_that_are_sought_whatever_is_not_read_are_found_out(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = feeding.find_let_go
+
+    def without_bound(indexes: Any, cache: Any, state: Any, limit: int, bound: Any = None) -> list[SegmentRange]:
+        return find(indexes, cache, state, limit)
+
+    monkeypatch.setattr(feeding, "find_let_go", without_bound)
+    assert overtakes(await let_go_and_sought(machines, monkeypatch))
 
 
 async def test_a_shared_subscription_of_the_same_topic_does_not_wait_for_what_is_not_read(

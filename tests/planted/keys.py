@@ -1,0 +1,47 @@
+"""The order of a key's rows while some that are due are not read yet: each rule broken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from daemon.core import feeding
+from daemon.core.indexes import Indexes
+from daemon.core.key_sharing import KeySharing
+from daemon.core.subscription_state import SubscriptionState
+from tests.planted.bug import Bug
+from tests.simulation.run import Directed
+
+# Rows are read when they are due, ten at a time.
+UNREAD = Directed(settings=("delivery.lookahead_ms=0", "bucket.max_indexes_per_bucket_snapshot_segment=10"))
+
+
+def what_is_not_read_holds_up_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Indexes, "has_unread", lambda self, subscription_id, now_ms: False)
+    patch.setattr(Indexes, "first_unpassed", lambda self, subscription_id: None)
+
+
+def rows_are_fed_beside_what_is_not_read(patch: pytest.MonkeyPatch) -> None:
+    def hold_up(self: KeySharing, states: Iterable[SubscriptionState], now_ms: int) -> None:
+        del self, states, now_ms
+
+    patch.setattr(KeySharing, "hold_up", hold_up)
+
+
+def a_backlog_is_read_beyond_what_is_not_passed(patch: pytest.MonkeyPatch) -> None:
+    catch_up = feeding.catch_up
+
+    def without_bound(indexes: Any, cache: Any, state: Any, limit: int, bound: Any = None) -> Any:
+        del bound
+        return catch_up(indexes, cache, state, limit)
+
+    patch.setattr(feeding, "catch_up", without_bound)
+
+
+BUGS = (
+    Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=8),
+    Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=8),
+    Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=8),
+)
