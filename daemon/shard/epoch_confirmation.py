@@ -14,9 +14,10 @@ import asyncio
 import logging
 from typing import Protocol
 
-from daemon.errors import Corruption, Unavailable
+from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.shard import ownership_lost
 from daemon.surroundings import backoff
+from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ShardManifest
 
@@ -119,7 +120,7 @@ class EpochConfirmation:
 
         One probe serves everybody who waited when it was sent; a journal PUT serves as well. While the store cannot be
         reached this waits; the caller's deadline ends it. Raises Superseded when the epoch is over, Unavailable after
-        `close`, Corruption when the tip of the shard manifest is damaged.
+        `close`, ShardLost when the tip of the shard manifest is damaged.
         """
         if self._ended is not None:
             raise self._ended
@@ -132,7 +133,8 @@ class EpochConfirmation:
 
     async def watch(self) -> None:
         """Probes for those who wait, and every IDLE_PROBE_S without a confirmation, until it is cancelled or the
-        epoch is over: then everybody who waits gets Superseded, and so does the caller.
+        epoch is over: then everybody who waits gets Superseded, and so does the caller. Raises Corruption when the tip
+        of the shard manifest is damaged.
         """
         try:
             while True:
@@ -141,8 +143,11 @@ class EpochConfirmation:
         except asyncio.CancelledError:
             self.close()
             raise
-        except Exception as error:
+        except NotOwner as error:
             self._end(error)
+            raise
+        except Exception as error:
+            self._end(ShardLost(self._tip.manifest.shard, error))
             raise
 
     def close(self) -> None:
@@ -180,8 +185,8 @@ class EpochConfirmation:
             sent_at_s = self._clock()
             try:
                 tip = await self._run(lambda: existing_tip(self._shard_log, self._tip.manifest.shard, self._tip))
-            except object_store.Damaged:
-                raise
+            except object_store.Damaged as error:
+                raise Corruption(f"shard manifest {error}") from error
             except object_store.StoreError as error:
                 if attempt == 0:
                     log.warning("shard %d: its manifest cannot be read: %s", self._tip.manifest.shard, error)

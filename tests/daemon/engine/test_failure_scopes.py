@@ -20,7 +20,8 @@ from daemon.surroundings import due_loop
 from daemon.surroundings.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.topic import topic_commits
 from storage_backends import commit
-from storage_backends.formats import framing, names
+from storage_backends.formats import names
+from tests.support.bad_text import put_bad_successor, with_bad_text
 from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests.support.fault_store import Fault
 
@@ -37,21 +38,6 @@ def topic_of(shard: int, number: int = 0) -> str:
 
 def metric(daemon: Daemon, name: str, **labels: str) -> float:
     return daemon.metrics.registry.get_sample_value(name, labels) or 0.0
-
-
-def with_bad_text(framed: bytes, text: bytes) -> bytes:
-    """The object with a byte of the text that is not UTF-8, and the right checksum."""
-    payload = framed[framing.HEADER_BYTES : -4]
-    place = payload.index(text)
-    return framing.frame(framed[:4], 1, payload[:place] + b"\xff" + payload[place + 1 :])
-
-
-def put_bad_successor(machines: EngineFixture, prefix: str, text: str) -> str:
-    """The next manifest, as a writer with a bug would write it; its key."""
-    newest = machines.keys(prefix)[-1]
-    key = names.numbered_key(prefix, names.number_of(newest) + 1)
-    machines.store.put(key, with_bad_text(machines.store.get(newest), text.encode()))
-    return key
 
 
 class Traffic:
@@ -102,7 +88,7 @@ async def test_a_topic_whose_manifest_makes_no_sense_is_refused_by_name_until_it
     await one.add(damaged, 1, range(5), 3_600_000)
     traffic = await Traffic.on(one, [f"topic-{number}" for number in range(TOPICS) if f"topic-{number}" != damaged])
     own = await one.receiver(damaged)
-    key = put_bad_successor(machines, names.topic_manifest_prefix(2, names.topic_id(damaged)), damaged)
+    key = put_bad_successor(machines.store, names.topic_manifest_prefix(2, names.topic_id(damaged)), damaged)
     written = len(machines.keys("/manifest/"))
     with pytest.raises((Corruption, Unavailable)):
         await one.call(one.engine.requests.seal(damaged))
@@ -252,7 +238,7 @@ async def test_a_shard_whose_manifest_makes_no_sense_costs_that_shard_until_it_i
     traffic = await Traffic.on(one, [topic_of(shard, number) for shard in (0, 1, 3) for number in range(5)])
     own = await one.receiver(topic_of(2))
     await one.add(topic_of(2), 1, range(5), 3_600_000)
-    key = put_bad_successor(machines, names.shard_manifest_prefix(2), "one:1")
+    key = put_bad_successor(machines.store, names.shard_manifest_prefix(2), "one:1")
     await one.until(lambda: 2 not in one.shards)
     assert isinstance(own.ended, ShardLost), "its stream may come again: only then it is told of the damage"
     written = len(machines.keys("/manifest/"))

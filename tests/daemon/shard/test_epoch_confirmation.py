@@ -12,6 +12,7 @@ import pytest
 from daemon.errors import Corruption, Unavailable
 from daemon.shard import ownership_lost
 from daemon.shard.epoch_confirmation import EpochConfirmation
+from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
 from tests.support.virtual_clock import VirtualClock, settle
@@ -31,13 +32,15 @@ class Probed:
 
     def __init__(self) -> None:
         self.tip: Tip | None = tip_of(epoch=5)
-        self.down = False
+        self.down = self.damaged = False
         self.reads = 0
         self.held: asyncio.Event | None = None
 
     def read_tip(self, warm: Tip | None = None) -> Tip | None:
         if self.down:
             raise object_store.StoreUnavailable("manifest", "no route")
+        if self.damaged:
+            raise object_store.Damaged("manifest", "address is not UTF-8")
         return self.tip
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -215,7 +218,17 @@ async def test_manifests_that_vanished_confirm_nothing(owner: Fixture) -> None:
     await owner.clock.advance(1.0)
     owner.probed.tip = None
     waiting = owner.wait_for(owner.clock.now_s)
-    with pytest.raises(Corruption, match="vanished"):
+    with pytest.raises(ShardLost, match="vanished"):
         await waiting
-    with pytest.raises(Corruption):
+    with pytest.raises(Corruption, match="vanished"):
+        await owner.watching
+
+
+async def test_a_manifest_that_makes_no_sense_costs_the_shard_and_whoever_waits_may_come_again(owner: Fixture) -> None:
+    await owner.clock.advance(1.0)
+    owner.probed.damaged = True
+    waiting = owner.wait_for(owner.clock.now_s)
+    with pytest.raises(ShardLost, match=r"shard 3 is served by this daemon no longer: .*not UTF-8"):
+        await waiting
+    with pytest.raises(Corruption, match="not UTF-8"):
         await owner.watching
