@@ -32,6 +32,7 @@ from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
 from daemon.surroundings import counted_store, loop_pause, pools
 from daemon.surroundings.environment import TAIL_REQUESTS_MAX, TAIL_SLOTS_MAX, Environment
+from daemon.surroundings.system_clock import SystemClock
 from storage_backends import local_directory, object_store
 
 log = logging.getLogger(__name__)
@@ -51,16 +52,6 @@ class NotDrained(Exception):
     def __init__(self, left: list[str]) -> None:
         super().__init__("; ".join(left))
         self.left = left
-
-
-class SystemClock:
-    """The machine's clocks."""
-
-    def now_ms(self) -> int:
-        return time.time_ns() // 1_000_000
-
-    def elapsed_s(self) -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 async def serve(

@@ -114,6 +114,10 @@ class CommitOutcomeUnknown(Exception):
     """The manifest may have landed, or land later. The same operation may be committed again."""
 
 
+# What a commit raises that may be tried again, as it was.
+UNCERTAIN: Final = (StoreError, CommitOutcomeUnknown)
+
+
 class Observer(Protocol):
     """Hears how commits ended; called in the committer's thread. `conflicts`: how often another one came first."""
 

@@ -24,7 +24,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from examples import processes
-from tests.support import forked, parts
+from tests.support import forked, kinds, parts
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -95,9 +95,11 @@ def pytest_collection_finish() -> None:
         providers._get_local_constants = lambda: NO_CONSTANTS
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_other_parts(config, items)
     for item in items:
+        item.add_marker(kinds.kind_of(item.nodeid.removeprefix("tests/")))
         _draw_by_part(item)
     workers = getattr(config, "workerinput", {"workercount": 1})["workercount"]
     items[:] = _long_ones_first(items, workers)

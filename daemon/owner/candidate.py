@@ -25,7 +25,6 @@ from daemon.surroundings.environment import Environment
 from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats.manifest import ShardManifest
-from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ class Candidate:
                 self._waiting("taking over the shards")
                 self.is_taking_over = True
                 claims, damaged = await self._claim_all(claimable.gone_owners)
-            except (StoreError, commit.CommitOutcomeUnknown) as error:
+            except commit.UNCERTAIN as error:
                 self._waiting(f"the store cannot be reached: {error}")
             except (NotOwner, commit.Refused) as error:
                 self._waiting(f"another daemon claims the shards: {error}")
@@ -147,7 +146,7 @@ class Candidate:
             await giving_up.give_up(self._environment, self.shard_logs[shard], epoch)
         except commit.Refused:
             log.info("shard %d belongs to another daemon", shard)
-        except (StoreError, commit.CommitOutcomeUnknown) as error:
+        except commit.UNCERTAIN as error:
             log.warning("shard %d could not be given up: %s", shard, error)
 
     async def claimable(self, shards: Sequence[int]) -> dict[int, standby.Claimable | Wait]:

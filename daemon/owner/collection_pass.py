@@ -28,7 +28,7 @@ from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
-from storage_backends.object_store import Damaged, ListedObject, StoreError
+from storage_backends.object_store import Damaged, ListedObject
 from storage_backends.shard_listing import Listed, ShardListing
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ M = TypeVar("M", TopicManifest, ShardManifest)
 # Keys that are listed, and topics that are looked at, in one go: then others have their turn.
 LISTED_AT_ONCE = 1000
 TOPICS_AT_ONCE = 50
-
-# What keeps a pass from going on; the next one tries again.
-FAILURES = (StoreError, commit.CommitOutcomeUnknown)
 
 
 class Halted(Exception):
@@ -104,7 +101,7 @@ class Pass:
         self._orphans_count = NOTHING
 
     async def steps(self) -> AsyncIterator[None]:
-        """Each step, in order. Raises Halted, and FAILURES."""
+        """Each step, in order. Raises Halted, and commit.UNCERTAIN: the next pass tries again."""
         await self._journal()
         yield
         if self._wish.listing:
@@ -205,7 +202,7 @@ class Pass:
         except Damaged as error:
             # Whoever loads the topic says so; the others are collected.
             log.debug("shard %d: topic %s is not collected: %s", self._shard.number, topic_id, error)
-        except (*FAILURES, Halted):
+        except (*commit.UNCERTAIN, Halted):
             raise
         except Exception as error:
             log.error(

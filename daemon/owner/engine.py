@@ -20,7 +20,6 @@ from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.errors import (
     Corruption,
-    InvariantViolated,
     NotOwner,
     OutcomeUnknown,
     TarryError,
@@ -44,7 +43,7 @@ from daemon.surroundings.failure_scope import Failures, ProcessFailed, ShardLost
 from storage_backends import commit, root_format
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RootFormat, ShardManifest
-from storage_backends.object_store import Damaged, StoreError
+from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -153,22 +152,23 @@ class Engine:
 
     async def _root_format(self) -> RootFormat:
         environment = self._environment
-        for delay_s in backoff.delays_s(environment.jitter):
+
+        def read_or_create() -> RootFormat:
             try:
-                return await environment.run(
-                    lambda: root_format.read_or_create(
-                        environment.store,
-                        shards=environment.config.daemon.shards,
-                        root_id=environment.new_id(),
-                        created_ms=environment.clock.now_ms(),
-                    )
+                return root_format.read_or_create(
+                    environment.store,
+                    shards=environment.config.daemon.shards,
+                    root_id=environment.new_id(),
+                    created_ms=environment.clock.now_ms(),
                 )
             except Damaged as error:
                 raise Corruption(f"the root cannot be served: {error}") from error
-            except StoreError as error:
-                self._wait_for(f"the store cannot be reached: {error}")
-                await environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
+
+        return await backoff.until_answered(
+            lambda: environment.run(read_or_create),
+            failed=lambda error: self._wait_for(f"the store cannot be reached: {error}"),
+            waiting=environment,
+        )
 
     def begin_drain(self) -> None:
         """From now on nothing new is accepted or handed out."""
@@ -193,18 +193,17 @@ class Engine:
         )
 
     async def _release(self, shard: ServedShard) -> None:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                await shard.release()
-            except (StoreError, commit.CommitOutcomeUnknown, OutcomeUnknown, TopicFailed) as error:
-                log.warning("shard %d cannot be given up, trying again: %s", shard.number, error)
-                await self._environment.sleep(delay_s)
-                continue
-            except (NotOwner, commit.Refused, Unavailable) as error:
-                log.warning("shard %d was lost while it was given up: %s", shard.number, error)
-            if self._shards.pop(shard.number, None) is not None:
-                self._close(shard, _stopped())
-            return
+        try:
+            await backoff.until_answered(
+                shard.release,
+                failed=lambda error: log.warning("shard %d cannot be given up, trying again: %s", shard.number, error),
+                waiting=self._environment,
+                again_after=(*commit.UNCERTAIN, OutcomeUnknown, TopicFailed),
+            )
+        except (NotOwner, commit.Refused, Unavailable) as error:
+            log.warning("shard %d was lost while it was given up: %s", shard.number, error)
+        if self._shards.pop(shard.number, None) is not None:
+            self._close(shard, _stopped())
 
     def left(self) -> list[str]:
         """What was not finished, for people."""
@@ -287,7 +286,7 @@ class Engine:
                     self._away.pop(number, None)
                     self._damaged[number] = error
                     continue
-                except (StoreError, commit.CommitOutcomeUnknown, commit.Refused, NotOwner) as error:
+                except (*commit.UNCERTAIN, commit.Refused, NotOwner) as error:
                     log.warning("shard %d cannot be taken over: %s", number, error)
                     continue
                 self._away.pop(number, None)

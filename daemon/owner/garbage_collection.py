@@ -18,7 +18,7 @@ from daemon.core import garbage_rules
 from daemon.core.garbage_rules import Summary
 from daemon.core.object_count import NOTHING
 from daemon.errors import NotOwner, OutcomeUnknown, Unavailable
-from daemon.owner.collection_pass import FAILURES, Halted, Pass, Wish
+from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.shard import garbage
 from daemon.surroundings.environment import Environment
 from storage_backends import commit
@@ -130,7 +130,7 @@ class Collection:
             self._passed(known, pass_)
         except Halted:
             return
-        except FAILURES as error:
+        except commit.UNCERTAIN as error:
             log.warning("shard %d: collection failed: %s", known.shard.number, error)
             self._put_off(known, spread)
             return

@@ -87,7 +87,7 @@ def _finish(takeover: _Takeover) -> ShardClaim:
     except Corruption:
         takeover.give_up()
         raise
-    except (object_store.StoreError, commit.CommitOutcomeUnknown, commit.Refused, NotOwner):
+    except (*commit.UNCERTAIN, commit.Refused, NotOwner):
         raise
     except Exception as error:
         # What is stored of it makes no sense together, or there is a bug: the others are served all the same.
@@ -179,7 +179,7 @@ class _Takeover:
                 created_ms=claimant.wall_clock_ms(),
                 warm=self._tip,
             )
-        except (commit.Refused, commit.CommitOutcomeUnknown, object_store.StoreError) as error:
+        except (*commit.UNCERTAIN, commit.Refused) as error:
             log.warning("shard %d could not be given up: %s", self._shard, error)
 
     def check_readable(self) -> None:

@@ -298,7 +298,7 @@ class Checkpointing:
                     return
                 await self._write()
                 await self._truncate()
-        except (StoreError, commit.CommitOutcomeUnknown, TopicFailed) as error:
+        except (*commit.UNCERTAIN, TopicFailed) as error:
             # The journal is longer for it; the next slots ask again.
             log.warning("shard %d: no checkpoint could be written: %s", self._shard.number, error)
 

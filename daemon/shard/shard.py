@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from daemon.core.quotas import PendingRows
 from daemon.core.segments import SegmentCache
 from daemon.core.topic import Topic
-from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
 from daemon.shard import epoch_confirmation, giving_up, recovery, shard_manifest
 from daemon.shard.checkpointing import Checkpointing, ShardState
@@ -297,23 +297,23 @@ class ServedShard:
         while (wait_s := self.alone_in_s) > 0:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                await self._environment.pools.journal.run(
-                    lambda: commit.commit(
-                        self._shard_log,
-                        shard_manifest.Settle(epoch=self.epoch),
-                        writer=self._environment.config.daemon_id,
-                        created_ms=self._environment.clock.now_ms(),
-                        warm=self.confirmation.tip,
-                        deadline_s=SETTLE_S,
-                    )
+        await backoff.until_answered(
+            lambda: self._environment.pools.journal.run(
+                lambda: commit.commit(
+                    self._shard_log,
+                    shard_manifest.Settle(epoch=self.epoch),
+                    writer=self._environment.config.daemon_id,
+                    created_ms=self._environment.clock.now_ms(),
+                    warm=self.confirmation.tip,
+                    deadline_s=SETTLE_S,
                 )
-            except (StoreError, commit.CommitOutcomeUnknown) as error:
-                log.warning("shard %d: that it is settled cannot be noted, trying again: %s", self.number, error)
-                await self._environment.sleep(delay_s)
-            else:
-                return
+            ),
+            failed=lambda error: log.warning(
+                "shard %d: that it is settled cannot be noted, trying again: %s", self.number, error
+            ),
+            waiting=self._environment,
+            again_after=commit.UNCERTAIN,
+        )
 
     # ---- slots
 
@@ -535,13 +535,13 @@ class ServedShard:
         self.loading.load_again(topic_id, tail, slot)
 
     async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, int]:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self.checkpoints.tail_of(topic_id)
-            except StoreError as error:
-                log.warning("shard %d: topic %s cannot be read again yet: %s", self.number, topic_id, error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
+        return await backoff.until_answered(
+            lambda: self.checkpoints.tail_of(topic_id),
+            failed=lambda error: log.warning(
+                "shard %d: topic %s cannot be read again yet: %s", self.number, topic_id, error
+            ),
+            waiting=self._environment,
+        )
 
     async def _bear(self, name: str) -> ServedTopic:
         topic_id = names.topic_id(name)

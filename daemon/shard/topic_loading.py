@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from daemon.core.topic import Topic
-from daemon.errors import Corruption, InvariantViolated, NotOwner, Unavailable
+from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.shard import recovery
 from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
@@ -36,7 +36,7 @@ from storage_backends import commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.manifest import TopicManifest
-from storage_backends.object_store import Damaged, StoreError
+from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -258,13 +258,13 @@ class TopicLoading:
         self._look_whether_ended()
 
     async def _until_listed(self) -> tuple[dict[str, int], float]:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self._environment.run(self._listed_numbers)
-            except StoreError as error:
-                log.warning("shard %d: its topics cannot be listed, trying again: %s", self._shard, error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
+        return await backoff.until_answered(
+            lambda: self._environment.run(self._listed_numbers),
+            failed=lambda error: log.warning(
+                "shard %d: its topics cannot be listed, trying again: %s", self._shard, error
+            ),
+            waiting=self._environment,
+        )
 
     def _listed_numbers(self) -> tuple[dict[str, int], float]:
         """The highest number of the manifests of each topic, 0 where none is listed; when the listing was sent."""
@@ -321,7 +321,7 @@ class TopicLoading:
                 self._found(topic_id, loaded)
         except Corruption as error:
             self._found_damaged(topic_id, error)
-        except (StoreError, commit.CommitOutcomeUnknown) as error:
+        except commit.UNCERTAIN as error:
             log.warning("shard %d: topic %s cannot be read, trying again: %s", self._shard, topic_id, error)
             self._put_off_for(topic_id, RETRY_S)
         except (commit.Refused, NotOwner):

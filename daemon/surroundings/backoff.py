@@ -1,13 +1,15 @@
-"""How long to wait before the store is asked again.
+"""Asking the store again, later each time.
 
-Owns: the delays and the shape of what waits and draws them, given by the composition root.
-Does not own: the waiting, and what may be asked again.
+Owns: the delays, the loop, and the shape of what waits and draws, given by the composition root.
+Does not own: what may be asked again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol, TypeVar
+
+from storage_backends.object_store import StoreError
 
 # The store is asked again soon after a lost answer, and at a bearable rate during an outage.
 FIRST_DELAY_S = 0.05
@@ -23,10 +25,40 @@ Sleep = Callable[[float], Awaitable[None]]
 BlockingSleep = Callable[[float], None]
 
 
+class Waiting(Protocol):
+    """What waits, and what draws for how long."""
+
+    @property
+    def sleep(self) -> Sleep: ...
+
+    @property
+    def jitter(self) -> Jitter: ...
+
+
 class Run(Protocol):
     """Runs `work` in an executor and gives its result: storage is synchronous, the loop must not wait for it."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def until_answered(
+    ask: Callable[[], Awaitable[T]],
+    *,
+    failed: Callable[[Exception], object],
+    waiting: Waiting,
+    again_after: tuple[type[Exception], ...] = (StoreError,),
+) -> T:
+    """What `ask` gives, which is asked again, later each time, as long as it raises one of `again_after`; without end.
+
+    `failed`: told of each such error, before the wait.
+    """
+    delays = delays_s(waiting.jitter)
+    while True:
+        try:
+            return await ask()
+        except again_after as error:
+            failed(error)
+        await waiting.sleep(next(delays))
 
 
 def delays_s(jitter: Jitter) -> Iterator[float]:

@@ -33,7 +33,6 @@ from storage_backends import topic_manifest
 from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import BucketMetadata, BucketTable
 from storage_backends.formats.manifest import LiveBucket, TopicManifest
-from storage_backends.object_store import StoreError
 
 if TYPE_CHECKING:
     from daemon.topic.served_topic import ServedTopic
@@ -183,19 +182,19 @@ class Adoption:
         return [index.pages.keyed(each) for each in rows]
 
     async def _read(self, work: Callable[[], T]) -> T:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self._environment.run(work)
-            except StoreError as error:
-                log.warning("topic %s: a merged bucket cannot be read, trying again: %s", self._topic.core.name, error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
+        return await backoff.until_answered(
+            lambda: self._environment.run(work),
+            failed=lambda error: log.warning(
+                "topic %s: a merged bucket cannot be read, trying again: %s", self._topic.core.name, error
+            ),
+            waiting=self._environment,
+        )
 
     # ---- damage
 
     async def _quarantine(self, bucket: str, damage: str) -> None:
         """A merged bucket cannot be read, unless it was missing since it is merged itself by now."""
-        manifest = await self._newest()
+        manifest = await self._commits.newest()
         if all(live.object.name != bucket for live in manifest.live):
             return
         try:
@@ -219,12 +218,3 @@ class Adoption:
         sources = [each for each in self._merged_away(manifest) if each.index_id == live.subscription_id]
         self._topic.core.lose_merged(live, sources)
         self._topic.changed()
-
-    async def _newest(self) -> TopicManifest:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self._commits.read()
-            except StoreError as error:
-                log.warning("topic %s: its manifest cannot be read, trying again: %s", self._topic.core.name, error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")

@@ -29,7 +29,7 @@ from daemon.core.positions import KeyedRows
 from daemon.core.redelivery_cut import RedeliveryCut
 from daemon.core.sealed_bucket import SealedBucket
 from daemon.core.topic import Topic
-from daemon.errors import InvariantViolated, Unavailable
+from daemon.errors import Unavailable
 from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
 from daemon.topic import checkpoint_parts, sealing, topic_commits
@@ -216,7 +216,7 @@ class BucketLife:
 
         Raises Corruption when the manifest is damaged, commit.Refused when the epoch is over.
         """
-        tip = await self._newest()
+        tip = await self._commits.newest()
         if any(live.object.name == bucket for live in tip.live):
             return True
         index = self._topic.indexes.holding(bucket)
@@ -225,15 +225,6 @@ class BucketLife:
             index.leave_out(bucket)
         await self.learn(tip)
         return False
-
-    async def _newest(self) -> manifest.TopicManifest:
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self._commits.read()
-            except StoreError as error:
-                self._environment.waits_for_store("manifests cannot be read", f"topic {self._topic.name}", error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
 
     async def learn(self, newest: manifest.TopicManifest) -> None:
         """Returns when every merged bucket of a manifest that was read or committed here is served; or at once when the
@@ -470,14 +461,14 @@ class BucketLife:
 
     async def _until_written(self, work: Callable[[], T]) -> T:
         """Runs a repeatable write until the store takes it; the rows are served from memory meanwhile."""
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            try:
-                return await self._environment.pools.seals.run(work)
-            except StoreError as error:
-                self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)
-                self._environment.waits_for_store("seals cannot be written", f"topic {self._topic.name}", error)
-                await self._environment.sleep(delay_s)
-        raise InvariantViolated("the delays ended")
+
+        def failed(error: Exception) -> None:
+            self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)
+            self._environment.waits_for_store("seals cannot be written", f"topic {self._topic.name}", error)
+
+        return await backoff.until_answered(
+            lambda: self._environment.pools.seals.run(work), failed=failed, waiting=self._environment
+        )
 
 
 def _encoded(seal: _Seal) -> tuple[manifest.Progress, bytes]:

@@ -101,23 +101,28 @@ class SegmentLoader:
 
     async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
         """The rows of each segment; none when the bucket is served no longer."""
-        for delay_s in backoff.delays_s(self._environment.jitter):
-            index = self._topic.indexes.holding(segments.bucket)
-            if index is None:
-                break
-            infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
-            try:
-                return await self._rows(segments.bucket, infos, index.pages)
-            except bucket_reads.BucketMissing as error:
-                if await self._is_live(segments.bucket):
-                    raise
-                self._environment.metrics.read_merged_away()
-                log.info("what took the place of a bucket that was merged away is read: %s", error)
-                break
-            except StoreError as error:
-                self._environment.waits_for_store("segments cannot be read", f"bucket {segments.bucket}", error)
-                await self._environment.sleep(delay_s)
-        return []
+        environment = self._environment
+        try:
+            return await backoff.until_answered(
+                lambda: self._read_once(segments),
+                failed=lambda error: environment.waits_for_store(
+                    "segments cannot be read", f"bucket {segments.bucket}", error
+                ),
+                waiting=environment,
+            )
+        except bucket_reads.BucketMissing as error:
+            if await self._is_live(segments.bucket):
+                raise
+            environment.metrics.read_merged_away()
+            log.info("what took the place of a bucket that was merged away is read: %s", error)
+            return []
+
+    async def _read_once(self, segments: SegmentRange) -> list[KeyedRows]:
+        index = self._topic.indexes.holding(segments.bucket)
+        if index is None:
+            return []
+        infos = index.sealed[segments.bucket].table.infos[segments.first : segments.last + 1]
+        return await self._rows(segments.bucket, infos, index.pages)
 
     async def _rows(self, bucket: str, infos: Sequence[SegmentInfo], pages: PageTable) -> list[KeyedRows]:
         environment = self._environment

@@ -12,12 +12,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.errors import Corruption, InvariantViolated
+from daemon.errors import Corruption
 from daemon.surroundings import backoff
 from daemon.surroundings.environment import Environment
 from storage_backends import commit, shard_manifests, topic_manifest
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
-from storage_backends.object_store import Damaged, StoreError
+from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +159,18 @@ class TopicCommits:
         for committing in self._under_way:
             committing.cancel()
 
+    async def newest(self) -> TopicManifest:
+        """The newest manifest, however long the store is away. Raises commit.Refused when the epoch is over, Corruption
+        when it is damaged.
+        """
+        return await backoff.until_answered(
+            self.read,
+            failed=lambda error: self._environment.waits_for_store(
+                "manifests cannot be read", self._manifests.key(0).rpartition("/")[0], error
+            ),
+            waiting=self._environment,
+        )
+
     async def read(self) -> TopicManifest:
         """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
         store's errors.
@@ -185,21 +197,25 @@ async def commit_until_certain(
     run: backoff.Run | None = None,
 ) -> commit.Tip[TopicManifest]:
     """Tries the operation until it is committed or refused. The same operation is never applied twice."""
-    for delay_s in backoff.delays_s(environment.jitter):
+
+    def once() -> commit.Tip[TopicManifest]:
         try:
-            return await (run or environment.run)(
-                lambda: commit.commit(
-                    manifests,
-                    operation,
-                    writer=environment.config.daemon_id,
-                    created_ms=environment.clock.now_ms(),
-                    warm=warm,
-                    deadline_s=DEADLINE_S,
-                )
+            return commit.commit(
+                manifests,
+                operation,
+                writer=environment.config.daemon_id,
+                created_ms=environment.clock.now_ms(),
+                warm=warm,
+                deadline_s=DEADLINE_S,
             )
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
-        except (commit.CommitOutcomeUnknown, StoreError) as error:
-            environment.waits_for_store("manifest commits are not certain", manifests.key(0).rpartition("/")[0], error)
-            await environment.sleep(delay_s)
-    raise InvariantViolated("the delays ended")
+
+    return await backoff.until_answered(
+        lambda: (run or environment.run)(once),
+        failed=lambda error: environment.waits_for_store(
+            "manifest commits are not certain", manifests.key(0).rpartition("/")[0], error
+        ),
+        waiting=environment,
+        again_after=commit.UNCERTAIN,
+    )

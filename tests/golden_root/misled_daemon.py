@@ -17,6 +17,7 @@ from typing import Any
 
 from daemon import main, process
 from daemon.ledger_deletion import in_use_changing
+from daemon.surroundings.system_clock import SystemClock
 from daemon.topic import bucket_life
 from storage_backends import object_store, store_opening
 from tests.support.fault_store import Call, Fault, FaultStore
@@ -36,7 +37,7 @@ def _decide(call: Call) -> Fault:
     return Fault.FAIL_BEFORE if refused else Fault.NONE
 
 
-class _SteppingClock(process.SystemClock):
+class _SteppingClock(SystemClock):
     def now_ms(self) -> int:
         return super().now_ms() + int(_control()["step_ms"])
 
@@ -49,7 +50,7 @@ _open_store = store_opening.open_store
 
 if __name__ == "__main__":
     store_opening.open_store = _misled_store
-    process.SystemClock = _SteppingClock  # type: ignore[misc]
+    process.SystemClock = _SteppingClock  # type: ignore[attr-defined]
     bucket_life.INLINE_PROGRESS_BYTES = INLINE_PROGRESS_BYTES
     in_use_changing.LEDGERS_A_DECISION = LEDGERS_A_DECISION
     sys.exit(main.main())

@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from daemon import config, metrics
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.owner.engine import Engine
-from daemon.process import SystemClock
 from daemon.surroundings import pools
 from daemon.surroundings.environment import Environment
+from daemon.surroundings.system_clock import SystemClock
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 

@@ -1,0 +1,198 @@
+"""Traces which files an add, a nack and a takeover pass, and how often a lower room calls up to a higher one.
+
+A daemon runs in this process, on a directory of its own, and a client in a thread beside it. Of each story the calls
+between the files of this checkout are noted, but those that the daemon makes as well when nobody asks anything. The
+rooms and their order are those of the contract of imports in pyproject.toml. A turn is a pair of files: the first is in
+a lower room than the second, which it calls, through a port or a callback.
+
+Run it in the environment of the checkout: `python scripts/trace_rooms.py`; `--edges` prints every turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+CHECKOUT = Path.cwd()
+PACKAGES = {"daemon": "daemon", "storage_backends": "storage_backends", "client/src/tarry": "tarry"}
+GENERATED = ("_pb2.py", "_pb2_grpc.py")
+TOPIC = "trace"
+IDLE_S = 3.0
+
+Call = tuple[str, str, str]
+"""The file that calls, the one that is called, and its function."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rooms:
+    """Where each module of the daemon stands: 0 is the highest room. Storage is below all of them."""
+
+    floors: dict[str, int]
+
+    @classmethod
+    def of_checkout(cls) -> Rooms:
+        settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+        contract = next(
+            each for each in settings["tool"]["importlinter"]["contracts"] if "daemon's layers" in each["name"]
+        )
+        return cls({room.strip(): floor for floor, rooms in enumerate(contract["layers"]) for room in rooms.split("|")})
+
+    def floor(self, file: str) -> int | None:
+        """None for a file that no room of the daemon calls, or is called by."""
+        package, _, rest = file.partition("/")
+        if package == "storage_backends":
+            return len(self.floors)
+        return self.floors.get(rest.partition("/")[0].removesuffix(".py")) if package == "daemon" else None
+
+    def turns(self, calls: set[Call]) -> list[tuple[str, str]]:
+        edges = {(caller, callee) for caller, callee, _ in calls}
+        return sorted(edge for edge in edges if self._is_turn(*edge))
+
+    def _is_turn(self, caller: str, callee: str) -> bool:
+        below, above = self.floor(caller), self.floor(callee)
+        return below is not None and above is not None and below > above
+
+
+class Tracer:
+    """Notes the calls of all threads that begin after `watch`, and of the one that calls it, while it is on."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, str] = {}
+        self._calls: set[Call] | None = None
+
+    def watch(self) -> None:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def during(self, story: Callable[[], object]) -> set[Call]:
+        self._calls = calls = set[Call]()
+        try:
+            story()
+        finally:
+            self._calls = None
+        return calls
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        calls = self._calls
+        # Neither modules nor classes that are being made.
+        if calls is None or event != "call" or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        callee = self._file(frame.f_code.co_filename)
+        caller = "" if frame.f_back is None else self._file(frame.f_back.f_code.co_filename)
+        if callee:
+            calls.add((caller, callee, frame.f_code.co_name))
+
+    def _file(self, path: str) -> str:
+        found = self._files.get(path)
+        if found is None:
+            found = self._files[path] = _own_name(path)
+        return found
+
+
+def _own_name(path: str) -> str:
+    """Its name below its package, empty for a file that is not ours or was generated."""
+    for folder, package in PACKAGES.items():
+        root = f"{CHECKOUT / folder}/"
+        if path.startswith(root) and not path.endswith(GENERATED):
+            return f"{package}/{path[len(root) :]}"
+    return ""
+
+
+class Stories:
+    """What a client does, one after the other."""
+
+    def __init__(self, tracer: Tracer, address: str, ready: Path) -> None:
+        self.found: dict[str, set[Call]] = {}
+        self._tracer = tracer
+        self._address = address
+        self._ready = ready
+
+    def tell(self) -> None:
+        try:
+            self.found["takeover"] = self._tracer.during(self._until_ready)
+            self._ask()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _until_ready(self) -> None:
+        while not self._ready.exists():
+            time.sleep(0.02)
+
+    def _ask(self) -> None:
+        import tarry
+
+        with tarry.Client(self._address) as client:
+            client.create_subscription(TOPIC, "s")
+            with client.subscribe(TOPIC, "s") as subscription:
+                self._add_and_take(client, subscription, 0)
+                idle = self._tracer.during(lambda: time.sleep(IDLE_S))
+                self.found["add, hand-out, acknowledgement"] = (
+                    self._tracer.during(lambda: self._add_and_take(client, subscription, 1)) - idle
+                )
+                client.add(TOPIC, 1, [2], delay_ms=300)
+                batch = subscription.receive(timeout_s=60)
+                self.found["negative acknowledgement, redelivery"] = (
+                    self._tracer.during(lambda: self._nack(subscription, batch)) - idle
+                )
+
+    def _add_and_take(self, client: Any, subscription: Any, entry: int) -> None:
+        client.add(TOPIC, 1, [entry], delay_ms=300)
+        batch = subscription.receive(timeout_s=60)
+        subscription.ack(batch).result(60)
+
+    def _nack(self, subscription: Any, batch: Any) -> None:
+        subscription.nack(batch, delay_ms=300).result(60)
+        subscription.receive(timeout_s=60)
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--edges", action="store_true", help="every turn")
+    chosen = parser.parse_args()
+    tracer, rooms = Tracer(), Rooms.of_checkout()
+    with tempfile.TemporaryDirectory(prefix="tarry-trace-") as folder:
+        ready, port = Path(folder, "ready"), _free_port()
+        stories = Stories(tracer, f"127.0.0.1:{port}", ready)
+        tracer.watch()
+        threading.Thread(target=stories.tell, daemon=True).start()
+        from daemon.main import main as tarryd
+
+        sys.argv = ["tarryd"]
+        tarryd(
+            [
+                f"--set=store.path={folder}/root",
+                f"--set=grpc.listen=127.0.0.1:{port}",
+                "--set=metrics.listen=127.0.0.1:0",
+                f"--ready-file={ready}",
+            ]
+        )
+        sys.setprofile(None)
+    for name, calls in stories.found.items():
+        files = {callee for _, callee, _ in calls}
+        turns = rooms.turns(calls)
+        print(f"{name}: {len(files)} files, {len(turns)} turns")
+        for caller, callee in turns if chosen.edges else ():
+            print(f"    {caller} -> {callee}")
+
+
+if __name__ == "__main__":
+    main()
