@@ -200,7 +200,9 @@ class Requests:
             state = served.subscription(subscription)
             lease_ms = lease_ms or state.stored.policy.lease_ms or topic_settings.LEASE_DEFAULT_MS
             rows = await served.get_scheduled(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
-            return call_values.Leased(served.handed_out(state, rows), lease_ms, served.core.rebuild_needed())
+            return call_values.Leased(
+                served.served_subscription(state).handed_out(rows), lease_ms, served.core.rebuild_needed()
+            )
 
     async def acknowledge(self, topic: str, subscription: str, claims: call_values.HeldPositions) -> int:
         """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
@@ -227,7 +229,7 @@ class Requests:
         leases.check_lease(lease_ms)
         async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
-            return await served.leases.extend(state, claims, lease_ms=lease_ms)
+            return await served.served_subscription(state).leases.extend(claims, lease_ms=lease_ms)
 
     # ---- subscriptions
 

@@ -119,7 +119,7 @@ def oldest_due_ms(core: Topic) -> int:
 
 
 def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> SubscriptionStats:
-    streams = topic.streams.get(state.subscription_id, {}).values()
+    streams = topic.streams_of(state)
     key_shared = state.key_shared
     permits = sum(stream.permits for stream in streams if isinstance(stream, DispatchStream))
     own = topic.core.indexes.serving(state.subscription_id)[1:]
@@ -154,8 +154,8 @@ async def consumers_page(
         asked = min(CONSUMERS_A_TURN, page_size - len(page))
         found = key_shared_stats.consumer_stats(state.key_shared, next_after, asked + 1)
         next_after = found[asked - 1].number if len(found) > asked else None
-        sharing = topic.key_sharing
-        page += [ConsumerSummary(sharing.consumer_id_of(state, each.number), each) for each in found[:asked]]
+        sharing = topic.served_subscription(state).key_sharing
+        page += [ConsumerSummary(sharing.consumer_id_of(each.number), each) for each in found[:asked]]
         await asyncio.sleep(0)
     shown = None if state.key_shared is None else key_shared_stats.subscription_stats(state.key_shared)
     return ConsumerPage(tuple(page), next_after, now_ms, shown)

@@ -16,10 +16,9 @@ import numpy as np
 
 from daemon.call_values import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
 from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, Unavailable
 from daemon.subscription.key_shared_outbox import Outbox, Plan
-from daemon.subscription.open_stream import OpenStream, TopicOfStreams
+from daemon.subscription.open_stream import OpenStream, SubscriptionOfStreams
 from storage_backends.formats.row_columns import U32, U64, Rows
 
 Outgoing: TypeAlias = HandedOut | Planned | TakenBack
@@ -45,8 +44,8 @@ class Sharing(Protocol):
     def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None: ...
 
 
-class TopicOfKeySharedStreams(TopicOfStreams, Protocol):
-    """What a KEY_SHARED stream asks of its topic beside."""
+class SubscriptionOfKeySharedStreams(SubscriptionOfStreams, Protocol):
+    """What a KEY_SHARED stream asks of its subscription beside."""
 
     @property
     def key_sharing(self) -> Sharing: ...
@@ -57,11 +56,9 @@ class KeySharedStream(OpenStream):
     closed.
     """
 
-    def __init__(
-        self, topic: TopicOfKeySharedStreams, state: SubscriptionState, dispatcher: int, *, epoch: int
-    ) -> None:
-        super().__init__(topic, state, dispatcher, epoch=epoch)
-        self._sharing = topic.key_sharing
+    def __init__(self, subscription: SubscriptionOfKeySharedStreams) -> None:
+        super().__init__(subscription)
+        self._sharing = subscription.key_sharing
         self.outbox = Outbox()
         # Of each consumer its dispatcher number, and back.
         self._numbers: dict[int, int] = {}
@@ -183,7 +180,7 @@ class KeySharedStream(OpenStream):
         return TakenBack(handed_out) if item.taken_back else handed_out
 
     def _handed_out(self, rows: KeyedRows, consumer_ids: U32) -> HandedOut:
-        return dataclasses.replace(self._topic.handed_out(self.state, rows), consumer_id=consumer_ids)
+        return dataclasses.replace(self._subscription.handed_out(rows), consumer_id=consumer_ids)
 
     def _consumer_ids_of(self, numbers: U32) -> U32:
         """What consumers are called, 0 where one has left since."""

@@ -41,19 +41,12 @@ class TopicOfNacks(TopicPort, Protocol):
     @property
     def acknowledging(self) -> Acknowledging: ...
 
-    @property
-    def key_sharing(self) -> TakingBack: ...
+    def take_back(self, state: SubscriptionState) -> None:
+        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
+        ...
 
     def is_there(self, state: SubscriptionState) -> bool:
         """Whether the subscription was not deleted."""
-        ...
-
-
-class TakingBack(Protocol):
-    """Who holds what is behind a NACKED row by its key."""
-
-    def take_back(self, state: SubscriptionState) -> None:
-        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
         ...
 
 
@@ -87,7 +80,7 @@ class TopicRedelivery:
             # They may be rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
-        topic.key_sharing.take_back(state)
+        topic.take_back(state)
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
@@ -95,7 +88,7 @@ class TopicRedelivery:
         if len(left.positions):
             found = await acknowledging.find(state, redelivery.sought(state, left), left.positions)
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
-            topic.key_sharing.take_back(state)
+            topic.take_back(state)
             if found_records:
                 slot = commits.stage(*found_records, awaited=awaited)
             records = (*records, *found_records)
@@ -200,7 +193,7 @@ class TopicRedelivery:
         commits.check_accepting()
         before_ms = self._environment.elapsed_ms() - timeout_ms
         records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
-        topic.key_sharing.take_back(state)
+        topic.take_back(state)
         if not records:
             return False
         slot = commits.stage(*records)

@@ -43,15 +43,30 @@ class TopicOfStreams(TopicPort, Protocol):
     @property
     def redelivery(self) -> TopicRedelivery: ...
 
-    def line(self, state: SubscriptionState) -> WaitingLine:
-        """Those who wait for rows of a subscription."""
+
+class SubscriptionOfStreams(Protocol):
+    """What a stream asks of its subscription: `daemon.subscription.served_subscription`."""
+
+    @property
+    def topic(self) -> TopicOfStreams: ...
+
+    @property
+    def state(self) -> SubscriptionState: ...
+
+    @property
+    def line(self) -> WaitingLine:
+        """Those who wait for rows."""
         ...
 
-    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
+    def next_dispatcher(self) -> int:
+        """A number for a stream, that no other one has."""
+        ...
+
+    def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
         """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now."""
         ...
 
-    def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
+    def handed_out(self, taken: KeyedRows) -> HandedOut:
         """Rows that were handed out, as their dispatcher sees them."""
         ...
 
@@ -68,20 +83,21 @@ class StreamClosed(Unavailable):
 
 
 class OpenStream:
-    """A dispatcher that listens, under `epoch`.
+    """A dispatcher that listens under a number, `dispatcher`, and an `epoch`.
 
     `held`: how many of the positions that it declared are IN_FLIGHT here. `not_held`: i64[n], the places of the others.
     Close it always; what it holds is READY again then.
     """
 
-    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, subscription: SubscriptionOfStreams) -> None:
+        self.epoch = subscription.topic.shard.epoch
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
-        self.state = state
-        self.dispatcher = dispatcher
-        self._topic = topic
+        self.state = subscription.state
+        self.dispatcher = subscription.next_dispatcher()
+        self._subscription = subscription
+        self._topic = subscription.topic
         self._changed = asyncio.Event()
         self._ended: Exception | None = None
 
@@ -140,15 +156,15 @@ class OpenStream:
     def close(self) -> None:
         """May be called more than once."""
         if self._ended is None:
-            self._topic.close_stream(self)
+            self._subscription.close_stream(self)
         self.end(StreamClosed())
 
 
 class DispatchStream(OpenStream):
     """A SHARED stream. See `OpenStream`."""
 
-    def __init__(self, topic: TopicOfStreams, state: SubscriptionState, dispatcher: int, *, epoch: int) -> None:
-        super().__init__(topic, state, dispatcher, epoch=epoch)
+    def __init__(self, subscription: SubscriptionOfStreams) -> None:
+        super().__init__(subscription)
         self.permits = 0
         # As many as may be taken at once: before there are more the others have a turn.
         self._took_many = False
@@ -164,7 +180,7 @@ class DispatchStream(OpenStream):
         Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
         StreamClosed after `close`.
         """
-        line = self._topic.line(self.state)
+        line = self._subscription.line
         try:
             while True:
                 self._check_open()
@@ -174,11 +190,11 @@ class DispatchStream(OpenStream):
                     continue
                 if self.permits and line.is_turn_of(self):
                     limit = min(self.permits, MESSAGES_ROWS_MAX, self._topic.pace.rows)
-                    rows = self._topic.hand_out(self.state, self.dispatcher, limit)
+                    rows = self._subscription.hand_out(self.dispatcher, limit)
                     if len(rows):
                         self.permits -= len(rows)
                         self._took_many = len(rows) == limit
-                        return self._topic.handed_out(self.state, rows)
+                        return self._subscription.handed_out(rows)
                 await self._change()
         finally:
             line.leave(self)

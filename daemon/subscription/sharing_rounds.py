@@ -1,4 +1,4 @@
-"""The KEY_SHARED subscriptions of one topic: who joins, and rounds in which what may be sent is shared out.
+"""A subscription that is shared by key: who joins, and rounds in which what may be sent is shared out.
 
 Owns: consumers coming and going, when a round is made and how much is done in one, plans, and what of it is counted.
 Does not own: who receives what (`daemon.core.key_shared`), streams and what is on its way out on them
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,9 +24,8 @@ from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import KeyShared
 from daemon.core.nack_tracker import FrozenNacks
 from daemon.core.positions import KeyedRows
-from daemon.core.subscription_state import SubscriptionState
-from daemon.errors import Conflict, InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
-from daemon.subscription.key_shared_stream import KeySharedStream, TopicOfKeySharedStreams
+from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
+from daemon.subscription.key_shared_stream import KeySharedStream, SubscriptionOfKeySharedStreams
 from daemon.subscription.open_stream import MESSAGES_ROWS_MAX, OpenStream
 from daemon.surroundings.environment import Environment
 from storage_backends.formats.row_columns import Rows
@@ -39,46 +38,37 @@ CONSUMERS_RETRY_MS = 5_000
 
 
 class Leasing(Protocol):
-    """The leases of the topic, as the sharing of keys sees them."""
+    """The leases of the subscription, as the sharing of keys sees them."""
 
-    def are_under_way(self, state: SubscriptionState) -> bool:
-        """Whether positions of the subscription are leased, or somebody waits to lease some."""
-        ...
-
-    def stop_listening(self, state: SubscriptionState) -> None:
+    def stop_listening(self) -> None:
         """READY is not kept for pullers any longer."""
         ...
 
 
-class TopicOfSharing(TopicOfKeySharedStreams, Protocol):
-    """What the sharing of keys asks of its topic beside."""
+class SubscriptionOfSharing(SubscriptionOfKeySharedStreams, Protocol):
+    """What the sharing of keys asks of its subscription beside."""
 
     @property
     def leases(self) -> Leasing: ...
 
     @property
-    def streams(self) -> Mapping[int, Mapping[int, OpenStream]]: ...
-
-    def next_dispatcher(self, state: SubscriptionState) -> int:
-        """A number for a consumer of a subscription, that no other consumer, stream or lease of it has."""
+    def may_hand_out(self) -> bool:
+        """Whether anything may be handed out now."""
         ...
 
-    def may_hand_out(self, state: SubscriptionState) -> bool:
-        """Whether anything may be handed out to the subscription now."""
-        ...
-
-    def refill(self, state: SubscriptionState) -> None:
+    def refill(self) -> None:
         """There may be room in READY."""
         ...
 
-    def count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None: ...
+    def count_handed_out(self, rows: KeyedRows) -> None:
+        """Counts rows that were handed out in the metrics."""
+        ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Shared:
-    """A subscription that is open as KEY_SHARED. `consumers`: by their numbers, on which stream each is."""
+    """From the first KEY_SHARED stream to the last. `consumers`: by their numbers, on which stream each is."""
 
-    state: SubscriptionState
     key_shared: KeyShared
     streams: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
     consumers: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
@@ -88,37 +78,29 @@ class _Shared:
 
 
 class KeySharing:
-    """The KEY_SHARED subscriptions of one topic: consumers come and go, and in rounds what may be
-    sent is shared out.
-    """
+    """The sharing of one subscription by key: consumers come and go, and in rounds what may be sent is shared out."""
 
-    def __init__(self, topic: TopicOfSharing, environment: Environment) -> None:
-        self._topic = topic
+    def __init__(self, subscription: SubscriptionOfSharing, environment: Environment) -> None:
+        self._subscription = subscription
+        self._topic = subscription.topic
+        self._state = subscription.state
         self._environment = environment
         self._consumers_max = environment.config.limits.consumers_per_subscription_max
-        self._shared: dict[int, _Shared] = {}
+        self._shared: _Shared | None = None
         self._reading: set[asyncio.Future[None]] = set()
 
     # ---- streams
 
-    def check_type(self, state: SubscriptionState, *, key_shared: bool) -> None:
-        """Raises Conflict when the subscription is open in another way."""
-        name = state.stored.name
-        if not key_shared and state.subscription_id in self._shared:
-            raise Conflict(f"subscription {name!r} is open as KEY_SHARED; close these streams first")
-        if key_shared and state.subscription_id not in self._shared:
-            if self._topic.streams.get(state.subscription_id):
-                raise Conflict(f"subscription {name!r} is open as SHARED; close these streams first")
-            if self._topic.leases.are_under_way(state):
-                raise Conflict(
-                    f"positions of subscription {name!r} are leased, or about to be; let the leases end first"
-                )
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a KEY_SHARED stream."""
+        return self._shared is not None
 
     def open(self, stream: KeySharedStream) -> None:
         """A stream listens. The first one begins the sharing."""
-        core, state = self._topic.core, stream.state
+        core, state = self._topic.core, self._state
         # Nobody but KEY_SHARED streams listens now.
-        self._topic.leases.stop_listening(state)
+        self._subscription.leases.stop_listening()
         frozen = (
             core.key_sharing.begin(state, elapsed_ms=self._environment.elapsed_ms())
             if state.key_shared is None
@@ -127,7 +109,9 @@ class KeySharing:
         core.open(state, stream.dispatcher)
         if state.key_shared is None:
             raise InvariantViolated(f"subscription {state.stored.name!r} is not shared by key after it was begun")
-        shared = self._shared.setdefault(state.subscription_id, _Shared(state, state.key_shared))
+        if self._shared is None:
+            self._shared = _Shared(state.key_shared)
+        shared = self._shared
         shared.streams[stream.dispatcher] = stream
         if frozen is not None:
             reading = asyncio.ensure_future(self._read_nacked(shared, frozen))
@@ -144,44 +128,44 @@ class KeySharing:
 
     async def _learn_nacked(self, shared: _Shared, rows: KeyedRows) -> None:
         sharing, pace, left = self._topic.core.key_sharing, self._topic.pace, rows
-        while self._shared.get(shared.state.subscription_id) is shared:
+        while self._shared is shared:
             portion = left.take(slice(0, pace.rows))
             left = left.take(slice(len(portion), None))
             if not len(left):
-                sharing.finish(shared.state, portion)
+                sharing.finish(self._state, portion)
                 self._ask(shared)
                 return
-            sharing.learn(shared.state, portion)
+            sharing.learn(self._state, portion)
             await pace.give_way()
 
     def closed(self, stream: OpenStream) -> None:
         """A stream listens no more, and its consumers are no more."""
-        number = stream.state.subscription_id
-        shared = self._shared.get(number)
+        shared = self._shared
         if shared is None or shared.streams.pop(stream.dispatcher, None) is None:
             return
         for holder in stream.holders:
             del shared.consumers[holder]
         if not shared.streams:
-            del self._shared[number]
+            self._shared = None
             if shared.round is not None:
                 shared.round.cancel()
 
-    def _of(self, stream: KeySharedStream) -> _Shared:
-        return self._shared[stream.state.subscription_id]
+    def _open(self) -> _Shared:
+        if self._shared is None:
+            raise InvariantViolated(f"subscription {self._state.stored.name!r} is not open as KEY_SHARED")
+        return self._shared
 
-    def has(self, state: SubscriptionState, number: int) -> bool:
-        """Whether a consumer of the subscription has the dispatcher number."""
-        shared = self._shared.get(state.subscription_id)
-        return shared is not None and number in shared.consumers
+    def has(self, number: int) -> bool:
+        """Whether a consumer has the dispatcher number."""
+        return self._shared is not None and number in self._shared.consumers
 
-    def consumer_id_of(self, state: SubscriptionState, number: int) -> int:
+    def consumer_id_of(self, number: int) -> int:
         """How the dispatcher of a consumer calls it."""
-        return self._shared[state.subscription_id].consumers[number].consumer_id_of(number)
+        return self._open().consumers[number].consumer_id_of(number)
 
     # ---- consumers
 
-    def check_consumers(self, state: SubscriptionState, consumers: Sequence[Consumer]) -> None:
+    def check_consumers(self, consumers: Sequence[Consumer]) -> None:
         """Raises InvalidArgument for what is wrong with them by themselves, QuotaExceeded when they are too many."""
         known: set[int] = set()
         for consumer in consumers:
@@ -199,12 +183,11 @@ class KeySharing:
                     f"{ADDRESS_MAX_BYTES}"
                 )
             hash_slots.check_ranges(f"hash_ranges of consumer {consumer_id}", consumer.hash_ranges)
-        shared = self._shared.get(state.subscription_id)
-        count = 0 if shared is None else len(shared.consumers)
+        count = 0 if self._shared is None else len(self._shared.consumers)
         if consumers and count + len(consumers) > self._consumers_max:
             raise QuotaExceeded(
-                f"subscription {state.stored.name!r} has {count} consumers, {len(consumers)} would join, the limit is "
-                f"{self._consumers_max}",
+                f"subscription {self._state.stored.name!r} has {count} consumers, {len(consumers)} would join, the "
+                f"limit is {self._consumers_max}",
                 retry_after_ms=CONSUMERS_RETRY_MS,
             )
 
@@ -212,12 +195,12 @@ class KeySharing:
         """Consumers of a stream join, all or none. Raises InvalidArgument, QuotaExceeded."""
         if not consumers:
             return
-        shared = self._of(stream)
-        self.check_consumers(stream.state, consumers)
+        shared = self._open()
+        self.check_consumers(consumers)
         for consumer in consumers:
             if stream.has(consumer.consumer_id):
                 raise InvalidArgument(f"consumer_id is {consumer.consumer_id}; a consumer of the stream has it already")
-        numbers = [self._topic.next_dispatcher(stream.state) for _ in consumers]
+        numbers = [self._subscription.next_dispatcher() for _ in consumers]
         shared.key_shared.join(
             [
                 Joining(number, stream.dispatcher, each.name, each.address, each.permits, each.hash_ranges)
@@ -230,20 +213,20 @@ class KeySharing:
 
     def leave(self, stream: KeySharedStream, number: int) -> None:
         """A consumer of a stream leaves: what it holds is READY."""
-        shared = self._of(stream)
+        shared = self._open()
         del shared.consumers[number]
         shared.key_shared.leave([number])
         self._ask(shared)
 
     def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
         """That many more rows may be sent to a consumer."""
-        shared = self._of(stream)
+        shared = self._open()
         shared.key_shared.grant(number, permits)
         self._ask(shared)
 
     def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
         """Whether nothing more is to be sent on a stream for now."""
-        shared = self._of(stream)
+        shared = self._open()
         shared.key_shared.set_full(stream.dispatcher, is_full)
         self._ask(shared)
 
@@ -258,10 +241,10 @@ class KeySharing:
 
         Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
         """
-        topic, state = self._topic, stream.state
-        if not topic.may_hand_out(state):
+        topic, state = self._topic, self._state
+        if not self._subscription.may_hand_out:
             raise Unavailable(f"topic {topic.core.name}: nothing may be handed out now; try again")
-        shared = self._of(stream)
+        shared = self._open()
         self._take_back(shared)
         numbers = topic.core.key_sharing.plan(
             state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
@@ -278,27 +261,21 @@ class KeySharing:
 
     def mark(self, stream: KeySharedStream) -> asyncio.Future[None]:
         """Ends when what was decided to go out on the stream is out."""
-        self._take_back(self._of(stream))
+        self._take_back(self._open())
         return stream.outbox.mark()
 
     def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
         """Everything that was planned up to this position is acknowledged."""
-        shared = self._of(stream)
+        shared = self._open()
         shared.key_shared.plans.mark_delete(ledger_id, entry_id)
         self._ask(shared)
 
     # ---- rounds
 
-    def notify(self, state: SubscriptionState) -> None:
+    def notify(self) -> None:
         """Something changed for which rows may wait."""
-        shared = self._shared.get(state.subscription_id)
-        if shared is not None:
-            self._ask(shared)
-
-    def notify_all(self) -> None:
-        """Decisions are applied: hashes of what they name are free."""
-        for shared in self._shared.values():
-            self._ask(shared)
+        if self._shared is not None:
+            self._ask(self._shared)
 
     def _ask(self, shared: _Shared) -> None:
         if shared.round is None:
@@ -328,15 +305,14 @@ class KeySharing:
         for stream in streams:
             stream.end(error)
         for stream in streams:
-            self._topic.close_stream(stream)
+            self._subscription.close_stream(stream)
 
-    def take_back(self, state: SubscriptionState) -> None:
+    def take_back(self) -> None:
         """Rows may have come to be NACKED: what is behind them of their hashes is at nobody from now on. To be called
         before anybody else can name it.
         """
-        shared = self._shared.get(state.subscription_id)
-        if shared is not None:
-            self._take_back(shared)
+        if self._shared is not None:
+            self._take_back(self._shared)
 
     def _take_back(self, shared: _Shared) -> None:
         rows = 0
@@ -350,8 +326,8 @@ class KeySharing:
 
     def _hand_out(self, shared: _Shared) -> bool:
         """Shares out a portion; whether there may be more."""
-        topic, state, key_shared = self._topic, shared.state, shared.key_shared
-        if not topic.may_hand_out(state):
+        topic, key_shared = self._topic, shared.key_shared
+        if not self._subscription.may_hand_out:
             return False
         if key_shared.may_hand_out:
             assigned = key_shared.hand_out(topic.pace.rows, elapsed_ms=self._environment.elapsed_ms())
@@ -362,10 +338,10 @@ class KeySharing:
                 if stream.outbox.is_full:
                     key_shared.set_full(sent.stream, True)
             if assigned:
-                topic.count_handed_out(state, KeyedRows.concat([sent.rows for sent in assigned]))
-                topic.redelivery.watch(state)
+                self._subscription.count_handed_out(KeyedRows.concat([sent.rows for sent in assigned]))
+                topic.redelivery.watch(self._state)
             self._count_blocked(shared)
-        topic.refill(state)
+        self._subscription.refill()
         return key_shared.may_hand_out
 
     def _count_blocked(self, shared: _Shared) -> None:
@@ -376,8 +352,8 @@ class KeySharing:
 
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
-        for shared in self._shared.values():
-            shared.key_shared.look_after(elapsed_ms=self._environment.elapsed_ms())
-            for stream in shared.streams.values():
+        if self._shared is not None:
+            self._shared.key_shared.look_after(elapsed_ms=self._environment.elapsed_ms())
+            for stream in self._shared.streams.values():
                 # It may have waited for the epoch to be confirmed.
                 stream.notify()

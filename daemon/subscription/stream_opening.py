@@ -25,8 +25,8 @@ from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.subscription.key_shared_stream import KeySharedStream
-from daemon.subscription.open_stream import DispatchStream, OpenStream
-from daemon.subscription.sharing_rounds import KeySharing, TopicOfSharing
+from daemon.subscription.open_stream import DispatchStream, OpenStream, TopicOfStreams
+from daemon.subscription.served_subscription import ServedSubscription
 from daemon.surroundings.environment import Environment
 from storage_backends.formats.row_columns import Rows
 
@@ -35,17 +35,15 @@ STREAMS_RETRY_MS = 5_000
 NO_ROW = -1
 
 
-class TopicOfOpening(TopicOfSharing, Protocol):
+class TopicOfOpening(TopicOfStreams, Protocol):
     """What opening a stream asks of its topic beside."""
-
-    @property
-    def key_sharing(self) -> KeySharing: ...
-
-    @property
-    def streams(self) -> dict[int, dict[int, OpenStream]]: ...
 
     def subscription(self, name: str) -> SubscriptionState:
         """The state of a subscription. Raises NotFound when it does not exist."""
+        ...
+
+    def served_subscription(self, state: SubscriptionState) -> ServedSubscription:
+        """Who listens to a subscription, and in which mode it is."""
         ...
 
 
@@ -63,12 +61,12 @@ class Opening:
         topic = self._topic
         await topic.gate.passed()
         state = topic.subscription(subscription)
-        self._check(state, key_shared=False)
+        self._checked(state, key_shared=False)
         found = await self._find(state, held)
-        self._check(state, key_shared=False)
-        stream = DispatchStream(topic, state, topic.next_dispatcher(state), epoch=topic.shard.epoch)
+        served = self._checked(state, key_shared=False)
+        stream = DispatchStream(served)
         topic.core.open(state, stream.dispatcher)
-        with self._beginning(stream):
+        with self._beginning(served, stream):
             are_held = topic.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
             rows = rows_claimed(topic.core.indexes.serving(state.subscription_id), held, found)
             _declare(stream, _of_claims(are_held, rows))
@@ -82,31 +80,32 @@ class Opening:
         limits.check_batch_index(claims.entry_id, claims.batch_index)
         await topic.gate.passed()
         state = topic.subscription(subscription)
-        self._check(state, key_shared=True)
-        topic.key_sharing.check_consumers(state, consumers)
+        self._checked(state, key_shared=True).key_sharing.check_consumers(consumers)
         _check_holders(held, consumers)
         if state.key_shared is None and (state.acknowledging or state.nacking):
             # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
             await topic.shard.commits.settled()
         found = await self._find(state, claims)
-        self._check(state, key_shared=True)
-        stream = KeySharedStream(topic, state, topic.next_dispatcher(state), epoch=topic.shard.epoch)
-        topic.key_sharing.open(stream)
-        with self._beginning(stream):
-            topic.key_sharing.join(stream, consumers)
+        served = self._checked(state, key_shared=True)
+        stream = KeySharedStream(served)
+        served.key_sharing.open(stream)
+        with self._beginning(served, stream):
+            served.key_sharing.join(stream, consumers)
             _declare(stream, self._hold(stream, held, found))
         return stream
 
-    def _check(self, state: SubscriptionState, *, key_shared: bool) -> None:
-        topic = self._topic
-        topic.check_there(state)
-        topic.key_sharing.check_type(state, key_shared=key_shared)
-        streams = len(topic.streams.get(state.subscription_id, {}))
-        if streams >= self._streams_max:
+    def _checked(self, state: SubscriptionState, *, key_shared: bool) -> ServedSubscription:
+        """The subscription, which a stream may listen to. Raises NotFound, Conflict, QuotaExceeded."""
+        self._topic.check_there(state)
+        served = self._topic.served_subscription(state)
+        served.check_mode(key_shared=key_shared)
+        if len(served.streams) >= self._streams_max:
             raise QuotaExceeded(
-                f"subscription {state.stored.name!r} has {streams} open streams, the limit is {self._streams_max}",
+                f"subscription {state.stored.name!r} has {len(served.streams)} open streams, the limit is "
+                f"{self._streams_max}",
                 retry_after_ms=STREAMS_RETRY_MS,
             )
+        return served
 
     async def _find(self, state: SubscriptionState, held: HeldPositions) -> KeyedRows:
         """The rows that the dispatcher holds; they have been passed before it asks for them."""
@@ -137,19 +136,19 @@ class Opening:
         return are_held
 
     @contextlib.contextmanager
-    def _beginning(self, stream: OpenStream) -> Iterator[None]:
+    def _beginning(self, served: ServedSubscription, stream: OpenStream) -> Iterator[None]:
         """The stream listens; where that does not go well it does no longer."""
-        topic, state = self._topic, stream.state
-        topic.streams.setdefault(state.subscription_id, {})[stream.dispatcher] = stream
+        topic = self._topic
+        served.streams[stream.dispatcher] = stream
         try:
             yield
         except Exception:
             stream.close()
             raise
         stream.rebuild_needed = topic.core.rebuild_needed()
-        topic.redelivery.watch(state)
-        topic.refill(state)
-        topic.notify(state)
+        topic.redelivery.watch(served.state)
+        served.refill()
+        served.notify()
 
 
 def _declare(stream: OpenStream, are_held: Mask) -> None:

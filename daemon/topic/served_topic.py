@@ -1,11 +1,10 @@
 """A topic that this daemon serves: requests, due rows and streams meet here.
 
-Owns: adding and asking for rows, its streams and lines, its wake-ups, loading its segments, and reading backlogs again
-for subscriptions that are behind.
-Does not own: decisions (`daemon.core.topic`), requests on what was handed out (`acknowledging`,
+Owns: adding and asking for rows, its wake-ups, and loading its segments.
+Does not own: decisions (`daemon.core.topic`), who listens to a subscription and what is handed out
+(`served_subscription`), how streams open (`stream_opening`), requests on what was handed out (`acknowledging`,
 `negative_acknowledging`), the moment of a cancellation (`topic_withdrawing`), slots (`group_commit`), seals and drops
-(`bucket_life`), changes of the topic as a whole (`topic_changes`, `topic_changes`), how streams open
-(`stream_opening`), sharing by key (`sharing_rounds`), leases (`leases`), and what is shown of it (`topic_inspection`).
+(`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown of it (`topic_inspection`).
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from daemon.call_values import HandedOut
-from daemon.core import batch_parts
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.positions import KeyedRows
@@ -30,13 +27,11 @@ from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
 from daemon.errors import NotFound, QuotaExceeded
 from daemon.subscription.acknowledging import Acknowledging
-from daemon.subscription.leases import Leases
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.open_stream import OpenStream
 from daemon.subscription.served_dead_letters import TopicDeadLetters
-from daemon.subscription.sharing_rounds import KeySharing
+from daemon.subscription.served_subscription import ServedSubscription
 from daemon.subscription.stream_opening import Opening
-from daemon.subscription.waiting_line import WaitingLine
 from daemon.surroundings.due_loop import DueLoop
 from daemon.surroundings.environment import Environment
 from daemon.surroundings.failure_scope import TopicFailed
@@ -51,16 +46,11 @@ from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 
 log = logging.getLogger(__name__)
 
-# Portions that a topic passes in one turn, and that a backlog is read again by: they cost less than handing out.
+# Portions that a topic passes in one turn: they cost less than handing out.
 PASS_PORTIONS = 2
-CATCH_UP_PORTIONS = 1
-# A subscription that is behind is read on for when READY has fewer rows.
-READY_LOW_ROWS = 20_000
 # Buckets that wait for their seal before adds are refused.
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
-# Numbers of dispatchers are 32 bits wide where they stand with a row.
-DISPATCHER_MAX = (1 << 32) - 1
 # Ranges of one answer; what is more is asked for again.
 CONTAINED_RANGES_MAX = 100_000
 
@@ -108,10 +98,7 @@ class ServedTopic:
             topic, self.settings.quota_limits, shard.pending, environment, settled=shard.commits.settled
         )
         self.gate = TopicGate(topic.name, shard.commits)
-        self.streams: dict[int, dict[int, OpenStream]] = {}
         self.opening = Opening(self, environment)
-        self.key_sharing = KeySharing(self, environment)
-        self.leases = Leases(self, environment)
         self.acknowledging = Acknowledging(self, environment)
         self.redelivery = TopicRedelivery(self, environment)
         self.withdrawing = Withdrawing(self, environment)
@@ -124,9 +111,8 @@ class ServedTopic:
         self._loader = SegmentLoader(
             topic, environment, self._segments_loaded, self._bucket_damaged, self._bucket_is_live, self.failed
         )
-        self._behind: dict[int, asyncio.Task[None]] = {}
-        self._lines: dict[int, WaitingLine] = {}
-        self._last_dispatcher = 0
+        # By subscription id, those that were ever listened to.
+        self._served: dict[int, ServedSubscription] = {}
         self._ended: Exception | None = None
         # No row that is due before is left to be passed.
         self._settled_until_ms = 0
@@ -194,7 +180,7 @@ class ServedTopic:
         """Due rows, leased. Empty when none came in time."""
         await self.gate.passed()
         self.check_there(state)
-        rows = await self.leases.get(state, max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
+        rows = await self.served_subscription(state).leases.get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
         if not len(rows):
             await self.shard.commits.confirmed()
         return rows
@@ -249,76 +235,34 @@ class ServedTopic:
                 self._settled_until_ms = now_ms if next_due_ms is None else next_due_ms
                 return
 
-    async def settle_ready(self, state: SubscriptionState) -> None:
-        """Returns when the subscription has READY rows, or nothing that is due now is left to be READY."""
-        now_ms = self._environment.clock.now_ms()
-        while self._ended is None and not state.ready_rows:
-            behind = self._behind.get(state.subscription_id)
-            if behind is not None:
-                await asyncio.wait([behind])
-            elif state.reader is not None:
-                self._read_on(state)
-            elif self.pass_due(now_ms):
-                await asyncio.sleep(0)
-            elif wanted := self.core.indexes.wanted_segments(now_ms):
-                await self.load(wanted)
-            else:
-                return
+    # ---- who listens
 
-    # ---- streams
+    def served_subscription(self, state: SubscriptionState) -> ServedSubscription:
+        """Who listens to a subscription, and in which mode it is."""
+        served = self._served.get(state.subscription_id)
+        if served is None:
+            served = self._served[state.subscription_id] = ServedSubscription(self, state, self._environment)
+        return served
 
-    def next_dispatcher(self, state: SubscriptionState) -> int:
-        """A number for a stream, a consumer or a lease of a subscription, that no other one of it has."""
-        streams = self.streams.get(state.subscription_id, {})
-        while True:
-            number = self._last_dispatcher = self._last_dispatcher % DISPATCHER_MAX + 1
-            taken = number in streams or self.key_sharing.has(state, number) or self.leases.has(state, number)
-            if not taken and not state.held_rows(number):
-                return number
+    @property
+    def _listened_to(self) -> Iterator[ServedSubscription]:
+        """Those that were ever listened to, in the order in which they were created."""
+        for number in self.core.subscriptions:
+            if (served := self._served.get(number)) is not None:
+                yield served
 
-    def listen(self, state: SubscriptionState, dispatcher: int) -> None:
-        """READY is kept for a dispatcher that holds nothing itself."""
-        self.core.open(state, dispatcher)
-        self.refill(state)
-
-    def close_stream(self, stream: OpenStream) -> None:
-        of_subscription = self.streams.get(stream.state.subscription_id, {})
-        if of_subscription.pop(stream.dispatcher, None) is None:
-            return
-        stream.state.close(stream.dispatcher)
-        self.key_sharing.closed(stream)
-        self.notify(stream.state)
+    def streams_of(self, state: SubscriptionState) -> list[OpenStream]:
+        """The streams that are open on a subscription."""
+        served = self._served.get(state.subscription_id)
+        return [] if served is None else list(served.streams.values())
 
     def end_streams(self, error: Exception, *, subscription_id: int | None = None) -> None:
         """The streams and leases of one subscription, or all of them, end with the error."""
-        for number, of_subscription in self.streams.items():
+        for number, served in self._served.items():
             if subscription_id in (None, number):
-                for stream in list(of_subscription.values()):
-                    self.close_stream(stream)
-                    stream.end(error)
-        self.leases.end(error, subscription_id=subscription_id)
+                served.end(error)
         if subscription_id is not None:
-            self.streams.pop(subscription_id, None)
-            self._lines.pop(subscription_id, None)
-
-    def line(self, state: SubscriptionState) -> WaitingLine:
-        """Those who wait for rows of a subscription."""
-        return self._lines.setdefault(state.subscription_id, WaitingLine())
-
-    def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now.
-
-        Raises TopicFailed when something goes wrong: rows that were taken out of READY would be nowhere.
-        """
-        if not state.available_rows or not self.may_hand_out(state):
-            return KeyedRows.empty()
-        with self.failing():
-            rows = state.hand_out(dispatcher, limit, elapsed_ms=self._environment.elapsed_ms())
-            if len(rows):
-                self.count_handed_out(state, rows)
-                self.redelivery.watch(state)
-            self.refill(state)
-        return rows
+            self._served.pop(subscription_id, None)
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
         """Whether anything may be handed out to the subscription now."""
@@ -327,35 +271,24 @@ class ServedTopic:
             return False
         return state.subscription_id not in self._withheld and self.shard.may_hand_out
 
-    def refill(self, state: SubscriptionState) -> None:
-        """There may be room in READY: for what is redelivered, and for what was not read."""
-        self._redeliver_on(state)
-        self._read_on(state)
-
-    def handed_out(self, state: SubscriptionState, taken: KeyedRows) -> HandedOut:
-        """Rows that were handed out, as their dispatcher sees them."""
-        rows, batch_index = batch_parts.unpacked(taken, self.core.indexes, state.subscription_id)
-        return HandedOut(self.shard.epoch, rows, taken.redelivery_count, batch_index)
-
-    def count_handed_out(self, state: SubscriptionState, rows: KeyedRows) -> None:
-        now_ms, due_ms = self._environment.clock.now_ms(), rows.rows.deliver_at_ms.astype(np.int64)
-        for index in self.core.indexes.serving(state.subscription_id):
-            for level, first in index.levels.handed_out(rows.keys):
-                self._environment.metrics.level_handed_out(self.core.name, level, now_ms - due_ms[first])
-        # What was nacked or planned without having been pending has no time at which it was due.
-        due_ms = due_ms[(due_ms > 0) & (rows.counts() == 0)]
-        self._environment.metrics.handed_out(self.core.name, rows=len(rows), lateness_ms=now_ms - due_ms)
+    def take_back(self, state: SubscriptionState) -> None:
+        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
+        if (served := self._served.get(state.subscription_id)) is not None:
+            served.key_sharing.take_back()
 
     def notify(self, state: SubscriptionState) -> None:
         """There may be something to hand out."""
-        self.key_sharing.notify(state)
-        line = self._lines.get(state.subscription_id)
-        if line is not None and state.available_rows:
-            line.notify()
+        if (served := self._served.get(state.subscription_id)) is not None:
+            served.notify()
 
     def notify_all(self) -> None:
-        for state in self.core.subscriptions.values():
-            self.notify(state)
+        for served in self._listened_to:
+            served.notify()
+
+    def _notify_sharing(self) -> None:
+        """What rows had to wait for by key may be gone."""
+        for served in self._served.values():
+            served.key_sharing.notify()
 
     # ---- due rows
 
@@ -372,16 +305,15 @@ class ServedTopic:
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
         if self._ended is None:
-            self.leases.look_after()
-            self.key_sharing.look_after()
-            self.notify_all()
+            for served in self._listened_to:
+                served.look_after()
 
     def rows_added(self) -> None:
         """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged; what
         waited for a decision of the slot may be handed out.
         """
         if self._ended is None:
-            self.key_sharing.notify_all()
+            self._notify_sharing()
             self._count_order()
             next_due_ms = self.core.indexes.next_due_of_memory_buckets_ms()
             self._settled_until_ms = earliest(self._settled_until_ms, next_due_ms) or 0
@@ -401,7 +333,7 @@ class ServedTopic:
         if self._ended is not None:
             return
         self._settled_until_ms = 0
-        self.key_sharing.notify_all()
+        self._notify_sharing()
         self._due_loop.schedule(self, self._next_wake_ms())
 
     def wake(self, now_ms: int) -> int | None:
@@ -418,12 +350,11 @@ class ServedTopic:
         """
         passed = self.core.pass_due(now_ms, PASS_PORTIONS * self.pace.rows)
         if not passed:
-            # What rows had to wait for by key may have been gone.
-            self.key_sharing.notify_all()
+            self._notify_sharing()
         else:
-            for state in self.core.subscriptions.values():
-                self.notify(state)
-                self._read_on(state)
+            for served in self._listened_to:
+                served.notify()
+                served.read_on()
             for record in self.core.take_not_owed():
                 _ = self.shard.commits.stage(record, awaited=False)
             redeliver_at_ms = self.core.take_redelivered()
@@ -431,10 +362,9 @@ class ServedTopic:
                 self._environment.metrics.redelivered(now_ms - redeliver_at_ms.astype(np.int64))
         return passed
 
-    def _redeliver_on(self, state: SubscriptionState) -> None:
-        """Nacked rows whose time has come may have had no room until now."""
-        if len(state.nacks) and self.core.takes_redeliveries(state):
-            self._due_loop.schedule(self, state.nacks.next_due_ms())
+    def wake_at(self, at_ms: int | None) -> None:
+        """The topic wakes then, if it would not sooner. Unix time in ms; None: it need not."""
+        self._due_loop.schedule(self, at_ms)
 
     def _next_wake_ms(self) -> int | None:
         """Rows whose segment is not in memory wake nobody: the end of its loading does."""
@@ -451,43 +381,12 @@ class ServedTopic:
     def _segments_loaded(self) -> None:
         self.changed()
 
-    # ---- subscriptions that are behind
-
-    def _read_on(self, state: SubscriptionState) -> None:
-        """Derives READY rows for a subscription that is behind and runs low."""
-        number = state.subscription_id
-        if self._ended is not None or number in self._behind:
-            return
-        limit = CATCH_UP_PORTIONS * self.pace.rows_of(len(self.core.indexes.readable))
-        needed: list[SegmentRange] = []
-        goes_on = False
-        runs_low = state.reader is not None and state.ready_rows < READY_LOW_ROWS and not state.is_full
-        if runs_low:
-            needed += self.core.catch_up(state, limit)
-            goes_on = state.reader is None or not state.reader.is_held_up
-        # However long that goes on.
-        if state.key_shared is not None and state.key_shared.reads_on:
-            needed += self.core.key_sharing.find_let_go(state, limit)
-            goes_on = goes_on or not state.key_shared.is_held_up
-        if not goes_on and not needed:
-            # Nothing to look at, or not before more rows have been passed: who passes them comes here again.
-            return
-        if not needed:
-            self.notify(state)
-            if not state.looks_on:
-                return
-        # Of all that was looked at nothing may be handed out: others have their turn.
-        waits = self.load(needed) if needed else self.pace.give_way()
-        task = self._behind[number] = asyncio.ensure_future(waits)
-        task.add_done_callback(lambda task: self._read_on_after(state, task))
-
-    def _read_on_after(self, state: SubscriptionState, task: asyncio.Task[None]) -> None:
-        self._behind.pop(state.subscription_id, None)
-        if not task.cancelled():
-            with self.contained():
-                self._read_on(state)
-
     # ---- the end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the topic is served here no longer."""
+        return self._ended is not None
 
     def failed(self, error: BaseException) -> None:
         """Something of it went wrong that was not foreseen, or its epoch is over."""
@@ -515,10 +414,8 @@ class ServedTopic:
 
     def abandon(self, error: Exception) -> None:
         """Closes a topic that cannot be relied on: of its streams none is asked to give anything back."""
-        streams = [stream for of_subscription in self.streams.values() for stream in of_subscription.values()]
-        self.streams.clear()
-        for stream in streams:
-            stream.end(error)
+        for served in self._served.values():
+            served.abandon(error)
         self.close(error)
 
     def close(self, error: Exception) -> None:
@@ -528,9 +425,8 @@ class ServedTopic:
         self.gate.end(error)
         self.quotas.close()
         self.redelivery.close()
-        self.end_streams(error)
+        for served in self._served.values():
+            served.close(error)
         self._loader.close()
         # Keys of its segments mean nothing to who serves the topic next, here as well.
         self.core.indexes.release_segments()
-        for task in self._behind.values():
-            task.cancel()

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from daemon.call_values import SubscriptionPolicy
-from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError, Unavailable
 from daemon.subscription.leases import GET_ROWS_MAX, WAIT_MAX_MS
 from daemon.topic_terms import topic_settings
@@ -263,13 +262,14 @@ async def test_a_puller_that_goes_away_takes_nothing_and_lets_the_next_one_take(
     third, fourth = get(one, 10, wait_ms=60_000), get(one, 10, wait_ms=60_000)
     await asyncio.sleep(1)
     topic = one.topic("t")
-    notify = topic.notify
+    subscription = topic.served_subscription(topic.core.subscriptions[1])
+    notify = subscription.notify
 
-    def notify_and_cancel(state: SubscriptionState) -> None:
-        notify(state)
+    def notify_and_cancel() -> None:
+        notify()
         third.cancel()
 
-    monkeypatch.setattr(topic, "notify", notify_and_cancel)
+    monkeypatch.setattr(subscription, "notify", notify_and_cancel)
     await one.add("t", 2, range(5), delay_ms=1_000)
     assert entries_of(await fourth) == [0, 1, 2, 3, 4]
     assert third.cancelled()

@@ -16,6 +16,7 @@ from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import TarryError
 from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
+from daemon.subscription.served_subscription import ServedSubscription
 from daemon.topic.served_topic import ServedTopic
 from tests.daemon.engine import test_ack_timeouts as timeouts
 from tests.daemon.engine import test_nack_races as races
@@ -46,7 +47,7 @@ def the_daemon_does_not_wake_for_a_shorter_nack(patch: pytest.MonkeyPatch) -> No
 
 
 def what_found_no_room_is_not_taken_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ServedTopic, "_redeliver_on", lambda self, state: None)
+    patch.setattr(ServedSubscription, "_redeliver_on", lambda self: None)
 
 
 def what_is_nacked_counts_again(patch: pytest.MonkeyPatch) -> None:
