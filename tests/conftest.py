@@ -24,7 +24,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from examples import processes
-from tests.support import forked, kinds, parts
+from tests._support import forked, kinds, parts
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -199,7 +199,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory, spark_events: Path) -> Itera
     it needs a process of its own.
     """
     # Most tests go without it, and it takes long to import.
-    from tests.support.spark import session
+    from tests._support.spark import session
 
     with session(tmp_path_factory.mktemp("spark"), spark_events) as opened:
         yield opened

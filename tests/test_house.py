@@ -105,3 +105,18 @@ def test_a_circle_is_found() -> None:
     rooms = ["a", "b", "c"]
     graph = {name: {after} for name, after in itertools.pairwise([*rooms, rooms[0]])}
     assert set(circle_in(graph)) == set(rooms)
+
+
+# Programs and models of their own, which a suite runs.
+PROGRAMS = ("simulation", "planted", "models", "peers", "golden_root", "compaction/observer")
+
+
+def test_what_is_no_test_stands_in_a_folder_of_support() -> None:
+    tests = REPOSITORY / "tests"
+    others = [
+        name
+        for path in tests.rglob("*.py")
+        if not path.name.startswith(("test_", "conftest", "__init__"))
+        if not (name := path.relative_to(tests).as_posix()).startswith(PROGRAMS) and "_support/" not in name
+    ]
+    assert others == []

@@ -16,7 +16,8 @@ from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import manifest, names, slot_format
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
-from tests.audit.audits import (
+from tests._support.engine_fixture import EPOCH_MS
+from tests.audit._support.audits import (
     BUCKETS,
     CHECKPOINTS,
     HOUR_MS,
@@ -33,7 +34,6 @@ from tests.audit.audits import (
     sound_root,
     topic_tip,
 )
-from tests.support.engine_fixture import EPOCH_MS
 
 Pick = Callable[[MemoryStore], str]
 

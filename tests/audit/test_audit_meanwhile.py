@@ -28,7 +28,9 @@ from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
-from tests.audit.audits import (
+from tests._support import real_engine
+from tests._support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
+from tests.audit._support.audits import (
     BUCKETS,
     HOUR_MS,
     LIMITS,
@@ -41,9 +43,7 @@ from tests.audit.audits import (
     kinds,
     sealed,
 )
-from tests.daemon.engine.calling import cancel, delete_topic, reschedule
-from tests.support import real_engine
-from tests.support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
+from tests.daemon.engine._support.calling import cancel, delete_topic, reschedule
 
 Write = tuple[str, bytes | None, Mapping[str, str]]
 """Key, body (None: deleted), metadata."""

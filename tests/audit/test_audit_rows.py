@@ -16,7 +16,8 @@ from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
-from tests.audit.audits import (
+from tests._support.engine_fixture import EPOCH_MS, EngineFixture
+from tests.audit._support.audits import (
     HOUR_MS,
     LIMITS,
     SMALL,
@@ -31,8 +32,7 @@ from tests.audit.audits import (
     sound_root,
     topic_tip,
 )
-from tests.daemon.engine.calling import acknowledge, cancel, delete_topic
-from tests.support.engine_fixture import EPOCH_MS, EngineFixture
+from tests.daemon.engine._support.calling import acknowledge, cancel, delete_topic
 
 NOW_MS = EPOCH_MS + 10 * HOUR_MS
 LATER_MS = NOW_MS + HOUR_MS

@@ -17,7 +17,7 @@ from storage_backends.formats.manifest import LiveBucket, ShardManifest, TopicMa
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import CODEC
-from tests.audit.audits import (
+from tests.audit._support.audits import (
     MANIFESTS,
     SHARD_MANIFESTS,
     TOPIC_ID,

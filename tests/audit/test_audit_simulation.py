@@ -18,7 +18,7 @@ from audit.findings import Finding, Kind, Report
 from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA
-from tests.audit.audits import LIMITS, audited, findings
+from tests.audit._support.audits import LIMITS, audited, findings
 from tests.simulation import run as simulation
 from tests.simulation.oracle import WatchedStore
 

@@ -14,7 +14,7 @@ from audit.findings import Kind
 from jobs import job_settings, spark_engine
 from jobs.store_of import store_of
 from storage_backends.local_directory import LocalDirectory
-from tests.audit.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root
+from tests.audit._support.audits import BUCKETS, audited, copy_of, findings, keys, kinds, sound_root
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import redis_server
 from benchmarks.__main__ import MEASUREMENTS, TUNING
 from examples import processes
-from tests.support.processes import child, run_child
+from tests._support.processes import child, run_child
 
 WITH_REDIS = ["add", "drain", "memory", "restart", "stored"]
 needs_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)

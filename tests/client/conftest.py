@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import tarry
-from tests.client import fake_daemon
+from tests.client._support import fake_daemon
 
 # Back-off as short as it gets: what is tested is that another attempt comes, and where.
 AT_ONCE = tarry.RetryPolicy(initial_s=0.001, max_s=0.001)

@@ -12,7 +12,7 @@ from google.rpc import code_pb2
 import tarry
 from tarry import add_requests, retry, streams
 from tarry.v1 import delayed_delivery_pb2
-from tests.client import fake_daemon
+from tests.client._support import fake_daemon
 
 REQUESTS = 200
 IN_FLIGHT = 5

@@ -12,8 +12,20 @@ import pytest_asyncio
 
 import tarry
 import tarry.aio
-from tests.client import conftest, fake_daemon
-from tests.client.fake_daemon import FakeDaemon, Gate, Requests, accept_all, added, hold, messages, opened, refuse, take
+from tests.client import conftest
+from tests.client._support import fake_daemon
+from tests.client._support.fake_daemon import (
+    FakeDaemon,
+    Gate,
+    Requests,
+    accept_all,
+    added,
+    hold,
+    messages,
+    opened,
+    refuse,
+    take,
+)
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

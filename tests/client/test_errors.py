@@ -8,7 +8,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 import tarry
 from tarry import errors
-from tests.client import fake_daemon
+from tests.client._support import fake_daemon
 
 
 @pytest.mark.parametrize(

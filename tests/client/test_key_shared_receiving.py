@@ -19,7 +19,7 @@ from google.rpc import code_pb2
 import tarry
 from tarry import key_shared_receiving, receiving, retry, streams
 from tarry.v1 import dispatch_pb2
-from tests.client import fake_daemon
+from tests.client._support import fake_daemon
 
 DELAYED = 120
 PLANNED = 80

@@ -12,7 +12,7 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
-from tests.support.processes import Daemons
+from tests._support.processes import Daemons
 
 README = Path(__file__).resolve().parents[2] / "client" / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)

@@ -17,7 +17,7 @@ from google.rpc import code_pb2
 import tarry
 from tarry import receiving, retry, streams
 from tarry.v1 import dispatch_pb2
-from tests.client import fake_daemon
+from tests.client._support import fake_daemon
 
 ROWS = 300
 PERMITS = 8

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Jobs
-from tests.support.processes import Daemons
+from tests._support.jobs import Jobs
+from tests._support.processes import Daemons
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from storage_backends.bucket_merging import WrittenMerge
 from storage_backends.formats import merge
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import position_bitmaps, union_of
-from tests.compaction import interleaved
+from tests.compaction._support import interleaved
 
 SEEDS, SEEDS_LONG = 40, 3_000
 # A planted bug is found in one of so many runs.

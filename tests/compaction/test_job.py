@@ -24,11 +24,11 @@ from storage_backends.formats.manifest import Progress, TopicManifest
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import NotFound, ObjectStore
 from storage_backends.topic_manifest import DeleteTopic
-from tests.compaction.jobs_in_process import World
-from tests.jobs import roots
-from tests.jobs.roots import StoredTopic
-from tests.support.fault_store import Fault
-from tests.support.merging_process import MergingProcess
+from tests._support.fault_store import Fault
+from tests._support.merging_process import MergingProcess
+from tests.compaction._support.jobs_in_process import World
+from tests.jobs._support import roots
+from tests.jobs._support.roots import StoredTopic
 
 
 @pytest.fixture

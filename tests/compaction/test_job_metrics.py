@@ -9,7 +9,7 @@ from prometheus_client import parser
 
 from compaction import job_metrics
 from compaction.summary import Summary
-from tests.compaction.jobs_in_process import World
+from tests.compaction._support.jobs_in_process import World
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.compaction import beside_a_daemon
-from tests.compaction.beside_a_daemon import Left
-from tests.support.jobs import Action, Jobs
-from tests.support.processes import Daemons
+from tests._support.jobs import Action, Jobs
+from tests._support.processes import Daemons
+from tests.compaction._support import beside_a_daemon
+from tests.compaction._support.beside_a_daemon import Left
 
 RUNS = len(beside_a_daemon.SHAPES)
 ENGINES = ("spark", "local")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import tarry
-from tests.compaction import beside_a_daemon
-from tests.compaction.beside_a_daemon import Scene
-from tests.support.jobs import Action, Job, Jobs
-from tests.support.processes import Daemons
+from tests._support.jobs import Action, Job, Jobs
+from tests._support.processes import Daemons
+from tests.compaction._support import beside_a_daemon
+from tests.compaction._support.beside_a_daemon import Scene
 
 RUNS = len(beside_a_daemon.SHAPES)
 DONE, CONFLICTS = 0, 75

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from examples import processes
-from tests.compaction import live_topic, stored
-from tests.compaction.live_topic import LiveTopic, Shape
-from tests.support import jobs as jobs_support
-from tests.support.jobs import Job, Jobs
-from tests.support.processes import Daemons
+from tests._support import jobs as jobs_support
+from tests._support.jobs import Job, Jobs
+from tests._support.processes import Daemons
+from tests.compaction._support import live_topic, stored
+from tests.compaction._support.live_topic import LiveTopic, Shape
 
 SHAPES = {
     # A seal puts a bucket between those that a run merges: not so often that a run never finds a gap.

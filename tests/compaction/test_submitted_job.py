@@ -12,10 +12,10 @@ import pytest
 
 from scripts import build_spark_env
 from storage_backends.local_directory import LocalDirectory
-from tests.jobs import roots
-from tests.jobs.roots import StoredTopic
-from tests.support.jobs import Action, Job, Jobs
-from tests.support.merging_process import MergingProcess
+from tests._support.jobs import Action, Job, Jobs
+from tests._support.merging_process import MergingProcess
+from tests.jobs._support import roots
+from tests.jobs._support.roots import StoredTopic
 
 BUCKETS = 8
 DONE, ERROR, WRONG_OPTION, CONFLICTS = 0, 1, 2, 75

@@ -12,7 +12,7 @@ from rich.table import Table
 from compaction import summary
 from compaction.job import Options
 from compaction.summary import Summary
-from tests.compaction.jobs_in_process import World
+from tests.compaction._support.jobs_in_process import World
 
 
 @pytest.fixture

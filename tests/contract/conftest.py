@@ -12,9 +12,9 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from storage_backends.s3 import S3Store
-from tests.support.fault_store import FaultStore
-from tests.support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
-from tests.support.moto_server import MotoServer, moto_server
+from tests._support.fault_store import FaultStore
+from tests._support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
+from tests._support.moto_server import MotoServer, moto_server
 
 OpenStore = Callable[[], ObjectStore]
 _prefixes = itertools.count()

@@ -18,7 +18,7 @@ from storage_backends.object_store import (
     StoreRefused,
     StoreUnavailable,
 )
-from tests.support.fault_store import Fault, FaultStore, Pause, Script, applies, seeded
+from tests._support.fault_store import Fault, FaultStore, Pause, Script, applies, seeded
 
 BODY = b"some bytes of a body"
 

@@ -13,9 +13,9 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import AlreadyExists, NotFound, ObjectStore, OutcomeUnknown
 from storage_backends.s3 import S3Store
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.lost_answer_proxy import Loss, LostAnswerProxy
-from tests.support.moto_server import MotoServer
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.lost_answer_proxy import Loss, LostAnswerProxy
+from tests._support.moto_server import MotoServer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from daemon import config
-from tests.support.processes import child
+from tests._support.processes import child
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 

@@ -23,7 +23,7 @@ from daemon.surroundings import pools
 from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import NO_METADATA, ListedObject
-from tests.support import real_engine
+from tests._support import real_engine
 
 SHARDS = 2
 TOPICS = 24

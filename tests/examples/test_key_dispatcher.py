@@ -10,7 +10,7 @@ import pytest
 
 import tarry
 from examples import key_dispatcher, processes
-from tests.support.processes import Daemons
+from tests._support.processes import Daemons
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from examples import ledger_owner
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
-from tests.support.processes import child
+from tests._support.processes import child
 
 TOPIC = "persistent://t/n/orders"
 TIMEOUT_S = 300.0

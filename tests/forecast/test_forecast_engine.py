@@ -33,7 +33,7 @@ from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import NotFound
 from storage_backends.storage_settings import Store
-from tests.support import real_engine
+from tests._support import real_engine
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from forecast import picture as forecast_picture
 from forecast import text as forecast_text
 from forecast.files import OutputFile, Unwritable
 from forecast.result import Forecast, TopicForecast, Unread
-from tests.forecast.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
+from tests.forecast._support.forecasts import EXAMPLE, HOURS, MINUTES, forecast, owed, topic
 
 
 def at(hour: int) -> datetime.datetime:

@@ -7,7 +7,7 @@ import pytest
 
 from forecast.result import Bars, shown, timestamp, utc, width_name
 from forecast.steps import DAY_MS, HOUR_MS, MINUTE_MS, Steps
-from tests.forecast.forecasts import EXAMPLE, HOURS, MINUTES, NOW_MS, counts, forecast, owed, topic
+from tests.forecast._support.forecasts import EXAMPLE, HOURS, MINUTES, NOW_MS, counts, forecast, owed, topic
 
 
 def test_totals_are_those_of_all_topics() -> None:

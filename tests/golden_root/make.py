@@ -29,9 +29,9 @@ from examples.processes import DaemonProcess, local_store
 from storage_backends import topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.local_directory import LocalDirectory
+from tests._support.ledger_owner_server import LedgerOwnerServer
 from tests.golden_root import misled_daemon
 from tests.golden_root.account import NO_BATCH_INDEX, Json, Row, TopicAccount
-from tests.support.ledger_owner_server import LedgerOwnerServer
 
 HERE = Path(__file__).parent
 ARCHIVE, EXPECTED = HERE / "root.tar.xz", HERE / "expected.json"

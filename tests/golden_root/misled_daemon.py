@@ -20,7 +20,7 @@ from daemon.ledger_deletion import in_use_changing
 from daemon.surroundings.system_clock import SystemClock
 from daemon.topic import bucket_life
 from storage_backends import object_store, store_opening
-from tests.support.fault_store import Call, Fault, FaultStore
+from tests._support.fault_store import Call, Fault, FaultStore
 
 CONTROL = "GOLDEN_CONTROL"
 INLINE_PROGRESS_BYTES = 300

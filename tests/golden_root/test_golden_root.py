@@ -17,7 +17,7 @@ from storage_backends import object_store
 from storage_backends.formats import bucket_format, checkpoint_format, deletion_format, manifest, slot_format
 from storage_backends.formats.generated import deletion_pb2, journal_pb2
 from storage_backends.local_directory import LocalDirectory
-from tests.audit import audits
+from tests.audit._support import audits
 from tests.golden_root import account, make
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "STORAGE_FORMAT.md"

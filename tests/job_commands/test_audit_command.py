@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from job_commands import entry, terminal
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
-from tests.audit.audits import MANIFESTS, keys, sound_root
+from tests.audit._support.audits import MANIFESTS, keys, sound_root
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from job_commands.entry import cli
 from jobs.root import Root
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
-from tests.jobs import roots
-from tests.jobs.roots import StoredTopic
-from tests.support.moto_server import moto_server
+from tests._support.moto_server import moto_server
+from tests.jobs._support import roots
+from tests.jobs._support.roots import StoredTopic
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from job_commands import entry
 from storage_backends.formats import bucket_format, names
 from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
-from tests.jobs.roots import StoredTopic, make_root
+from tests.jobs._support.roots import StoredTopic, make_root
 
 ROWS = 1_000
 

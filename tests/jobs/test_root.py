@@ -8,8 +8,8 @@ from jobs.root import Root, RootAbsent, TopicPlace
 from storage_backends.formats import manifest, names
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged
-from tests.jobs.roots import SHARDS, StoredTopic, make_root
-from tests.support.fault_store import Call, Fault, FaultStore
+from tests._support.fault_store import Call, Fault, FaultStore
+from tests.jobs._support.roots import SHARDS, StoredTopic, make_root
 
 
 def topics(store: MemoryStore, *topic_names: str) -> dict[str, TopicPlace]:

@@ -16,7 +16,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from jobs import engine_port, spark_engine, spark_session
-from tests.support import spark as spark_support
+from tests._support import spark as spark_support
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 
 from jobs import java
 from scripts import build_spark_env
-from tests.support import spark as spark_support
+from tests._support import spark as spark_support
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 PYTHON = "{}.{}".format(*sys.version_info[:2])

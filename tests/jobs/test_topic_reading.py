@@ -20,7 +20,7 @@ from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
-from tests.jobs.roots import NOW_MS, StoredTopic, make_root
+from tests.jobs._support.roots import NOW_MS, StoredTopic, make_root
 
 S, OTHER = 1, 2
 

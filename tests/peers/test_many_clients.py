@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from examples import processes
+from tests._support.processes import Daemons
 from tests.peers import many_clients, planted_daemon
-from tests.support.processes import Daemons
 
 # Small, so that buckets are sealed and a checkpoint is written while clients read.
 SETTINGS: dict[str, object] = {

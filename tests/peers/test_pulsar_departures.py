@@ -11,7 +11,9 @@ import asyncio
 import pytest
 
 from daemon.errors import TarryError
-from tests.daemon.engine.calling import clear, create, get, rows_of, stats, trim, up_to
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import clear, create, get, rows_of, stats, trim, up_to
 from tests.peers.tracking import (
     BUCKETS,
     JOURNAL,
@@ -27,8 +29,6 @@ from tests.peers.tracking import (
     sealed_buckets,
     until_sealed,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
 
 SETTINGS = sealed_at(5, rows_of_segment=2)
 THEN = [Fault.NONE, Fault.FAIL_BEFORE, Fault.FAIL_AFTER]

@@ -9,7 +9,9 @@ import asyncio
 
 import pytest
 
-from tests.daemon.engine.calling import clear, create, get, rows_of, stats
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import clear, create, get, rows_of, stats
 from tests.daemon.engine.test_merging import merge
 from tests.peers.tracking import (
     BUCKETS,
@@ -25,8 +27,6 @@ from tests.peers.tracking import (
     sealed_buckets,
     until_sealed,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
 
 
 def at_most(buckets: int) -> str:

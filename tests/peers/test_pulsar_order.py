@@ -12,7 +12,7 @@ from daemon.core.runs import SortedRun, take_due
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.daemon.core.journaled_topic import JournaledTopic, listed
+from tests.daemon.core._support.journaled_topic import JournaledTopic, listed
 
 Place = tuple[int, int, int]
 """deliver_at_ms, ledger, entry"""

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from daemon.topic.served_topic import ServedTopic
-from tests.daemon.engine.calling import acknowledge, clear, create, get, rows_of, stats
+from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests.daemon.engine._support.calling import acknowledge, clear, create, get, rows_of, stats
 from tests.peers.tracking import NOTHING, add, counts
-from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 
 TICK_MS = 200
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from daemon.errors import NotFound
-from tests.daemon.engine.calling import create, delete_topic, get, rows_of, stats
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.calling import create, delete_topic, get, rows_of, stats
 from tests.peers.tracking import (
     BUCKETS,
     NOTHING,
@@ -20,7 +21,6 @@ from tests.peers.tracking import (
     sealed_buckets,
     until_sealed,
 )
-from tests.support.engine_fixture import EngineFixture
 
 
 async def test_when_all_dispatchers_have_gone_1000_rows_and_their_buckets_stay(machines: EngineFixture) -> None:

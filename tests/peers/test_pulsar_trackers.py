@@ -9,7 +9,9 @@ import asyncio
 
 import pytest
 
-from tests.daemon.engine.calling import acknowledge, create, get, rows_of, stats
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import acknowledge, create, get, rows_of, stats
 from tests.peers.tracking import (
     BUCKETS,
     MANIFESTS,
@@ -21,8 +23,6 @@ from tests.peers.tracking import (
     sealed_buckets,
     until_sealed,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
 
 
 async def ended(daemon: Daemon, end: str) -> None:

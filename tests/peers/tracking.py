@@ -10,7 +10,7 @@ import numpy as np
 from daemon import call_values
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
 
 Row = tuple[int, int, int]
 """ledger, entry, deliver_at_ms"""

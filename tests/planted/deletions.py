@@ -29,10 +29,10 @@ from storage_backends.formats.deletion_format import (
     PendingDelete,
     RecordDeletes,
 )
+from tests._support.fault_store import Fault
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
-from tests.support.fault_store import Fault
 
 # ---- what is durable
 

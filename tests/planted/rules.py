@@ -22,10 +22,10 @@ from daemon.subscription.acknowledging import Acknowledging
 from daemon.surroundings import backoff
 from storage_backends import object_store, topic_manifest
 from storage_backends.formats import manifest, names, slot_format
+from tests._support.fault_store import Fault
 from tests.planted.bug import Bug
 from tests.simulation.faults import Trouble
 from tests.simulation.run import Directed
-from tests.support.fault_store import Fault
 
 
 def slots_are_put_without_a_condition(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run_child
+from tests._support.processes import run_child
 
 CHECKOUT = Path(__file__).parents[2]
 # (files, turns) at most. Who needs more says why, and who needs less lowers them.

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from daemon import config
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.object_store import ObjectStore
+from tests._support import owned_ledgers
+from tests._support.engine_fixture import Daemon, EngineFixture, Killed
+from tests._support.fault_store import FaultStore
 from tests.simulation.faults import Faults, Trouble
 from tests.simulation.history import History
 from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle, WatchedStore
 from tests.simulation.scheduler import Pace, SteppedStore
-from tests.support import owned_ledgers
-from tests.support.engine_fixture import Daemon, EngineFixture, Killed
-from tests.support.fault_store import FaultStore
 
 # Wall clocks differ by as much at most, and step by as much.
 SKEW_MAX_MS = 3_000

@@ -1,5 +1,5 @@
 """The simulated daemons run in virtual time, on one store in memory."""
 
-from tests.support.virtual_time import machines, pytest_asyncio_loop_factories
+from tests._support.virtual_time import machines, pytest_asyncio_loop_factories
 
 __all__ = ["machines", "pytest_asyncio_loop_factories"]

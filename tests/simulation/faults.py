@@ -5,7 +5,7 @@ with 409; a daemon may be killed, suspended, or cut off from the store at any st
 crash point; its wall clock may step; it may be stopped in order. Then it comes back, after a while. The object of a
 bucket may be damaged, or lost, for ever.
 
-Owns: when what happens. Does not own: how (`tests.support.fault_store`, `cluster`).
+Owns: when what happens. Does not own: how (`tests._support.fault_store`, `cluster`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from tests._support.engine_fixture import Daemon, Killed
+from tests._support.fault_store import Call, Fault, Pause, applies
 from tests.simulation.history import History
-from tests.support.engine_fixture import Daemon, Killed
-from tests.support.fault_store import Call, Fault, Pause, applies
 
 # How often each call fails: from a store that works to one that hardly does.
 WEIGHTS: tuple[dict[Fault, float], ...] = (

@@ -22,6 +22,7 @@ from daemon.subscription.key_shared_stream import KeySharedStream
 from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32
+from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import handed_of, held_positions, positions_of
 from tests.simulation.history import History
 from tests.simulation.key_promises import KeyPromises
@@ -29,7 +30,6 @@ from tests.simulation.nacking import Nacking
 from tests.simulation.oracle import Oracle, Removal
 from tests.simulation.positions import Position, in_index
 from tests.simulation.promises import Claim, OpenStream, Promises
-from tests.support.engine_fixture import Daemon
 
 if TYPE_CHECKING:
     from tests.simulation.workload import Clients

@@ -10,12 +10,12 @@ import random
 from typing import TYPE_CHECKING
 
 from storage_backends.formats import names
+from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import handed_of, held_positions
 from tests.simulation.history import History
 from tests.simulation.nacking import Nacking
 from tests.simulation.oracle import Oracle
 from tests.simulation.promises import OpenStream, Promises
-from tests.support.engine_fixture import Daemon
 
 if TYPE_CHECKING:
     from tests.simulation.workload import Clients

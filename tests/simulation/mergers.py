@@ -1,7 +1,7 @@
 """Processes beside the daemons that merge buckets of topics that they do not own, as offline jobs do.
 
 Owns: when one plans and from what, how long it takes, and that it may commit what it planned long ago.
-Does not own: the steps of a merge (`tests.support.merging_process`), and what must be true when one lands (`objects`).
+Does not own: the steps of a merge (`tests._support.merging_process`), and what must be true when one lands (`objects`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from storage_backends import bucket_merging, commit
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import Damaged, NotFound, ObjectStore
+from tests._support.merging_process import MergingProcess
 from tests.simulation.history import History
-from tests.support.merging_process import MergingProcess
 
 # How long it is from one merge to the next, and from the plan of one to its commit, virtual seconds.
 PAUSES_S = (0.3, 3.0)

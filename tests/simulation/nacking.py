@@ -20,12 +20,12 @@ from daemon.subscription.open_stream import DispatchStream
 from daemon.subscription.open_stream import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
+from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import held_positions
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, TopicTruth
 from tests.simulation.positions import Position, in_index, is_part, named, owner_of, part_of
 from tests.simulation.promises import Claim, OpenStream, Promises, Sent
-from tests.support.engine_fixture import Daemon
 
 if TYPE_CHECKING:
     from tests.simulation.workload import Clients

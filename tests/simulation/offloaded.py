@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
+from tests._support.owned_ledgers import OwnedLedger
 from tests.simulation.deletion_truth import Recorded, ShardDeletions
-from tests.support.owned_ledgers import OwnedLedger
 
 
 class OffloadedStore(MemoryStore):

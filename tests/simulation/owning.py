@@ -23,13 +23,13 @@ from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_values import DeletionFilter, InUseRecorded
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import LedgerComponent, LedgerType, PendingDelete
+from tests._support import owned_ledgers
+from tests._support.engine_fixture import Daemon
+from tests._support.owned_ledgers import OwnedLedger
 from tests.simulation.deletion_truth import OVER, Standing
 from tests.simulation.history import History
 from tests.simulation.offloaded import OffloadedStore
 from tests.simulation.oracle import Oracle
-from tests.support import owned_ledgers
-from tests.support.engine_fixture import Daemon
-from tests.support.owned_ledgers import OwnedLedger
 
 if TYPE_CHECKING:
     from tests.simulation.workload import Clients

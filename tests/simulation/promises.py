@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from daemon.core.adding import AddOutcome
 from daemon.core.withdrawals import CancelOutcome, RescheduleOutcome
 from daemon.settings import Redelivery
+from tests._support.engine_fixture import Daemon
 from tests.simulation import positions as place
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row, TopicTruth
 from tests.simulation.positions import Position
 from tests.simulation.redelivery_promises import RedeliveryPromises
-from tests.support.engine_fixture import Daemon
 
 # A daemon that does not know that it was superseded hands out for so long at most (R8), virtual seconds.
 STALE_HAND_OUT_S = 15.0

@@ -18,12 +18,12 @@ from daemon.core.topic import Topic
 from daemon.errors import Corruption
 from storage_backends.formats.index_ids import subscription_of
 from storage_backends.formats.row_columns import U32, Rows
+from tests._support.engine_fixture import Daemon
 from tests.simulation import quiet_redelivery
 from tests.simulation.columns import positions_of
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row, TopicTruth
 from tests.simulation.positions import Position, in_index, is_part, named
-from tests.support.engine_fixture import Daemon
 
 # What is due for so long must have been passed: the timer looks at the clock twice a second.
 PASSED_AFTER_MS = 1_000

@@ -11,10 +11,10 @@ from collections import Counter
 from daemon.core.deletions.listing import ALL, ListedState
 from daemon.ledger_deletion.shard_deletions import ShardDeletions as Served
 from storage_backends.formats.deletion_format import Deletion, PendingDelete
+from tests._support.engine_fixture import Daemon
 from tests.simulation.deletion_truth import Recorded, ShardDeletions, Standing, ledger_of
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle
-from tests.support.engine_fixture import Daemon
 
 # More than there ever are.
 PAGE = 10_000

@@ -17,12 +17,12 @@ from daemon.core.bucket import Bucket
 from daemon.core.positions import keys_of
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.topic import Topic
+from tests._support.engine_fixture import Daemon
 from tests.simulation.columns import positions_of, rows_of
 from tests.simulation.oracle import Oracle, Row, TopicTruth
 from tests.simulation.positions import Position, entry_of, in_index, is_part, owner_of
 from tests.simulation.redelivery_promises import as_listed, letters_of
 from tests.simulation.redelivery_truth import Nacked
-from tests.support.engine_fixture import Daemon
 
 # What has come back is in the tracker no longer after so long, virtual ms.
 TAKEN_AFTER_MS = 1_000

@@ -27,6 +27,9 @@ from storage_backends import crash_points
 from storage_backends.commit import CommitOutcomeUnknown, Refused
 from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError
+from tests._support.engine_fixture import Daemon, Killed
+from tests._support.fault_store import Fault
+from tests._support.virtual_loop import VirtualLoop
 from tests.simulation import nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
 from tests.simulation.columns import batch_of, handed_of, held_positions
@@ -38,9 +41,6 @@ from tests.simulation.positions import index_of, is_part
 from tests.simulation.promises import OpenStream, Promises
 from tests.simulation.scheduler import Pace
 from tests.simulation.workload import Clients
-from tests.support.engine_fixture import Daemon, Killed
-from tests.support.fault_store import Fault
-from tests.support.virtual_loop import VirtualLoop
 
 # Virtual seconds.
 CHAOS_S = (15.0, 45.0)

@@ -5,7 +5,7 @@ that the seed draws; the step that is ready first comes next. How the times are 
 nothing and all at once, so that any order of those who wait is as likely as any other; around a few milliseconds; or
 with a long tail, where a step comes after hundreds of others.
 
-Owns: the draws, and where a job gives back its turn. Does not own: turns (`tests.support.virtual_loop`), faults.
+Owns: the draws, and where a job gives back its turn. Does not own: turns (`tests._support.virtual_loop`), faults.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from storage_backends.object_store import NO_METADATA, ListedObject, NotFound, ObjectInfo, ObjectStore, StoreError
+from tests._support.engine_fixture import Daemon, Killed
+from tests._support.virtual_loop import VirtualLoop
 from tests.simulation.history import History
-from tests.support.engine_fixture import Daemon, Killed
-from tests.support.virtual_loop import VirtualLoop
 
 T = TypeVar("T")
 

@@ -24,13 +24,13 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreRefused
 from storage_backends.probe import probe
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_store import Fault
+from tests._support.merging_process import MergingProcess
 from tests.compaction import test_job, test_job_sigkill
-from tests.daemon.engine.calling import cancel, reschedule
+from tests.daemon.engine._support.calling import cancel, reschedule
 from tests.daemon.engine.test_collection import collect, pass_hours
 from tests.daemon.engine.test_merging import merge
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
-from tests.support.fault_store import Fault
-from tests.support.merging_process import MergingProcess
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 JOURNAL = "/journal/"

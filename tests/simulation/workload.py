@@ -24,6 +24,7 @@ from daemon.errors import InvariantViolated, TarryError
 from daemon.subscription.open_stream import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
+from tests._support.engine_fixture import Daemon
 from tests.simulation.cluster import Cluster
 from tests.simulation.columns import batch_by_level, batch_of, columns_of, entries_of, handed_of, held_positions
 from tests.simulation.history import History
@@ -36,7 +37,6 @@ from tests.simulation.oracle import Oracle, Removal, everything
 from tests.simulation.owning import Owning
 from tests.simulation.positions import Position, is_part
 from tests.simulation.promises import Claim, OpenStream, Promises, Withdrawal
-from tests.support.engine_fixture import Daemon
 
 T = TypeVar("T")
 

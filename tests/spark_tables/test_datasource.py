@@ -25,7 +25,7 @@ from storage_backends.formats.row_columns import Rows
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.storage_settings import SettingsError
 from storage_backends.topic_manifest import SetSubscriptions
-from tests.jobs.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
+from tests.jobs._support.roots import HOUR_MS, NOW_MS, StoredTopic, make_root
 
 PAGE = REPOSITORY / "docs" / "DATA_SOURCE.md"
 HIGH = (1 << 63) + 5

@@ -13,7 +13,9 @@ from storage_backends import commit
 from storage_backends.formats.manifest import LINEAGE_MAX
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, StoreRefused, StoreUnavailable
-from tests.storage_backends.small_manifest import (
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.virtual_clock import VirtualClock
+from tests.storage_backends._support.small_manifest import (
     DAY_S,
     PREFIX,
     Append,
@@ -31,8 +33,6 @@ from tests.storage_backends.small_manifest import (
     put,
     stored,
 )
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock
 
 
 class Counts:

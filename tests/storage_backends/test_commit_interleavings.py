@@ -14,9 +14,9 @@ import pytest
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.object_store import StoreError
-from tests.storage_backends import interleavings
-from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
-from tests.storage_backends.small_manifest import PREFIX, Append, Words, log_of, newest, put
+from tests.storage_backends._support import interleavings
+from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
+from tests.storage_backends._support.small_manifest import PREFIX, Append, Words, log_of, newest, put
 
 
 def commits_of(

@@ -23,7 +23,7 @@ from storage_backends.object_store import (
     StoreRefused,
     StoreUnavailable,
 )
-from tests.support.processes import child
+from tests._support.processes import child
 
 SLOT = "shards/00/journal/00000000000000012345"
 REPOSITORY = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ import pytest
 from storage_backends import commit, manifest_collection
 from storage_backends.formats.manifest import ShardManifest, TopicManifest
 from storage_backends.manifest_collection import CollectTombstones, SetFloor
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests.storage_backends._support.topic_manifests import DELETED, DROP, FLOOR, TIP, tombstone
 from tests.storage_backends.test_topic_manifest_commits import FIRST_SEAL, log_of, put, with_topic
-from tests.storage_backends.topic_manifests import DELETED, DROP, FLOOR, TIP, tombstone
-from tests.support.fault_store import Fault, FaultStore, Script
 
 Manifest: TypeAlias = ShardManifest | TopicManifest
 Operation: TypeAlias = SetFloor[TopicManifest] | CollectTombstones[TopicManifest]

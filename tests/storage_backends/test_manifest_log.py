@@ -10,7 +10,9 @@ import pytest
 from storage_backends import commit
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, StoreUnavailable
-from tests.storage_backends.small_manifest import (
+from tests._support.fault_store import FaultStore
+from tests._support.virtual_clock import VirtualClock
+from tests.storage_backends._support.small_manifest import (
     DAY_S,
     PREFIX,
     Append,
@@ -25,8 +27,6 @@ from tests.storage_backends.small_manifest import (
     put,
     stored,
 )
-from tests.support.fault_store import FaultStore
-from tests.support.virtual_clock import VirtualClock
 
 # ---- reading the tip
 

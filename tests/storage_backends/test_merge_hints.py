@@ -9,7 +9,7 @@ from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from storage_backends.merge_hints import MergeHint
 from storage_backends.object_store import StoreUnavailable
-from tests.support.fault_store import Fault, FaultStore, Script
+from tests._support.fault_store import Fault, FaultStore, Script
 
 HINTS = [MergeHint(shard, names.topic_id(f"t{shard}")) for shard in (0, 7, 103)]
 

@@ -18,7 +18,7 @@ from storage_backends.object_store import (
     StoreUnavailable,
 )
 from storage_backends.probe import RACERS, ROUNDS, probe
-from tests.support.fault_store import Fault, FaultStore, Script
+from tests._support.fault_store import Fault, FaultStore, Script
 
 
 class IgnoresConditions(MemoryStore):

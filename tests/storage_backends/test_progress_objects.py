@@ -10,7 +10,7 @@ from storage_backends import object_store, progress_objects, topic_manifest
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import BucketProgress, Progress, TopicManifest
 from storage_backends.memory_store import MemoryStore
-from tests.storage_backends import topic_manifests
+from tests.storage_backends._support import topic_manifests
 
 
 class CountingStore(MemoryStore):

@@ -15,7 +15,7 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import RootFormat
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, OutcomeUnknown, StoreUnavailable
-from tests.support.fault_store import Call, Fault, FaultStore, Script
+from tests._support.fault_store import Call, Fault, FaultStore, Script
 
 MADE = RootFormat(format_version=1, shards=4, created_ms=9, root_id="root-a")
 

@@ -10,8 +10,8 @@ import pytest
 
 from storage_backends.object_store import AlreadyExists, OutcomeUnknown, StoreError, StoreRefused, StoreUnavailable
 from storage_backends.s3 import S3Settings, S3Store
-from tests.support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
-from tests.support.moto_server import MotoServer, moto_server
+from tests._support.lost_answer_proxy import LostAnswerProxy, lost_answer_proxy
+from tests._support.moto_server import MotoServer, moto_server
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage_backends.object_store import NotFound
 from storage_backends.s3 import S3Store
 from storage_backends.store_clock import READING_S, StoreClock
-from tests.support.moto_server import MotoServer, moto_server
+from tests._support.moto_server import MotoServer, moto_server
 
 
 def test_nothing_is_known_before_the_first_answer() -> None:

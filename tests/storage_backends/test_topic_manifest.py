@@ -21,7 +21,7 @@ from storage_backends.formats.manifest import (
     TopicPolicy,
 )
 from storage_backends.topic_manifest import Claim, DropBuckets
-from tests.storage_backends.topic_manifests import (
+from tests.storage_backends._support.topic_manifests import (
     APPLIED,
     CLAIM,
     CREATE,

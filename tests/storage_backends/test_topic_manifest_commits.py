@@ -24,7 +24,9 @@ from storage_backends.topic_manifest import (
     SetDelayLevels,
     SetPolicy,
 )
-from tests.storage_backends.topic_manifests import (
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.virtual_clock import VirtualClock
+from tests.storage_backends._support.topic_manifests import (
     CLAIM,
     CREATE,
     CREATE_AGAIN,
@@ -41,8 +43,6 @@ from tests.storage_backends.topic_manifests import (
     reference,
     seal_with,
 )
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock
 
 
 def log_of(store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:

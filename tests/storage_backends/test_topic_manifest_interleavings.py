@@ -19,9 +19,9 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
-from tests.storage_backends import interleavings
-from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
-from tests.storage_backends.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation
+from tests.storage_backends._support import interleavings
+from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
+from tests.storage_backends._support.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation
 
 SHARD = 3
 PREFIX = names.topic_manifest_prefix(SHARD, TOPIC_ID)

@@ -11,10 +11,8 @@ from storage_backends.formats.manifest import LiveBucket, TopicManifest
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import row_hash
 from storage_backends.topic_merge import Merge, adjacent_order
-from tests.storage_backends.formats import examples
-from tests.storage_backends.merges import Buckets, gone, rows_at
-from tests.storage_backends.test_topic_manifest_commits import log_of, put, with_topic
-from tests.storage_backends.topic_manifests import (
+from tests.storage_backends._support.merges import Buckets, gone, rows_at
+from tests.storage_backends._support.topic_manifests import (
     DELETE,
     EPOCH,
     FLOOR,
@@ -26,6 +24,8 @@ from tests.storage_backends.topic_manifests import (
     seal_with,
     tip_with,
 )
+from tests.storage_backends.formats._support import examples
+from tests.storage_backends.test_topic_manifest_commits import log_of, put, with_topic
 
 BUCKETS = Buckets()
 B1 = BUCKETS.write("b1", rows_at(1, 2, 3, due_ms=100), base=20)

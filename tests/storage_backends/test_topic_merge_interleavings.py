@@ -31,10 +31,10 @@ from storage_backends.topic_manifest import (
     SetSubscriptions,
 )
 from storage_backends.topic_merge import Merge, adjacent_order
-from tests.storage_backends import interleavings
-from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
-from tests.storage_backends.merges import Buckets, Waiting, gone, rows_at
-from tests.storage_backends.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation, subscription
+from tests.storage_backends._support import interleavings
+from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
+from tests.storage_backends._support.merges import Buckets, Waiting, gone, rows_at
+from tests.storage_backends._support.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation, subscription
 
 SHARD = 3
 PREFIX = names.topic_manifest_prefix(SHARD, TOPIC_ID)

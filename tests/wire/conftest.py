@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Daemons
+from tests._support.processes import Daemons
 
 
 @pytest.fixture

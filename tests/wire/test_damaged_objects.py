@@ -19,10 +19,10 @@ from examples import processes
 from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc
-from tests.support.bad_text import put_bad_successor
-from tests.support.processes import Daemons
-from tests.wire.listening import PATIENCE_S, Listener, shared
-from tests.wire.traffic import CHANNEL_OPTIONS
+from tests._support.bad_text import put_bad_successor
+from tests._support.processes import Daemons
+from tests.wire._support.listening import PATIENCE_S, Listener, shared
+from tests.wire._support.traffic import CHANNEL_OPTIONS
 
 SHARDS = 4
 TOPICS = [f"topic-{number}" for number in range(100)]

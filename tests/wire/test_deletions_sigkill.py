@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from examples import processes
-from tests.support.processes import Daemons
-from tests.wire import deletion_traffic
-from tests.wire.deletion_traffic import Archive, Kind, Owners
+from tests._support.processes import Daemons
+from tests.wire._support import deletion_traffic
+from tests.wire._support.deletion_traffic import Archive, Kind, Owners
 
 # Fewer than a shard remembers of those that ended.
 COUNTS = {

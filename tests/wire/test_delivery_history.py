@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.delivery_history import DeliveryHistory
+from tests._support.delivery_history import DeliveryHistory
 
 ROW = (1, 0)
 DUE_MS = 100

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.wire.key_history import Consumer, KeyHistory, Row
-from tests.wire.traffic import now_ms
+from tests.wire._support.key_history import Consumer, KeyHistory, Row
+from tests.wire._support.traffic import now_ms
 
 ONE: Consumer = ("dispatcher", 1)
 OTHER: Consumer = ("another", 1)

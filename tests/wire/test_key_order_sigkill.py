@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from examples import processes
-from tests.support.processes import Daemons
-from tests.wire import key_traffic, traffic
-from tests.wire.key_history import NOT_ADDED_MS, KeyHistory, Row
+from tests._support.processes import Daemons
+from tests.wire._support import key_traffic, traffic
+from tests.wire._support.key_history import NOT_ADDED_MS, KeyHistory, Row
 
 KEYS, ADDED, PLANNED = 300, 3_000, 2_000
 CONSUMERS_OF_DISPATCHER = 3

@@ -24,8 +24,8 @@ import pytest
 from benchmarks import many_topics, single_adds, slow_store
 from examples import processes
 from storage_backends.formats import names
-from tests.support.processes import Daemons
-from tests.wire import daemon_with_control
+from tests._support.processes import Daemons
+from tests.wire._support import daemon_with_control
 
 TOPICS = 500
 ROWS = 2

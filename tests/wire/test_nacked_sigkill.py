@@ -8,9 +8,9 @@ from pathlib import Path
 
 from examples import processes
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
-from tests.support.processes import Daemons
-from tests.wire import traffic
-from tests.wire.nack_traffic import ROWS, Expected, Key, NackTraffic
+from tests._support.processes import Daemons
+from tests.wire._support import traffic
+from tests.wire._support.nack_traffic import ROWS, Expected, Key, NackTraffic
 
 # By topic, how exact redelivery times are.
 TOPICS = {"exact": 0, "a quarter of a second": 8, "two seconds": 11}

@@ -13,9 +13,9 @@ import pytest
 
 import tarry
 from examples import processes
-from tests.support.delivery_history import DeliveryHistory
-from tests.support.processes import Daemons
-from tests.wire import traffic
+from tests._support.delivery_history import DeliveryHistory
+from tests._support.processes import Daemons
+from tests.wire._support import traffic
 
 # An owner stops handing out when its ownership has not been confirmed for as long.
 HAND_OUT_WITHOUT_CONFIRMATION_MS = 15_000

@@ -14,10 +14,10 @@ import pytest
 
 from daemon.command import EXIT_NOT_DRAINED
 from examples import processes
-from tests.support.delivery_history import DeliveryHistory
-from tests.support.processes import Daemons
-from tests.support.tcp_proxy import TcpProxy
-from tests.wire import traffic
+from tests._support.delivery_history import DeliveryHistory
+from tests._support.processes import Daemons
+from tests._support.tcp_proxy import TcpProxy
+from tests.wire._support import traffic
 
 # Nothing is cut short, however busy the machine is.
 UNHURRIED = {"daemon.drain_s": 3_600, "grpc.drain_s": 1}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from examples import processes
-from tests.support.delivery_history import DeliveryHistory
-from tests.support.processes import Daemons
-from tests.wire import traffic
+from tests._support.delivery_history import DeliveryHistory
+from tests._support.processes import Daemons
+from tests.wire._support import traffic
 
 ROUNDS, LONG_ROUNDS = 8, 20
 TOPICS = ("north", "south")

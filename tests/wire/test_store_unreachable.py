@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from examples import processes
-from tests.support.delivery_history import DeliveryHistory
-from tests.support.processes import Daemons
-from tests.support.tcp_proxy import TcpProxy
-from tests.wire import traffic
+from tests._support.delivery_history import DeliveryHistory
+from tests._support.processes import Daemons
+from tests._support.tcp_proxy import TcpProxy
+from tests.wire._support import traffic
 
 UNCONFIRMED_MAX_MS = 15_000
 # Longer than that, and than it takes to see that nothing comes any more.

@@ -14,9 +14,9 @@ import pytest
 
 import tarry
 from examples import processes
-from tests.support.many_ledgers import STORE, LedgersInDirectory, LedgersOnS3, ManyLedgers
-from tests.support.owned_ledgers import OwnedLedger
-from tests.support.processes import Daemons
+from tests._support.many_ledgers import STORE, LedgersInDirectory, LedgersOnS3, ManyLedgers
+from tests._support.owned_ledgers import OwnedLedger
+from tests._support.processes import Daemons
 
 FEW = 2_000
 MANY = 100_000

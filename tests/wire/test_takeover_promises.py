@@ -21,10 +21,10 @@ import pytest
 import tarry
 from examples import processes
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc
-from tests.client.cli.shell import Shell
-from tests.support.processes import Daemons
-from tests.wire import traffic
-from tests.wire.listening import PATIENCE_S, Listener, Position, by_key, shared
+from tests._support.processes import Daemons
+from tests.client.cli._support.shell import Shell
+from tests.wire._support import traffic
+from tests.wire._support.listening import PATIENCE_S, Listener, Position, by_key, shared
 
 RUNS = [0, *(pytest.param(run, marks=pytest.mark.long) for run in range(1, 20))]
 KEY = 0x5EED

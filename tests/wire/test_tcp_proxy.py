@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.tcp_proxy import TcpProxy
+from tests._support.tcp_proxy import TcpProxy
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import click.testing
 import pytest
 
 from tarry.cli import commands
-from tests.client.fake_daemon import FakeDaemon
+from tests.client._support.fake_daemon import FakeDaemon
 
 Run: TypeAlias = Callable[..., click.testing.Result]
 

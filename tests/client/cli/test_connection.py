@@ -7,10 +7,10 @@ import pytest
 
 from tarry.cli import output
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests.client import fake_daemon
+from tests._support.patience import within_some_time
+from tests.client._support import fake_daemon
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
-from tests.support.patience import within_some_time
 
 ASKED = [
     (("delete", "t"), "DeleteTopic", "Delete topic t with its rows, subscriptions and policy?"),

@@ -10,9 +10,9 @@ import pytest
 
 from tarry.cli import commands, consumers, output
 from tarry.v1 import inspect_pb2, policy_pb2
+from tests._support.patience import within_some_time
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
-from tests.support.patience import within_some_time
 
 Position = inspect_pb2.Position
 POLICY = policy_pb2.KeySharedPolicy(

@@ -11,9 +11,9 @@ import pytest
 
 from tarry.cli import commands, output
 from tarry.v1 import ledger_deletion_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.conformance.deletion_calls import CURSOR, ENDED, OFFLOADED, UUID, WAITING
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.conformance._support.deletion_calls import CURSOR, ENDED, OFFLOADED, UUID, WAITING
 
 GIVEN_UP = ledger_deletion_pb2.Deletion(
     deletion_id="2.1",

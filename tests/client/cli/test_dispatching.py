@@ -13,8 +13,8 @@ import pytest
 
 from tarry.cli import dispatching, output
 from tarry.v1 import dispatch_pb2, inspect_pb2, policy_pb2
+from tests.client._support.fake_daemon import FakeDaemon, Requests, answer, done, messages, opened, refuse, taken_back
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, Requests, answer, done, messages, opened, refuse, taken_back
 
 
 def due(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:

@@ -9,8 +9,8 @@ import pytest
 import tarry
 from tarry.cli import output, policy_text
 from tarry.v1 import dispatch_pb2, inspect_pb2, policy_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer
 
 BLOCKING = policy_pb2.KeySharedPolicy(
     selector=policy_pb2.HASH_SELECTOR_CONSISTENT_HASHING,

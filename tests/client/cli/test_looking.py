@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tarry.v1 import cluster_pb2, inspect_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer
 
 
 def test_topics_are_lines_in_a_pipe_and_objects_in_json(daemon: FakeDaemon, run: Run) -> None:

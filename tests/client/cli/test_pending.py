@@ -13,8 +13,8 @@ import rich.text
 from tarry import inspection
 from tarry.cli import bars, output, pending
 from tarry.v1 import inspect_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer
 
 HOUR_MS = 3_600_000
 NOON_MS = 1_896_091_200_000

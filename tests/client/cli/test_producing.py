@@ -13,8 +13,8 @@ from google.rpc import code_pb2
 
 from tarry.cli import output
 from tarry.v1 import delayed_delivery_pb2
+from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, refused, status
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, Requests, accept_all, answer, refused, status
 
 
 def adds_of(daemon: FakeDaemon) -> list[Any]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from examples import processes
-from tests.client.cli.shell import Shell
-from tests.support.processes import Daemons
+from tests._support.processes import Daemons
+from tests.client.cli._support.shell import Shell
 
 
 @pytest.fixture

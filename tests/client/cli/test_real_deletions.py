@@ -13,9 +13,9 @@ import pytest
 import tarry
 from examples import processes
 from storage_backends.local_directory import LocalDirectory
-from tests.client.cli.shell import PATIENCE_S, Shell
-from tests.support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
-from tests.support.processes import Daemons
+from tests._support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
+from tests._support.processes import Daemons
+from tests.client.cli._support.shell import PATIENCE_S, Shell
 
 CONFIGURATION = """
 [deletion]

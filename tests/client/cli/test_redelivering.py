@@ -13,8 +13,8 @@ import pytest
 import tarry
 from tarry.cli import dead_letters, dispatching, output, policy_text
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests.client._support.fake_daemon import FakeDaemon, Requests, accept_all, answer, messages, opened, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, Requests, accept_all, answer, messages, opened, refuse
 
 WHOLE = tarry.NO_BATCH_INDEX
 

@@ -11,9 +11,9 @@ import pytest
 
 from tarry.cli import commands, output, pending
 from tarry.v1 import ledger_deletion_pb2
+from tests.client._support.fake_daemon import FakeDaemon, refuse
 from tests.client.cli.conftest import Run
-from tests.client.conformance.deletion_calls import OFFLOADED, UUID
-from tests.client.fake_daemon import FakeDaemon, refuse
+from tests.client.conformance._support.deletion_calls import OFFLOADED, UUID
 
 OBJECT_CLASSES = [
     "listed", "foreign", "in use", "recorded", "young", "orphaned", "of unknown topics", "unidentified", "unanswered",

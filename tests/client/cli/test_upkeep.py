@@ -12,9 +12,9 @@ import pytest
 
 from tarry.cli import output, upkeep
 from tarry.v1 import admin_pb2, inspect_pb2
+from tests._support.patience import within_some_time
+from tests.client._support.fake_daemon import WAIT_S, FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import WAIT_S, FakeDaemon, answer, refuse
-from tests.support.patience import within_some_time
 
 
 def test_a_seal_tells_the_bucket(daemon: FakeDaemon, run: Run) -> None:

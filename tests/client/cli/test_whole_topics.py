@@ -9,8 +9,8 @@ import pytest
 
 from tarry.cli import output, whole_topics
 from tarry.v1 import admin_pb2, policy_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
 
 EFFECTIVE = policy_pb2.TopicPolicy(
     delay_max_ms=5, min_index_count_per_bucket=6, bucket_rows_max=7, bucket_bytes_max=8, bucket_age_max_ms=9,

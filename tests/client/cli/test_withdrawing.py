@@ -12,8 +12,8 @@ import pytest
 import tarry
 from tarry.cli import output
 from tarry.v1 import delayed_delivery_pb2
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
 
 SCHEDULED = (
     '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 10, "key_hash": 5, "subscription": null}\n'

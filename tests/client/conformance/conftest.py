@@ -13,9 +13,10 @@ import pytest_asyncio
 import tarry
 import tarry.aio
 from examples import processes
-from tests.client import conftest, fake_daemon
-from tests.client.conformance import threaded
-from tests.support.processes import Daemons
+from tests._support.processes import Daemons
+from tests.client import conftest
+from tests.client._support import fake_daemon
+from tests.client.conformance._support import threaded
 
 Connect: TypeAlias = Callable[..., tarry.aio.Client]
 """Makes a client with the arguments of `tarry.Client`; it is closed with the test."""

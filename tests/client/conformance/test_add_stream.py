@@ -14,9 +14,19 @@ from google.rpc import code_pb2
 import tarry
 import tarry.aio
 from tarry.v1 import delayed_delivery_pb2
+from tests._support.patience import awaited_within_some_time
+from tests.client._support.fake_daemon import (
+    FakeDaemon,
+    Gate,
+    Requests,
+    accept_all,
+    added,
+    hold,
+    refuse,
+    refused,
+    status,
+)
 from tests.client.conformance.conftest import Connect
-from tests.client.fake_daemon import FakeDaemon, Gate, Requests, accept_all, added, hold, refuse, refused, status
-from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -14,10 +14,11 @@ import pytest
 import tarry
 import tarry.aio
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests.client import conftest, fake_daemon
+from tests._support.patience import awaited_within_some_time
+from tests.client import conftest
+from tests.client._support import fake_daemon
+from tests.client._support.fake_daemon import FakeDaemon, accept, accept_all, answer, refuse
 from tests.client.conformance.conftest import Connect
-from tests.client.fake_daemon import FakeDaemon, accept, accept_all, answer, refuse
-from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

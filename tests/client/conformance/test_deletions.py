@@ -11,8 +11,8 @@ import pytest
 import tarry
 import tarry.aio
 from tarry.v1 import ledger_deletion_pb2
-from tests.client.conformance.conftest import Connect
-from tests.client.conformance.deletion_calls import (
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.conformance._support.deletion_calls import (
     CURSOR_RESULT,
     ENDED,
     ENDED_RESULT,
@@ -22,7 +22,7 @@ from tests.client.conformance.deletion_calls import (
     WAITING,
     WAITING_RESULT,
 )
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.conformance.conftest import Connect
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -12,8 +12,9 @@ import pytest
 import tarry
 import tarry.aio
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests.client.conformance.deletion_calls import DELETION_CALLS
-from tests.client.conformance.every_call import (
+from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.conformance._support.deletion_calls import DELETION_CALLS
+from tests.client.conformance._support.every_call import (
     BUCKET,
     CALLS,
     CONSUMER,
@@ -27,7 +28,6 @@ from tests.client.conformance.every_call import (
     Call,
     plain,
 )
-from tests.client.fake_daemon import FakeDaemon, answer, refuse
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

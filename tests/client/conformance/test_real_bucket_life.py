@@ -10,8 +10,8 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support.patience import awaited_within_some_time
 from tests.client.conformance.conftest import Connect
-from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

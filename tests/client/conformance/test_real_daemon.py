@@ -14,9 +14,9 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support.processes import Daemons
+from tests.client.conformance._support.threaded import in_thread
 from tests.client.conformance.conftest import Connect
-from tests.client.conformance.threaded import in_thread
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -15,10 +15,10 @@ import tarry
 import tarry.aio
 from examples import processes
 from storage_backends.local_directory import LocalDirectory
+from tests._support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
+from tests._support.processes import Daemons
+from tests.client.conformance._support.threaded import in_thread
 from tests.client.conformance.conftest import Connect
-from tests.client.conformance.threaded import in_thread
-from tests.support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
-from tests.support.processes import Daemons
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -11,10 +11,10 @@ import pytest
 import tarry
 import tarry.aio
 from examples import processes
+from tests._support.patience import awaited_within_some_time
+from tests.client.conformance._support.keyed_batches import PATIENCE_S, batches
+from tests.client.conformance._support.threaded import in_thread
 from tests.client.conformance.conftest import Connect
-from tests.client.conformance.keyed_batches import PATIENCE_S, batches
-from tests.client.conformance.threaded import in_thread
-from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

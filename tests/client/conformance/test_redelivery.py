@@ -12,7 +12,7 @@ from google.rpc import code_pb2
 
 import tarry
 import tarry.aio
-from tests.client.fake_daemon import (
+from tests.client._support.fake_daemon import (
     FakeDaemon,
     Gate,
     Requests,

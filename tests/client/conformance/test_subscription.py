@@ -13,7 +13,8 @@ from google.rpc import code_pb2
 import tarry
 import tarry.aio
 from tarry.v1 import dispatch_pb2
-from tests.client.fake_daemon import (
+from tests._support.patience import awaited_within_some_time
+from tests.client._support.fake_daemon import (
     FakeDaemon,
     Gate,
     Requests,
@@ -29,7 +30,6 @@ from tests.client.fake_daemon import (
     status,
     take,
 )
-from tests.support.patience import awaited_within_some_time
 
 # gRPC's events of a loop that is closed already disturb those of the next: one loop for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 import tarry
 import tarry.aio
-from tests.client.fake_daemon import (
+from tests.client._support.fake_daemon import (
     FakeDaemon,
     Gate,
     Requests,

@@ -1,7 +1,7 @@
 """What Python imports first in every process of a job that a test observes: the driver, the workers of its engine.
 
 Owns: the record of which process opens which bucket for reading, and what happens at a crash point. The product knows
-nothing of it: this folder is on the PYTHONPATH of the job (`tests.support.jobs`).
+nothing of it: this folder is on the PYTHONPATH of the job (`tests._support.jobs`).
 Does not own: the names of the points, and what must be true afterwards.
 
 By the environment, which processes inherit:

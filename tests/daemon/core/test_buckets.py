@@ -17,7 +17,7 @@ from daemon.core.runs import take_due
 from daemon.core.segments import LOADED_ROW_BYTES, SegmentCache, SegmentCursor, SegmentRange, SegmentTable
 from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos
 from storage_backends.formats.row_columns import Rows
-from tests.daemon.core.journaled_topic import key_hashes_of, listed
+from tests.daemon.core._support.journaled_topic import key_hashes_of, listed
 
 NOW_MS = 1_000_000
 small_sets = st.sets(st.integers(0, 60), max_size=10)

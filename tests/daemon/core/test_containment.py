@@ -13,7 +13,7 @@ from pyroaring import BitMap64
 from daemon.core import containment
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.subscription_state import SubscriptionState
-from tests.daemon.core.journaled_topic import JournaledTopic, Position
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position
 
 NOW_MS = 1_000_000
 U64_MAX = (1 << 64) - 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from daemon.core.subscription_state import SubscriptionState
-from tests.daemon.core import nacking
-from tests.daemon.core.journaled_topic import Position, Until, batch_of, claims_of
-from tests.daemon.core.oracle import Claim
-from tests.daemon.core.redelivery_invariants import dead_letters, listed_dead_letters
-from tests.daemon.core.redelivery_oracle import REJECTED, TOO_OFTEN
+from tests.daemon.core._support import nacking
+from tests.daemon.core._support.journaled_topic import Position, Until, batch_of, claims_of
+from tests.daemon.core._support.oracle import Claim
+from tests.daemon.core._support.redelivery_invariants import dead_letters, listed_dead_letters
+from tests.daemon.core._support.redelivery_oracle import REJECTED, TOO_OFTEN
 from tests.daemon.core.test_redelivery import (
     NOW_MS,
     P,

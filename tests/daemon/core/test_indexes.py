@@ -15,7 +15,7 @@ from storage_backends.formats import manifest
 from storage_backends.formats.bucket_format import SegmentInfo, SegmentInfos
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import Rows
-from tests.daemon.core.journaled_topic import listed
+from tests.daemon.core._support.journaled_topic import listed
 
 NOW_MS = 1_000_000
 

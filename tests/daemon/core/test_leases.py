@@ -6,7 +6,7 @@ import dataclasses
 
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.manifest import SubscriptionPolicy
-from tests.daemon.core.journaled_topic import JournaledTopic, claims_of, listed
+from tests.daemon.core._support.journaled_topic import JournaledTopic, claims_of, listed
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, opened, with_subscriptions
 
 LISTENER, LEASE, OTHER = 1, 2, 3

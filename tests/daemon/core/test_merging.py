@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from daemon.core.merging import SOON_WEIGHT, STORED_ROWS_FACTOR, Candidate, chosen_run
-from tests.daemon.core import merges
-from tests.daemon.core.journaled_topic import JournaledTopic, listed
+from tests.daemon.core._support import merges
+from tests.daemon.core._support.journaled_topic import JournaledTopic, listed
 from tests.daemon.core.test_topic import NOW_MS, handed, opened, with_subscriptions
 
 NO_LIMIT = 1 << 60

@@ -23,7 +23,7 @@ from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.merge import Bits
 from tests.daemon.core import test_merging
-from tests.daemon.core.merging_machine import MergingMachine
+from tests.daemon.core._support.merging_machine import MergingMachine
 from tests.daemon.core.test_planted_bugs import found_by_the_state_machine, search
 from tests.daemon.core.test_topic_states import run
 

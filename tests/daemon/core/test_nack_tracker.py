@@ -19,8 +19,8 @@ from daemon.core.packed_rows import NackColumns, PackedRows, pack
 from daemon.core.positions import KeyedRows, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import part_entry_id
 from storage_backends.formats.row_columns import U64, Rows
-from tests.daemon.core import nack_tracker_machine
-from tests.daemon.core.nack_tracker_machine import NackTrackerMachine, bitmaps_always
+from tests.daemon.core._support import nack_tracker_machine
+from tests.daemon.core._support.nack_tracker_machine import NackTrackerMachine, bitmaps_always
 
 NOW_MS = 1_700_000_000_000
 HOUR_MS = 3_600_000

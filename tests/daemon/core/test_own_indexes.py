@@ -16,7 +16,7 @@ from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.formats.slot_format import AcknowledgeRecord, GoneRecord
 from tests.daemon.core import test_containment
-from tests.daemon.core.journaled_topic import LIMITS, JournaledTopic, Position, batch_of, claims_of, listed
+from tests.daemon.core._support.journaled_topic import LIMITS, JournaledTopic, Position, batch_of, claims_of, listed
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import upto
 

@@ -32,7 +32,7 @@ from storage_backends.formats.merge import NotConserved
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import AcknowledgeRecord, Record
 from tests.daemon.core import test_topic
-from tests.daemon.core.topic_machine import TopicMachine
+from tests.daemon.core._support.topic_machine import TopicMachine
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 # Short searches, one after the other, more than any bug needs: a long one stays where it began.

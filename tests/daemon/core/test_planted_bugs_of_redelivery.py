@@ -30,7 +30,7 @@ from daemon.core.withdrawals import Withdrawals
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core import test_dead_lettering, test_redelivering, test_redelivery
-from tests.daemon.core.redelivery_machine import RedeliveryMachine
+from tests.daemon.core._support.redelivery_machine import RedeliveryMachine
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine, search
 
 # ---- when

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from daemon.core.quarantine import RebuildNeeded
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.test_topic import NOW_MS, P, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import left_in, upto
 

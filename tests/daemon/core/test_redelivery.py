@@ -10,9 +10,9 @@ from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.index_ids import BATCH_BITS
-from tests.daemon.core import nacking, withdrawing
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, claims_of, listed
-from tests.daemon.core.oracle import Claim
+from tests.daemon.core._support import nacking, withdrawing
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, claims_of, listed
+from tests.daemon.core._support.oracle import Claim
 
 P, Q, R = (7, 1), (7, 2), (7, 3)
 NOW_MS = 1_000_000

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.daemon.core.redelivery_machine import RedeliveryMachine
+from tests.daemon.core._support.redelivery_machine import RedeliveryMachine
 from tests.daemon.core.test_topic_states import RUNS, run
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from daemon.core.positions import KeyedRows
 from daemon.core.runs import SortedRun, TieredRuns, in_due_order, take_due
 from storage_backends.formats.row_columns import Rows
-from tests.daemon.core.journaled_topic import listed
+from tests.daemon.core._support.journaled_topic import listed
 
 U64_MAX = (1 << 64) - 1
 places = st.tuples(

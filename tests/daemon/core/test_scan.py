@@ -15,7 +15,7 @@ from pyroaring import BitMap64
 from daemon.core.histogram import BARS, Bars, round_width_ms
 from daemon.core.scan import LAST_MS, Asked, Place
 from daemon.core.trimming import LedgerRanges
-from tests.daemon.core.viewed_topic import Row, ViewedTopic, places_of
+from tests.daemon.core._support.viewed_topic import Row, ViewedTopic, places_of
 
 NOW_MS = 1_000_000
 LEDGERS = (1, 2, 3, 2**40)

@@ -9,7 +9,7 @@ import pytest
 from daemon.core.segments import LOADED_ROW_BYTES
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.segment import SegmentLimits
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of, listed
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of, listed
 
 NOW_MS = 1_000_000
 P, Q, R = (7, 1), (7, 2), (8, 1 << 40)

@@ -8,8 +8,8 @@ import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.daemon.core.topic_machine import TopicMachine
-from tests.support import parts
+from tests._support import parts
+from tests.daemon.core._support.topic_machine import TopicMachine
 
 # Runs of each kind, of which each part has its share; a long search: TARRY_TEST_STATE_RUNS=5000 with
 # --hypothesis-profile=search.

@@ -10,7 +10,7 @@ import pytest
 from daemon.core import departures
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.slot_format import GoneRecord, WaiveRecord
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 
 U64_MAX = (1 << 64) - 1

@@ -8,10 +8,10 @@ import pytest
 
 from daemon.errors import InvalidArgument
 from storage_backends.formats.slot_format import AddRecord, GoneReason, GoneRecord, RescheduleRecord
-from tests.daemon.core.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of, key_hashes_of
+from tests.daemon.core._support.withdrawing import Result, cancel, decidable, reschedule, stage_cancel, stage_reschedule
 from tests.daemon.core.test_topic import NOW_MS, P, Q, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.test_trimming import left_in, upto
-from tests.daemon.core.withdrawing import Result, cancel, decidable, reschedule, stage_cancel, stage_reschedule
 
 LATER_MS = NOW_MS + 500
 # Where a row may be when it is withdrawn.

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from daemon.call_values import NackOutcome, SubscriptionPolicy
-from tests.daemon.engine.calling import create, delete_topic, extend, get, stats
-from tests.daemon.engine.nacking import EXACT, HandOut, constant, dispatcher, hand_outs, nack
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import create, delete_topic, extend, get, stats
+from tests.daemon.engine._support.nacking import EXACT, HandOut, constant, dispatcher, hand_outs, nack
 
 JOURNAL = "/journal/"
 TIMEOUT_MS = 10_000

@@ -10,8 +10,8 @@ import pytest
 from daemon.call_values import AddBatch
 from daemon.errors import NotOwner, QuotaExceeded, TarryError, Unavailable
 from daemon.shard.group_commit import STAGED_SLOTS_MAX
-from tests.support.engine_fixture import Daemon, EngineFixture, Held
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, Held
+from tests._support.fault_store import Fault
 
 JOURNAL = "/journal/"
 

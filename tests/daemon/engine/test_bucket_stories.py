@@ -17,9 +17,9 @@ from daemon.core.withdrawals import RescheduleBatch
 from storage_backends import bucket_merging, commit
 from storage_backends.formats.row_columns import U32
 from storage_backends.object_store import Damaged, NotFound
-from tests.daemon.engine.calling import trim, up_to
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
-from tests.support.merging_process import MergingProcess
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.merging_process import MergingProcess
+from tests.daemon.engine._support.calling import trim, up_to
 
 STEPS = 60
 LEDGERS = 5

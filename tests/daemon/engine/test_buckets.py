@@ -12,8 +12,8 @@ from daemon.topic import bucket_life
 from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.manifest import decode_topic_manifest
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
 
 BUCKETS = "/buckets/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")

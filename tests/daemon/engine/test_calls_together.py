@@ -19,7 +19,9 @@ import pytest
 
 from daemon import call_values
 from daemon.errors import TarryError
-from tests.daemon.engine.calling import (
+from tests._support.engine_fixture import EngineFixture, Receiver, no_positions
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import (
     Row,
     acknowledge,
     cancel,
@@ -33,8 +35,6 @@ from tests.daemon.engine.calling import (
     trim,
     up_to,
 )
-from tests.support.engine_fixture import EngineFixture, Receiver, no_positions
-from tests.support.fault_store import Fault
 
 SUBSCRIPTIONS = ("a", "b")
 LEDGERS = 4

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from storage_backends.formats import names
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
 
 JOURNAL = "/journal/"
 CHECKPOINTS = "/checkpoint/"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from daemon.call_values import HeldPositions, Nack, NackOutcome
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
 
 # More than are passed at once.
 ROWS = 60_000

@@ -11,8 +11,8 @@ import pytest
 from daemon.call_values import AddBatch
 from daemon.metrics import Metrics
 from daemon.surroundings.clock_watch import ClockWatch
-from tests.daemon.engine.calling import create, entries_of, get, stats
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import create, entries_of, get, stats
 
 NEVER_SEALED = ()
 SEALED = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")

@@ -16,9 +16,9 @@ from storage_backends.formats.manifest import (
     decode_topic_manifest,
     encode_dead_object,
 )
-from tests.daemon.engine.calling import delete_topic
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import delete_topic
 
 BUCKETS = "/buckets/"
 JOURNAL_0 = names.journal_prefix(0)

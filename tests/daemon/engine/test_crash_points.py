@@ -15,9 +15,9 @@ import pytest
 
 import daemon
 import storage_backends
-from tests.support.clients import Client
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.clients import Client
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
 
 SETTINGS = (
     "bucket.min_index_count_per_bucket=20",

@@ -14,8 +14,8 @@ from daemon.errors import Corruption, NotOwner
 from daemon.owner import engine
 from storage_backends.formats import bucket_format, names
 from storage_backends.formats.manifest import LiveBucket
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_store import Fault
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 SHARDS = 4

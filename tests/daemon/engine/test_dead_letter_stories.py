@@ -9,9 +9,9 @@ import pytest
 
 from daemon import call_values
 from daemon.subscription import served_dead_letters
-from tests.daemon.engine.calling import Row, acknowledge, create, get, rows_of
-from tests.daemon.engine.dead_letter_calls import listed, nack, purge, replay, with_ids
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import Row, acknowledge, create, get, rows_of
+from tests.daemon.engine._support.dead_letter_calls import listed, nack, purge, replay, with_ids
 
 Position = tuple[int, int]
 SETTINGS = ("journal.checkpoint_slots=7", "bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")

@@ -19,7 +19,8 @@ from daemon.errors import (
 from daemon.subscription import served_dead_letters
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.slot_format import DeadLetterReason
-from tests.daemon.engine.calling import (
+from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests.daemon.engine._support.calling import (
     acknowledge,
     cancel,
     clear,
@@ -32,7 +33,7 @@ from tests.daemon.engine.calling import (
     trim,
     up_to,
 )
-from tests.daemon.engine.dead_letter_calls import (
+from tests.daemon.engine._support.dead_letter_calls import (
     buried,
     ids_of,
     listed,
@@ -44,7 +45,6 @@ from tests.daemon.engine.dead_letter_calls import (
     texts_of,
     with_ids,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
 
 OFTEN = ("journal.checkpoint_slots=5",)
 JOURNAL = "/journal/"

@@ -11,8 +11,8 @@ import pytest
 from daemon import call_values
 from daemon.call_values import AddBatch, AddOutcome, DelayLevels, TopicDelayLevels, TopicLevels, TopicPolicy
 from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded
-from tests.daemon.engine.calling import cancel, clear, delete_topic, get, reschedule, rows_of, stats
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import cancel, clear, delete_topic, get, reschedule, rows_of, stats
 
 SECOND, MINUTE, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
 DEFAULT = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"

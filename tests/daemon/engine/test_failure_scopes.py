@@ -21,9 +21,9 @@ from daemon.surroundings.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.topic import topic_commits
 from storage_backends import commit
 from storage_backends.formats import names
-from tests.support.bad_text import put_bad_successor, with_bad_text
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
-from tests.support.fault_store import Fault
+from tests._support.bad_text import put_bad_successor, with_bad_text
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_store import Fault
 
 SHARDS = 4
 TOPICS = 100

@@ -17,10 +17,10 @@ from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.topic_manifest import Claim
-from tests.daemon.engine.calling import acknowledge, trim, up_to
-from tests.support.engine_fixture import Daemon, EngineFixture, Held, Receiver
-from tests.support.fault_store import Fault
-from tests.support.merging_process import MergingProcess
+from tests._support.engine_fixture import Daemon, EngineFixture, Held, Receiver
+from tests._support.fault_store import Fault
+from tests._support.merging_process import MergingProcess
+from tests.daemon.engine._support.calling import acknowledge, trim, up_to
 
 BUCKETS = "/buckets/"
 MANIFESTS = "/topics/"

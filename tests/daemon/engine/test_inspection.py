@@ -9,9 +9,9 @@ import pytest
 from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, Unavailable
 from storage_backends.formats import names
-from tests.daemon.engine.calling import create, get, rows_of, stats, trim, up_to
-from tests.daemon.engine.dead_letter_calls import nack
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import create, get, rows_of, stats, trim, up_to
+from tests.daemon.engine._support.dead_letter_calls import nack
 
 SMALL = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
 

@@ -10,8 +10,9 @@ from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError
 from daemon.subscription import key_shared_outbox
 from daemon.surroundings.failure_scope import TopicFailed
 from storage_backends.formats.manifest import HashSelector, KeyOrder
-from tests.daemon.engine.calling import stats
-from tests.daemon.engine.key_dispatching import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
     KeyDispatcher,
@@ -22,7 +23,6 @@ from tests.daemon.engine.key_dispatching import (
     open_by_key,
     sticky,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
 
 LOW, HIGH = (0, HALF - 1), (HALF, HASHES - 1)
 ALL = (0, HASHES - 1)

@@ -9,8 +9,9 @@ import pytest
 
 from daemon.errors import InvalidArgument, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import HashSelector
-from tests.daemon.engine.calling import stats
-from tests.daemon.engine.key_dispatching import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
     KeyDispatcher,
@@ -24,8 +25,7 @@ from tests.daemon.engine.key_dispatching import (
     planned,
     sticky,
 )
-from tests.daemon.engine.nacking import MINUTE_MS, dispatcher
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.nacking import MINUTE_MS, dispatcher
 
 ALL = (0, HASHES - 1)
 FAR_MS = 3_600_000

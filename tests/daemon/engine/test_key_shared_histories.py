@@ -13,10 +13,10 @@ import pytest
 from daemon import call_values
 from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
-from tests.daemon.engine.calling import stats
-from tests.daemon.engine.key_dispatching import HASHES, KeyDispatcher, Sent, add, consumer, open_by_key
-from tests.daemon.engine.nacking import HandOut
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.key_dispatching import HASHES, KeyDispatcher, Sent, add, consumer, open_by_key
+from tests.daemon.engine._support.nacking import HandOut
 
 STEPS = 250
 STREAMS_MAX = 3

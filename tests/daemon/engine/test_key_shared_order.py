@@ -12,8 +12,9 @@ from daemon.errors import Conflict, InvalidArgument, Unavailable
 from daemon.subscription import sharing_rounds
 from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
-from tests.daemon.engine.calling import get, held, rows_of, stats
-from tests.daemon.engine.key_dispatching import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import get, held, rows_of, stats
+from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
     add,
@@ -24,8 +25,7 @@ from tests.daemon.engine.key_dispatching import (
     planned,
     sticky,
 )
-from tests.daemon.engine.nacking import constant, dispatcher, update
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.nacking import constant, dispatcher, update
 
 ALL = (0, HASHES - 1)
 LOW, HIGH = (0, HALF - 1), (HALF, HASHES - 1)

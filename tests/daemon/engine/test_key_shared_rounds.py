@@ -12,7 +12,8 @@ from daemon.subscription.open_stream import StreamClosed
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.manifest import HashSelector, NackOrder
-from tests.daemon.engine.key_dispatching import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
     KeyDispatcher,
@@ -23,8 +24,7 @@ from tests.daemon.engine.key_dispatching import (
     open_by_key,
     sticky,
 )
-from tests.daemon.engine.nacking import nack_of
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.nacking import nack_of
 
 LOW, HIGH = (0, HALF - 1), (HALF, HASHES - 1)
 ALL = (0, HASHES - 1)

@@ -17,8 +17,8 @@ from daemon.core.segments import SegmentRange
 from daemon.core.topic import Topic
 from daemon.topic.segment_loading import SegmentLoader
 from storage_backends.formats.manifest import NackOrder
-from tests.daemon.engine.key_dispatching import HALF, HASHES, Sent, add, by_key, consumer, open_by_key, sticky
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.key_dispatching import HALF, HASHES, Sent, add, by_key, consumer, open_by_key, sticky
 
 KEY = 7
 TINY = (

@@ -10,8 +10,8 @@ import pytest
 
 from daemon.errors import NotFound, NotOwner, TarryError, Unavailable
 from storage_backends.formats import names
-from tests.daemon.engine.calling import create, delete_topic, stats
-from tests.support.engine_fixture import Daemon, EngineFixture, Held
+from tests._support.engine_fixture import Daemon, EngineFixture, Held
+from tests.daemon.engine._support.calling import create, delete_topic, stats
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 FAR_MS = 500_000

@@ -10,8 +10,8 @@ from daemon.call_values import SubscriptionPolicy
 from daemon.errors import InvalidArgument, NotFound, QuotaExceeded, TarryError, Unavailable
 from daemon.subscription.leases import GET_ROWS_MAX, WAIT_MAX_MS
 from daemon.topic_terms import topic_settings
-from tests.daemon.engine.calling import acknowledge, create, entries_of, extend, get, rows_of, stats
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import acknowledge, create, entries_of, extend, get, rows_of, stats
 
 JOURNAL = "/journal/"
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")

@@ -11,7 +11,8 @@ from daemon.ledger_deletion.deletion_values import DeletionFilter
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import DeletionOutcome
-from tests.daemon.engine.deleting import (
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.deleting import (
     ALL,
     DEAD,
     ENDED,
@@ -29,7 +30,6 @@ from tests.daemon.engine.deleting import (
     record,
     use,
 )
-from tests.support.engine_fixture import EngineFixture
 
 DELETED = DeletionOutcome.DELETED
 YEAR_MS = 365 * 86_400_000

@@ -22,11 +22,11 @@ from daemon.ledger_deletion import shard_deletions
 from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.s3 import S3Store
-from tests.daemon.engine.deletion_stories import AtTheirOwner, InObjects, Place, Story
-from tests.support.engine_fixture import Daemon, EngineFixture, Killed
-from tests.support.fault_store import Fault
-from tests.support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
-from tests.support.moto_server import MotoServer, moto_server
+from tests._support.engine_fixture import Daemon, EngineFixture, Killed
+from tests._support.fault_store import Fault
+from tests._support.ledger_owner_server import LedgerOwnerServer, ledger_owner_server
+from tests._support.moto_server import MotoServer, moto_server
+from tests.daemon.engine._support.deletion_stories import AtTheirOwner, InObjects, Place, Story
 
 DELETING = (
     "deletion.after_record",

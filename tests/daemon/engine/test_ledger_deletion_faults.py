@@ -17,12 +17,12 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import StoreUnavailable
-from tests.daemon.engine.deletion_stories import TOPIC, AtTheirOwner, InObjects, Place, Story, listed
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Call, Fault, FaultStore, Pause
+from tests._support.ledger_owner_server import ledger_owner_server
+from tests._support.owned_ledgers import in_use, offloaded_in
+from tests.daemon.engine._support.deletion_stories import TOPIC, AtTheirOwner, InObjects, Place, Story, listed
 from tests.simulation.deletion_truth import Recorded, Standing
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Call, Fault, FaultStore, Pause
-from tests.support.ledger_owner_server import ledger_owner_server
-from tests.support.owned_ledgers import in_use, offloaded_in
 
 # Ten retries of these are an hour.
 RECONSUME_LATER_S = 360

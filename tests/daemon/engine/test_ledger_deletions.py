@@ -13,7 +13,9 @@ from daemon.errors import InvalidArgument, OutcomeUnknown, QuotaExceeded, Unavai
 from daemon.ledger_deletion.deletion_values import DeletionFilter, DeletionPlace, Refusal, RefusedDelete
 from daemon.ledger_stores.ledger_store import Answer
 from storage_backends.formats.deletion_format import DeletionOutcome, DeletionRecord, LedgerComponent, LedgerType
-from tests.daemon.engine.deleting import (
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.deleting import (
     ALL,
     DEAD,
     PENDING,
@@ -33,8 +35,6 @@ from tests.daemon.engine.deleting import (
     stats,
     use,
 )
-from tests.support.engine_fixture import EngineFixture
-from tests.support.fault_store import Fault
 
 IN_USE, DELETED = DeletionOutcome.IN_USE, DeletionOutcome.DELETED
 

@@ -8,7 +8,8 @@ import pytest
 
 from daemon.ledger_deletion import in_use_changing
 from storage_backends.formats.deletion_format import DeletionOutcome
-from tests.daemon.engine.deleting import (
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.deleting import (
     ENDED,
     TOPIC,
     UUID,
@@ -25,7 +26,6 @@ from tests.daemon.engine.deleting import (
     stats,
     use,
 )
-from tests.support.engine_fixture import EngineFixture
 
 IN_USE, DELETED = DeletionOutcome.IN_USE, DeletionOutcome.DELETED
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from daemon.surroundings import loop_pause
-from tests.support.virtual_loop import VirtualLoop
+from tests._support.virtual_loop import VirtualLoop
 
 
 async def test_a_pause_is_told_from_the_beat_that_it_delayed() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from daemon.topic import bucket_life
 from storage_backends.formats import names
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
 
 TOPICS = [f"topic-{number}" for number in range(40)]
 AGE_S = 200

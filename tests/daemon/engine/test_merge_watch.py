@@ -14,9 +14,9 @@ from storage_backends import merge_hints
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.merge_hints import MergeHint
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Call, Fault
-from tests.support.merging_process import MergingProcess
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Call, Fault
+from tests._support.merging_process import MergingProcess
 
 # The buckets of the owner are merged by others alone.
 ALONE = "bucket.max_num_buckets=-1"

@@ -10,12 +10,12 @@ from daemon.call_values import Merged
 from daemon.errors import NotFound, OutcomeUnknown, Unavailable
 from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.segment import SegmentLimits
-from tests.daemon.engine.calling import clear
-from tests.daemon.engine.nacking import NACKED, with_rows
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests._support.merging_process import MergingProcess
+from tests.daemon.engine._support.calling import clear
+from tests.daemon.engine._support.nacking import NACKED, with_rows
 from tests.daemon.engine.test_damage import alter, alter_part
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
-from tests.support.merging_process import MergingProcess
 
 BUCKETS = "/buckets/"
 MANIFESTS = "/manifest/"

@@ -8,8 +8,10 @@ import pytest
 
 from daemon.call_values import NackOutcome
 from daemon.errors import TarryError, Unavailable
-from tests.daemon.engine.calling import stats, trim, up_to
-from tests.daemon.engine.nacking import (
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import stats, trim, up_to
+from tests.daemon.engine._support.nacking import (
     DEAD,
     MINUTE_MS,
     NACKED,
@@ -21,8 +23,6 @@ from tests.daemon.engine.nacking import (
     nack,
     with_rows,
 )
-from tests.support.engine_fixture import EngineFixture
-from tests.support.fault_store import Fault
 
 JOURNAL = "/journal/"
 

@@ -8,8 +8,9 @@ import pytest
 
 from daemon.call_values import NackOutcome
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
-from tests.daemon.engine.calling import stats
-from tests.daemon.engine.nacking import (
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.nacking import (
     DEAD,
     MINUTE_MS,
     NACKED,
@@ -23,7 +24,6 @@ from tests.daemon.engine.nacking import (
     nack,
     with_rows,
 )
-from tests.support.engine_fixture import EngineFixture
 
 # ---- positions that Tarry has not handed out
 

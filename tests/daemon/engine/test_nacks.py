@@ -10,8 +10,9 @@ import pytest
 from daemon.call_values import NackOutcome, SubscriptionPolicy
 from daemon.core import feeding
 from daemon.errors import NotFound
-from tests.daemon.engine.calling import clear, create, delete_topic, get, stats, trim, up_to
-from tests.daemon.engine.nacking import (
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.calling import clear, create, delete_topic, get, stats, trim, up_to
+from tests.daemon.engine._support.nacking import (
     EXACT,
     MINUTE_MS,
     NACKED,
@@ -28,7 +29,6 @@ from tests.daemon.engine.nacking import (
     update,
     with_rows,
 )
-from tests.support.engine_fixture import EngineFixture
 
 # ---- when they come back
 

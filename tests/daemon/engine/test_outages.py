@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from daemon.surroundings.outages import SAY_AGAIN_S, Outages
-from tests.support.engine_fixture import EngineFixture
+from tests._support.engine_fixture import EngineFixture
 
 SETTINGS = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 OUTAGE_S = 600

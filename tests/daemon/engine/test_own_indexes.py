@@ -12,11 +12,11 @@ import pytest
 from daemon.errors import NotFound, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
-from tests.daemon.engine.calling import clear, get
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
+from tests._support.fault_store import Call, Fault
+from tests._support.merging_process import MergingProcess
+from tests.daemon.engine._support.calling import clear, get
 from tests.daemon.engine.test_crash_points import At
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
-from tests.support.fault_store import Call, Fault
-from tests.support.merging_process import MergingProcess
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=40", "journal.checkpoint_slots=5")
 BUCKETS = "/buckets/"

@@ -9,8 +9,8 @@ import pytest
 from daemon.errors import TarryError, Unavailable
 from storage_backends.formats import names
 from storage_backends.formats.manifest import decode_shard_manifest
-from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests._support.fault_store import Fault
 
 SMALL_BUCKETS = ("bucket.rows_max=10", "bucket.min_index_count_per_bucket=10")
 

@@ -15,9 +15,9 @@ from daemon.shard import shard as shard_module
 from daemon.surroundings import pace
 from daemon.surroundings.due_loop import TURN_S, DueLoop
 from daemon.surroundings.pace import Pace
-from tests.daemon.engine.calling import create, delete_topic
-from tests.support.engine_fixture import EngineFixture, Receiver
-from tests.support.virtual_loop import VirtualLoop
+from tests._support.engine_fixture import EngineFixture, Receiver
+from tests._support.virtual_loop import VirtualLoop
+from tests.daemon.engine._support.calling import create, delete_topic
 
 
 class WallClock:

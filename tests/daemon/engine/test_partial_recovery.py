@@ -18,8 +18,8 @@ from daemon.topic import bucket_life
 from storage_backends.formats import checkpoint_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
 from storage_backends.formats.slot_format import SlotKind
-from tests.support.engine_fixture import Daemon, EngineFixture, Held, no_positions
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
+from tests._support.fault_store import Fault
 
 OFTEN = ("journal.checkpoint_slots=9",)
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")

@@ -18,12 +18,12 @@ from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.ledger_stores.owner import Owner
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType
 from storage_backends.memory_store import MemoryStore
-from tests.daemon.engine.deletion_stories import TOPIC, listed
-from tests.support import owned_ledgers
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
-from tests.support.ledger_owner_server import ledger_owner_server
-from tests.support.owned_ledgers import OwnedLedger
+from tests._support import owned_ledgers
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests._support.ledger_owner_server import ledger_owner_server
+from tests._support.owned_ledgers import OwnedLedger
+from tests.daemon.engine._support.deletion_stories import TOPIC, listed
 
 JOURNAL = "/journal/"
 

@@ -23,10 +23,10 @@ from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress
 from storage_backends.merge_hints import MergeHint
+from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_foreign_merges as merges
 from tests.daemon.engine import test_merge_watch as hints
 from tests.daemon.engine import test_own_indexes as own
-from tests.support.engine_fixture import EngineFixture
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Coroutine[Any, Any, None]]

@@ -19,10 +19,10 @@ from daemon.ledger_deletion.shard_deletions import Attempt, ShardDeletions
 from daemon.ledger_stores.ledger_store import DeletionFailed
 from storage_backends.formats.deletion_format import DeletionAnswer, LedgerComponent
 from storage_backends.memory_store import MemoryStore
+from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_ledger_deletion_crashes as crashes
 from tests.daemon.engine import test_ledger_deletion_faults as faults
-from tests.daemon.engine.deletion_stories import InObjects
-from tests.support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.deletion_stories import InObjects
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Awaitable[None]]

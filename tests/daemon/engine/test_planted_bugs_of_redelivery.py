@@ -18,12 +18,12 @@ from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.served_subscription import ServedSubscription
 from daemon.topic.served_topic import ServedTopic
+from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_ack_timeouts as timeouts
 from tests.daemon.engine import test_nack_races as races
 from tests.daemon.engine import test_nacked_positions as positions
 from tests.daemon.engine import test_nacks as nacks
 from tests.daemon.engine import test_redelivery_policies as policies
-from tests.support.engine_fixture import EngineFixture
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Awaitable[None]]

@@ -13,10 +13,10 @@ from daemon.shard.group_commit import GroupCommit
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_gate import TopicGate
 from daemon.topic.topic_withdrawing import Withdrawing
+from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_withdrawal_races as races
 from tests.daemon.engine import test_withdrawals as stories
 from tests.daemon.engine.test_withdrawals import cancelled, rescheduled
-from tests.support.engine_fixture import EngineFixture
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Awaitable[None]]

@@ -12,9 +12,9 @@ from daemon.call_values import SubscriptionPolicy, TopicPolicy
 from daemon.errors import AlreadyExists, DelayTooLong, InvalidArgument, NotFound, OutcomeUnknown, TarryError
 from daemon.topic_terms import topic_settings
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
-from tests.daemon.engine.calling import create, get, rows_of, stats
-from tests.support.engine_fixture import Daemon, EngineFixture, no_positions
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, no_positions
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import create, get, rows_of, stats
 
 JOURNAL = "/journal/"
 TOPICS = "/topics/"

@@ -10,8 +10,8 @@ import pytest
 
 from daemon.call_values import AddBatch, AddOutcome, Caller, RescheduleBatch, RescheduleOutcome, TopicPolicy
 from daemon.errors import NotFound, QuotaExceeded
-from tests.daemon.engine.calling import clear, create, stats
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import clear, create, stats
 
 SMALL = ("bucket.min_index_count_per_bucket=10", "bucket.rows_max=10")
 

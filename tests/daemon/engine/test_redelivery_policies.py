@@ -11,8 +11,9 @@ from daemon.errors import DelayTooLong, InvalidArgument, QuotaExceeded
 from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
-from tests.daemon.engine.calling import stats
-from tests.daemon.engine.nacking import (
+from tests._support.engine_fixture import EngineFixture
+from tests.daemon.engine._support.calling import stats
+from tests.daemon.engine._support.nacking import (
     DEAD,
     MINUTE_MS,
     NACKED,
@@ -26,7 +27,6 @@ from tests.daemon.engine.nacking import (
     update,
     with_rows,
 )
-from tests.support.engine_fixture import EngineFixture
 
 # ---- delays
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from daemon.errors import OutcomeUnknown, Unavailable
-from tests.support.engine_fixture import EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Fault
 
 SETTINGS = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=45", "journal.checkpoint_slots=7")
 

@@ -8,9 +8,9 @@ import pytest
 
 from daemon.errors import NotFound, TarryError
 from daemon.subscription.open_stream import StreamClosed
-from tests.daemon.engine.calling import held
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import held
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 

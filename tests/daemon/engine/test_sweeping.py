@@ -14,7 +14,10 @@ from daemon.ledger_deletion import sweeping
 from daemon.ledger_deletion.deletion_values import SweepWish
 from daemon.ledger_stores.ledger_store import DeletionFailed, InUseAnswer
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent, LedgerType, PendingDelete
-from tests.daemon.engine.sweeps import (
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Fault
+from tests._support.owned_ledgers import in_use
+from tests.daemon.engine._support.sweeps import (
     BODY_BYTES,
     DAY_MS,
     DELETE,
@@ -30,9 +33,6 @@ from tests.daemon.engine.sweeps import (
     say_in_use,
     sweep,
 )
-from tests.support.engine_fixture import EngineFixture
-from tests.support.fault_store import Fault
-from tests.support.owned_ledgers import in_use
 
 # ---- what is an orphan
 

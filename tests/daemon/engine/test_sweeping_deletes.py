@@ -16,7 +16,9 @@ from daemon.ledger_deletion import sweeping
 from daemon.shard.shard import ServedShard
 from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats.deletion_format import DeletionOutcome
-from tests.daemon.engine.sweeps import (
+from tests._support.engine_fixture import EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.sweeps import (
     BODY_BYTES,
     DELETE,
     OLD,
@@ -28,8 +30,6 @@ from tests.daemon.engine.sweeps import (
     say_in_use,
     sweep,
 )
-from tests.support.engine_fixture import EngineFixture
-from tests.support.fault_store import Fault
 
 # ---- deleting
 

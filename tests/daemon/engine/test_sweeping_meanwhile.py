@@ -22,7 +22,10 @@ from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
 from daemon.ledger_stores.ledger_store import InUseAnswer
 from storage_backends.formats import names
 from storage_backends.formats.deletion_format import DeletionOutcome, LedgerComponent
-from tests.daemon.engine.sweeps import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests._support.owned_ledgers import OwnedLedger, in_use
+from tests.daemon.engine._support.sweeps import (
     DELETE,
     OLD,
     STORE,
@@ -36,9 +39,6 @@ from tests.daemon.engine.sweeps import (
     steps,
     sweep,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
-from tests.support.owned_ledgers import OwnedLedger, in_use
 
 # ---- what happens meanwhile
 

@@ -10,8 +10,8 @@ import pytest
 from daemon.surroundings import tail_bound
 from daemon.surroundings.tail_bound import AT_ONCE, RETRY_S, Tail, TailBound
 from storage_backends.formats import names
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
 
 SLOTS_MAX = 40
 SHARDS = 16

@@ -8,9 +8,20 @@ import pytest
 
 from daemon import call_values
 from daemon.errors import InvalidArgument, NotFound, OutcomeUnknown, TarryError, Unavailable
-from tests.daemon.engine.calling import acknowledge, clear, create, delete_topic, get, held, rows_of, stats, trim, up_to
-from tests.support.engine_fixture import EngineFixture, no_positions
-from tests.support.fault_store import Fault
+from tests._support.engine_fixture import EngineFixture, no_positions
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import (
+    acknowledge,
+    clear,
+    create,
+    delete_topic,
+    get,
+    held,
+    rows_of,
+    stats,
+    trim,
+    up_to,
+)
 
 JOURNAL = "/journal/"
 TOPICS = "/topics/"

@@ -24,10 +24,10 @@ from daemon.topic.bucket_life import BucketLife
 from daemon.topic.topic_commits import TopicCommits
 from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.manifest import TopicManifest
-from tests.daemon.engine.calling import delete_topic, trim, up_to
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Call, Fault
+from tests.daemon.engine._support.calling import delete_topic, trim, up_to
 from tests.daemon.engine.test_failure_scopes import SEVERAL, Traffic, metric, topic_of
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Call, Fault
 
 HOUR_MS = 3_600_000
 SHARD = 1

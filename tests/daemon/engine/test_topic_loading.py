@@ -11,8 +11,8 @@ from daemon.shard.topic_loading import TopicLoading
 from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
-from tests.daemon.engine.calling import delete_topic
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.calling import delete_topic
 
 FAR_MS = 3_600_000
 # Read as a whole, and not.

@@ -9,8 +9,9 @@ import pytest
 
 from daemon import call_values
 from daemon.errors import Conflict, Unavailable
-from tests.daemon.engine import key_dispatching
-from tests.daemon.engine.calling import (
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support import key_dispatching
+from tests.daemon.engine._support.calling import (
     cancel,
     clear,
     create,
@@ -22,8 +23,7 @@ from tests.daemon.engine.calling import (
     trim,
     up_to,
 )
-from tests.daemon.engine.key_dispatching import by_key, consumer, open_by_key
-from tests.support.engine_fixture import Daemon, EngineFixture
+from tests.daemon.engine._support.key_dispatching import by_key, consumer, open_by_key
 
 QUICK = "ownership.heartbeat_interval_s=0.5"
 DUE_MS = 12_000

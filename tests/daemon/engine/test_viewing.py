@@ -17,13 +17,13 @@ from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import ObjectStore
-from tests.daemon.engine.calling import acknowledge, cancel, create, get, rows_of, stats
-from tests.daemon.engine.dead_letter_calls import nack
+from tests._support import real_engine
+from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.fault_store import Fault
+from tests._support.merging_process import MergingProcess
+from tests.daemon.engine._support.calling import acknowledge, cancel, create, get, rows_of, stats
+from tests.daemon.engine._support.dead_letter_calls import nack
 from tests.daemon.engine.test_damage import alter_part
-from tests.support import real_engine
-from tests.support.engine_fixture import Daemon, EngineFixture
-from tests.support.fault_store import Fault
-from tests.support.merging_process import MergingProcess
 
 SMALL = (
     "bucket.min_index_count_per_bucket=20",

@@ -11,7 +11,19 @@ import random
 import pytest
 
 from daemon.errors import NotFound, Unavailable
-from tests.daemon.engine.calling import cancel, create, delete_topic, get, reschedule, results, rows_of, trim, up_to
+from tests._support.engine_fixture import EPOCH_MS, EngineFixture
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import (
+    cancel,
+    create,
+    delete_topic,
+    get,
+    reschedule,
+    results,
+    rows_of,
+    trim,
+    up_to,
+)
 from tests.daemon.engine.test_partial_recovery import fenced, hold
 from tests.daemon.engine.test_withdrawals import (
     BUCKETS,
@@ -24,8 +36,6 @@ from tests.daemon.engine.test_withdrawals import (
     sealed_rows,
     withdrawals,
 )
-from tests.support.engine_fixture import EPOCH_MS, EngineFixture
-from tests.support.fault_store import Fault
 
 # ---- races with the due moment
 

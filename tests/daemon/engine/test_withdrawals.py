@@ -14,7 +14,9 @@ import pytest
 
 from daemon.errors import DelayTooLong, InvalidArgument, NotFound, QuotaExceeded, TarryError
 from storage_backends.formats.manifest import TopicPolicy
-from tests.daemon.engine.calling import (
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_store import Fault
+from tests.daemon.engine._support.calling import (
     acknowledge,
     cancel,
     create,
@@ -23,8 +25,6 @@ from tests.daemon.engine.calling import (
     results,
     rows_of,
 )
-from tests.support.engine_fixture import Daemon, EngineFixture, Receiver
-from tests.support.fault_store import Fault
 
 JOURNAL = "/journal/"
 BUCKETS = "/buckets/"

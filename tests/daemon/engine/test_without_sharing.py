@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from storage_backends.formats.manifest import TopicPolicy
+from tests._support.engine_fixture import Daemon, EngineFixture
 from tests.daemon.engine.test_own_indexes import FAR_MS, everything, positions, seal, with_subscriptions
 from tests.daemon.engine.test_policies import set_policy
-from tests.support.engine_fixture import Daemon, EngineFixture
 
 JOURNAL = "/journal/"
 

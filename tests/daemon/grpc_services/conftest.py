@@ -15,7 +15,7 @@ from google.protobuf import message, message_factory
 from daemon import call_values, config
 from daemon.grpc_services import server
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
-from tests.support.fake_engine import FakeEngine
+from tests._support.fake_engine import FakeEngine
 
 
 def _answers(*modules: ModuleType) -> dict[str, type[message.Message]]:

@@ -17,25 +17,27 @@ from google.protobuf import message
 from daemon import config
 from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests.daemon.grpc_services import refusals
-from tests.daemon.grpc_services.bad_calls import (
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
+from tests.daemon.grpc_services._support import refusals
+from tests.daemon.grpc_services._support.bad_calls import (
     COVERED,
 )
-from tests.daemon.grpc_services.bad_dead_letters import DEAD_LETTERS_COVERED
-from tests.daemon.grpc_services.bad_key_shared import (
+from tests.daemon.grpc_services._support.bad_dead_letters import DEAD_LETTERS_COVERED
+from tests.daemon.grpc_services._support.bad_key_shared import (
     BAD_SHARED_OPENS,
     KEY_SHARED_COVERED,
     REFUSED_ON_SHARED,
     UNNUMBERED,
 )
-from tests.daemon.grpc_services.bad_key_shared_policies import KEY_SHARED_POLICIES_COVERED
-from tests.daemon.grpc_services.bad_levels import LEVELS_COVERED
-from tests.daemon.grpc_services.bad_redelivery import (
+from tests.daemon.grpc_services._support.bad_key_shared_policies import KEY_SHARED_POLICIES_COVERED
+from tests.daemon.grpc_services._support.bad_levels import LEVELS_COVERED
+from tests.daemon.grpc_services._support.bad_redelivery import (
     BAD_HELD_PARTS,
     REDELIVERIES_REFUSED_IN_BAND,
     REDELIVERY_COVERED,
 )
-from tests.daemon.grpc_services.bad_requests import (
+from tests.daemon.grpc_services._support.bad_requests import (
     ADD,
     ADDS,
     BAD_OPENS,
@@ -50,11 +52,9 @@ from tests.daemon.grpc_services.bad_requests import (
     add,
     opening,
 )
-from tests.daemon.grpc_services.bad_views import VIEWS_COVERED
-from tests.daemon.grpc_services.bad_withdrawals import WITHDRAWALS_COVERED
+from tests.daemon.grpc_services._support.bad_views import VIEWS_COVERED
+from tests.daemon.grpc_services._support.bad_withdrawals import WITHDRAWALS_COVERED
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 ALL_COVERED = (
     COVERED

@@ -14,17 +14,18 @@ import pytest
 import pytest_asyncio
 
 from daemon import config
-from tests.daemon.grpc_services import conftest, refusals
-from tests.daemon.grpc_services.bad_calls import BAD_CALLS
-from tests.daemon.grpc_services.bad_dead_letters import BAD_DEAD_LETTERS
-from tests.daemon.grpc_services.bad_key_shared import BAD_CONSUMER_LISTS
-from tests.daemon.grpc_services.bad_key_shared_policies import BAD_KEY_SHARED_POLICIES
-from tests.daemon.grpc_services.bad_levels import BAD_LEVELS
-from tests.daemon.grpc_services.bad_redelivery import BAD_REDELIVERIES
-from tests.daemon.grpc_services.bad_requests import Case
-from tests.daemon.grpc_services.bad_views import BAD_VIEWS
-from tests.daemon.grpc_services.bad_withdrawals import BAD_WITHDRAWALS
-from tests.support import either_engine
+from tests._support import either_engine
+from tests.daemon.grpc_services import conftest
+from tests.daemon.grpc_services._support import refusals
+from tests.daemon.grpc_services._support.bad_calls import BAD_CALLS
+from tests.daemon.grpc_services._support.bad_dead_letters import BAD_DEAD_LETTERS
+from tests.daemon.grpc_services._support.bad_key_shared import BAD_CONSUMER_LISTS
+from tests.daemon.grpc_services._support.bad_key_shared_policies import BAD_KEY_SHARED_POLICIES
+from tests.daemon.grpc_services._support.bad_levels import BAD_LEVELS
+from tests.daemon.grpc_services._support.bad_redelivery import BAD_REDELIVERIES
+from tests.daemon.grpc_services._support.bad_requests import Case
+from tests.daemon.grpc_services._support.bad_views import BAD_VIEWS
+from tests.daemon.grpc_services._support.bad_withdrawals import BAD_WITHDRAWALS
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)

@@ -7,9 +7,9 @@ import pytest
 
 from daemon import errors
 from tarry.v1 import cluster_pb2 as pb
+from tests._support.fake_engine import ADDRESS, OWNER
+from tests._support.fake_topic import EPOCH
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support.fake_engine import ADDRESS, OWNER
-from tests.support.fake_topic import EPOCH
 
 LOOKUP = "Cluster/LookupTopic"
 

@@ -12,9 +12,9 @@ import pytest
 from daemon import config
 from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 PAIR: dict[str, Any] = {"topic": "t", "subscription": "s"}
 REJECTED = inspect_pb2.DEAD_LETTER_REASON_REJECTED

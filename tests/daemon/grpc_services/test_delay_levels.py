@@ -13,9 +13,9 @@ from daemon.core.delay_levels import DEFAULT_TABLE
 from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 SET, GET = "Admin/SetDelayLevels", "Admin/GetDelayLevels"
 STATS = "Inspect/GetTopicStats"

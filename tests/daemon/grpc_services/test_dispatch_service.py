@@ -12,9 +12,9 @@ import pytest
 from daemon import call_values, errors
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
+from tests._support.fake_stream import FakeDispatchStream
+from tests._support.fake_topic import EPOCH
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.support.fake_stream import FakeDispatchStream
-from tests.support.fake_topic import EPOCH
 
 SUBSCRIBE = "Dispatch/Subscribe"
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED

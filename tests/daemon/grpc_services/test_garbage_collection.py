@@ -13,8 +13,8 @@ from storage_backends.formats import names
 from storage_backends.memory_store import MemoryStore
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2
+from tests._support import real_engine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import real_engine
 
 FAR_MS = 2_000_000_000_000
 

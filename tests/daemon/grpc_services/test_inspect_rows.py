@@ -12,9 +12,9 @@ import pytest
 from daemon import config
 from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 FAR_MS = 1_900_000_000_000
 TOPIC = "t"

@@ -13,7 +13,8 @@ from daemon import config
 from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
-from tests.daemon.grpc_services.bad_key_shared import (
+from tests._support import real_engine
+from tests.daemon.grpc_services._support.bad_key_shared import (
     BAD_KEY_SHARED_OPENS,
     KEY_SHARED,
     KEY_SHARED_REFUSED_IN_BAND,
@@ -22,10 +23,9 @@ from tests.daemon.grpc_services.bad_key_shared import (
     consumer,
     open_by_key,
 )
-from tests.daemon.grpc_services.bad_requests import SUBSCRIPTION, TOPIC, Case, opening
+from tests.daemon.grpc_services._support.bad_requests import SUBSCRIPTION, TOPIC, Case, opening
+from tests.daemon.grpc_services._support.refusals import assert_says
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.daemon.grpc_services.refusals import assert_says
-from tests.support import real_engine
 
 SUBSCRIBE = "Dispatch/Subscribe"
 HALF, LAST = 1 << 15, (1 << 16) - 1

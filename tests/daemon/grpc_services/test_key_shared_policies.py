@@ -14,9 +14,9 @@ from daemon.owner.engine import Engine
 from storage_backends.formats import manifest
 from tarry.v1 import dispatch_pb2 as pb
 from tarry.v1 import inspect_pb2, policy_pb2
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 KeySharedPolicy = policy_pb2.KeySharedPolicy
 CONSISTENT_HASHING = policy_pb2.HASH_SELECTOR_CONSISTENT_HASHING

@@ -14,10 +14,10 @@ from daemon import call_values, config
 from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
+from tests._support.fake_topic import EPOCH
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
-from tests.support.fake_topic import EPOCH
 
 GET = "Dispatch/GetScheduledMessages"
 FAR_MS = 2_000_000_000_000

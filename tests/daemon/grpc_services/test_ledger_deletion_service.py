@@ -17,10 +17,10 @@ from daemon.owner.engine import Engine
 from storage_backends.formats.deletion_format import DeletionOutcome
 from tarry.v1 import admin_pb2, policy_pb2
 from tarry.v1 import ledger_deletion_pb2 as pb
-from tests.daemon.grpc_services import bad_deletions as bad
-from tests.daemon.grpc_services.bad_calls import U64_MAX, changed
-from tests.daemon.grpc_services.conftest import Edge
-from tests.daemon.grpc_services.deletion_requests import (
+from tests._support import real_engine
+from tests.daemon.grpc_services._support import bad_deletions as bad
+from tests.daemon.grpc_services._support.bad_calls import U64_MAX, changed
+from tests.daemon.grpc_services._support.deletion_requests import (
     OTHER,
     TOPIC,
     Stores,
@@ -32,7 +32,7 @@ from tests.daemon.grpc_services.deletion_requests import (
     stats,
     until,
 )
-from tests.support import real_engine
+from tests.daemon.grpc_services.conftest import Edge
 
 MALFORMED = pb.RefusedDelete.REASON_MALFORMED
 DISABLED = pb.RefusedDelete.REASON_DISABLED

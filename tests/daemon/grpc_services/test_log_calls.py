@@ -6,8 +6,8 @@ import pytest
 
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tarry.v1 import dispatch_pb2
+from tests._support import fake_topic
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support import fake_topic
 
 ADD = "DelayedDelivery/AddMessages"
 CONTAINS = "DelayedDelivery/ContainsMessages"

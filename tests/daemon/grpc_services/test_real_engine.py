@@ -23,9 +23,9 @@ from tarry.v1 import (
     ledger_deletion_pb2,
     policy_pb2,
 )
+from tests._support import owned_ledgers, real_engine
+from tests._support.owned_ledgers import OwnedLedger
 from tests.daemon.grpc_services.conftest import ANSWERS, Edge
-from tests.support import owned_ledgers, real_engine
-from tests.support.owned_ledgers import OwnedLedger
 
 FAR_MS = 2_000_000_000_000
 

@@ -12,9 +12,9 @@ from daemon.owner.engine import Engine
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
+from tests._support import either_engine
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge, Stream
-from tests.support import either_engine
-from tests.support.fake_engine import FakeEngine
 
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
 HOUR_MS = 3_600_000

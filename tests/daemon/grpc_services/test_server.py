@@ -21,8 +21,8 @@ from daemon.grpc_services import (
     server,
 )
 from tarry.v1 import delayed_delivery_pb2 as pb
+from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
-from tests.support.fake_engine import FakeEngine
 
 SERVICES = [
     "",

@@ -16,11 +16,11 @@ from storage_backends.formats.deletion_format import LedgerComponent
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ListedObject
 from tarry.v1 import ledger_deletion_pb2 as pb
-from tests.daemon.grpc_services import bad_deletions as bad
+from tests._support import owned_ledgers, real_engine
+from tests._support.owned_ledgers import OwnedLedger
+from tests.daemon.grpc_services._support import bad_deletions as bad
+from tests.daemon.grpc_services._support.deletion_requests import TOPIC, faults, state, stats, until
 from tests.daemon.grpc_services.conftest import Edge
-from tests.daemon.grpc_services.deletion_requests import TOPIC, faults, state, stats, until
-from tests.support import owned_ledgers, real_engine
-from tests.support.owned_ledgers import OwnedLedger
 
 
 class SweptStore(MemoryStore):

@@ -18,8 +18,8 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore
 from storage_backends.storage_settings import S3
 from storage_backends.store_opening import open_store
-from tests.support import moto_server
-from tests.support.fault_store import FaultStore, Script
+from tests._support import moto_server
+from tests._support.fault_store import FaultStore, Script
 
 TOPIC = "persistent://t/n/orders"
 DRIVER = "aws-s3"

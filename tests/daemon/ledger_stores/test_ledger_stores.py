@@ -24,8 +24,8 @@ from storage_backends.formats.deletion_format import (
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore, StoreUnavailable
 from storage_backends.storage_settings import S3
+from tests.daemon.ledger_stores._support.scripted_owner import ScriptedOwner, answering, saying
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
-from tests.daemon.ledger_stores.scripted_owner import ScriptedOwner, answering, saying
 
 LEDGER = PendingDelete(LedgerComponent.MANAGED_LEDGER, LedgerType.LEDGER, 7)
 

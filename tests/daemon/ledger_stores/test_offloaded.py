@@ -20,11 +20,11 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_store import ObjectStore, StoreUnavailable
 from storage_backends.s3 import S3Store
 from storage_backends.storage_settings import S3
+from tests._support.fault_store import Fault
+from tests._support.lost_answer_proxy import Loss, lost_answer_proxy
+from tests._support.moto_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, MotoServer
+from tests._support.patience import within_some_time
 from tests.daemon.ledger_stores.conftest import DRIVER, LEDGER_METADATA, NAME, TOPIC, Place, record
-from tests.support.fault_store import Fault
-from tests.support.lost_answer_proxy import Loss, lost_answer_proxy
-from tests.support.moto_server import ACCESS_KEY_ID, SECRET_ACCESS_KEY, MotoServer
-from tests.support.patience import within_some_time
 
 CURSOR_METADATA = {**LEDGER_METADATA, "pulsar-cursor": "billing"}
 SCHEMA_METADATA = {"application": "pulsar", "component": "schema", "pulsar-schemaid": "t/n/orders"}

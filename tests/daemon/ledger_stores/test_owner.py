@@ -28,8 +28,8 @@ from storage_backends.formats.deletion_format import (
     OffloadContext,
     PendingDelete,
 )
+from tests.daemon.ledger_stores._support.scripted_owner import ScriptedOwner, answering, saying, sending
 from tests.daemon.ledger_stores.conftest import TOPIC
-from tests.daemon.ledger_stores.scripted_owner import ScriptedOwner, answering, saying, sending
 
 LEDGER = PendingDelete(LedgerComponent.MANAGED_LEDGER, LedgerType.LEDGER, 2**63 - 1)
 PROMPT_S = 300.0

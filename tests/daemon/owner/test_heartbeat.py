@@ -12,7 +12,7 @@ import pytest
 from daemon.owner import heartbeat
 from storage_backends import memory_store, object_store
 from storage_backends.formats import names
-from tests.support.virtual_clock import VirtualClock, settle
+from tests._support.virtual_clock import VirtualClock, settle
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from daemon.owner.candidacy import OwnerLock
 from storage_backends import commit, local_directory, memory_store, object_store
 from storage_backends.formats import names
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
-from tests.support.virtual_clock import VirtualClock
+from tests._support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
 Tip = commit.Tip[ShardManifest]

@@ -21,9 +21,9 @@ from daemon.shard.shard_claim import ShardClaim
 from storage_backends import commit, crash_points, memory_store, object_store, shard_manifests
 from storage_backends.formats import checkpoint_format, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
-from tests.daemon.shard.interleaving import InlineExecutor, Scheduler, SteppedStore
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.virtual_clock import VirtualClock
+from tests.daemon.shard._support.interleaving import InlineExecutor, Scheduler, SteppedStore
 
 T = TypeVar("T")
 SHARD = 3

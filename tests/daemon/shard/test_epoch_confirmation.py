@@ -15,7 +15,7 @@ from daemon.shard.epoch_confirmation import EpochConfirmation
 from daemon.surroundings.failure_scope import ShardLost
 from storage_backends import commit, object_store
 from storage_backends.formats.manifest import ManifestHead, ShardManifest
-from tests.support.virtual_clock import VirtualClock, settle
+from tests._support.virtual_clock import VirtualClock, settle
 
 T = TypeVar("T")
 Tip = commit.Tip[ShardManifest]

@@ -18,9 +18,9 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicPolicy
 from storage_backends.object_store import StoreError, StoreUnavailable
 from storage_backends.topic_manifest import SetPolicy
-from tests.daemon.shard.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
-from tests.storage_backends.topic_manifests import EPOCH
-from tests.support.fault_store import Call, Fault, FaultStore, Script
+from tests._support.fault_store import Call, Fault, FaultStore, Script
+from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, TopicWithGarbage
+from tests.storage_backends._support.topic_manifests import EPOCH
 
 ONE = ObjectCount(1, len(BODY))
 

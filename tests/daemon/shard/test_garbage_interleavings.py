@@ -20,11 +20,11 @@ from storage_backends.formats.manifest import LiveBucket, TopicManifest, TopicPo
 from storage_backends.object_store import ObjectStore
 from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy
-from tests.daemon.shard.topic_with_garbage import BODY, LIMITS, SHARD
-from tests.storage_backends import interleavings
-from tests.storage_backends.interleavings import Bounds, Broken, Choices, Run, SteppedStore
-from tests.storage_backends.topic_manifests import CREATE, EPOCH, TOPIC_ID, bucket, progress
-from tests.support.virtual_loop import InlineExecutor
+from tests._support.virtual_loop import InlineExecutor
+from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, SHARD
+from tests.storage_backends._support import interleavings
+from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
+from tests.storage_backends._support.topic_manifests import CREATE, EPOCH, TOPIC_ID, bucket, progress
 
 MANIFESTS = names.topic_manifest_prefix(SHARD, TOPIC_ID)
 # Every time has passed: R4 alone protects what is on its way.

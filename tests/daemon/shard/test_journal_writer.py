@@ -18,9 +18,9 @@ from daemon.shard.journal_writer import JournalWriter, WrittenSlot
 from storage_backends import journal_slots, memory_store, object_store
 from storage_backends.formats import names, slot_format
 from storage_backends.formats.row_columns import Rows
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock, settle
-from tests.support.virtual_loop import InlineExecutor
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.virtual_clock import VirtualClock, settle
+from tests._support.virtual_loop import InlineExecutor
 
 T = TypeVar("T")
 SHARD = 3

@@ -23,7 +23,7 @@ from storage_backends.formats import bucket_format, checkpoint_format, manifest,
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
-from tests.support.virtual_loop import InlineExecutor
+from tests._support.virtual_loop import InlineExecutor
 
 Entries = Iterable[int]
 

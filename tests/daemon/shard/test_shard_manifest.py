@@ -20,8 +20,8 @@ from storage_backends.formats.manifest import (
 from storage_backends.manifest_collection import CollectTombstones, SetFloor
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore
-from tests.support.fault_store import Fault, FaultStore, Script
-from tests.support.virtual_clock import VirtualClock
+from tests._support.fault_store import Fault, FaultStore, Script
+from tests._support.virtual_clock import VirtualClock
 
 SHARD = 3
 EPOCH = 4

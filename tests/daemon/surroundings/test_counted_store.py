@@ -8,7 +8,7 @@ import pytest
 
 from daemon.surroundings.counted_store import CountedStore
 from storage_backends import memory_store, object_store
-from tests.support.fault_store import Fault, FaultStore, Script
+from tests._support.fault_store import Fault, FaultStore, Script
 
 
 def test_failures_are_counted_and_answers_are_not() -> None:

@@ -16,7 +16,7 @@ from daemon.shard import recovery
 from daemon.topic import checkpoint_parts, sealing, stored_redeliveries
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from tests.daemon.shard.test_recovery import FIRST, OTHER, Store, bits, part_of, restored, rows_of, tip_of
-from tests.daemon.topic.redelivery_samples import (
+from tests.daemon.topic._support.redelivery_samples import (
     EVERYTHING,
     LEVELS,
     NOTHING,

@@ -13,7 +13,7 @@ from storage_backends.formats import bucket_format, format_errors, manifest, pos
 from storage_backends.formats.bucket_format import EncodedBucket, KeptRows
 from storage_backends.formats.row_columns import Rows, row_hash
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 SMALL_SEGMENTS = SegmentLimits(time_step_ms=1_000, rows_max=7, rows_min=2)
 

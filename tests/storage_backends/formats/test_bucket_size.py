@@ -8,7 +8,7 @@ import pytest
 from storage_backends.formats import bucket_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 ROWS = 200_000
 

@@ -11,7 +11,7 @@ from storage_backends.formats.checkpoint_format import CarriedSlot, Checkpoint, 
 from storage_backends.formats.generated import journal_pb2
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import Rows
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 bitmap = PositionBitmap(7, 0, b"bits")
 progress = manifest.Progress(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_backends.formats import column_format, format_errors, segment
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 ascending = st.lists(examples.u64, max_size=40).map(sorted)
 values = st.one_of(st.lists(examples.u64, max_size=40), st.lists(examples.times_ms, max_size=40), ascending)

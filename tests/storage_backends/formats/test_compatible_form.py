@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from storage_backends.formats import bucket_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 PIP195 = Path(__file__).parent / "pip195"
 LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=9, rows_min=3)

@@ -25,7 +25,7 @@ from storage_backends.formats import (
 )
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import deletion_examples, examples
+from tests.storage_backends.formats._support import deletion_examples, examples
 
 ROWS = examples.random_delays(40, span_ms=30_000, keyed=True)
 POSITIONS = position_bitmap.position_bitmaps(ROWS.ledger_id, ROWS.entry_id)

@@ -19,8 +19,8 @@ from storage_backends.formats.deletion_format import (
 from storage_backends.formats.generated import deletion_pb2
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import AddRecord, SlotBuilder, SlotHeader, SlotKind
-from tests.storage_backends.formats import deletion_examples, examples
-from tests.storage_backends.formats.deletion_examples import plain
+from tests.storage_backends.formats._support import deletion_examples, examples
+from tests.storage_backends.formats._support.deletion_examples import plain
 
 
 def slot_of(*decided: DeletionRecord, records: tuple[slot_format.Record, ...] = ()) -> bytes:

@@ -24,7 +24,7 @@ from storage_backends.formats import (
 )
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import deletion_examples, examples
+from tests.storage_backends.formats._support import deletion_examples, examples
 
 GOLDEN = Path(__file__).parent / "golden"
 COUNT = 120

@@ -21,7 +21,7 @@ from storage_backends.formats.manifest import (
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.row_columns import Rows, row_hash
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 Position = tuple[int, int]
 LIMITS = SegmentLimits(time_step_ms=1_000, rows_max=4, rows_min=2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from storage_backends.formats import format_errors, position_bitmap
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.row_columns import Rows
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 
 @given(examples.rows())

@@ -15,7 +15,7 @@ from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.record_columns import DeadLetterReason
 from storage_backends.formats.redelivery_columns import DeadLetterColumns
 from storage_backends.formats.row_columns import U64, Rows
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage_backends.formats.row_columns import HASH_ROWS, Rows, row_hash
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 
 @given(examples.rows())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from storage_backends.formats import segment
 from storage_backends.formats.segment import SegmentLimits
-from tests.storage_backends.formats import examples
+from tests.storage_backends.formats._support import examples
 
 limits = st.builds(
     SegmentLimits,

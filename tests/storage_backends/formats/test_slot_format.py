@@ -33,8 +33,8 @@ from storage_backends.formats.slot_format import (
     SlotKind,
     WaiveRecord,
 )
-from tests.storage_backends.formats import examples
-from tests.storage_backends.formats.examples import detail, plain
+from tests.storage_backends.formats._support import examples
+from tests.storage_backends.formats._support.examples import detail, plain
 
 topics = st.sampled_from(["first", "second"])
 small = st.integers(0, 2)

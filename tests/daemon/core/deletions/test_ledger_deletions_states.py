@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.daemon.core.deletions.machine import DeletionsMachine, small
+from tests.daemon.core.deletions._support.machine import DeletionsMachine, small
 
 
 def test_deletions_are_what_a_plain_list_says_they_are() -> None:

@@ -31,8 +31,8 @@ from storage_backends.formats.deletion_format import (
     PendingDelete,
     PurgeDeletes,
 )
-from tests.daemon.core.deletions.machine import small
-from tests.daemon.core.deletions.wandering import wander
+from tests.daemon.core.deletions._support.machine import small
+from tests.daemon.core.deletions._support.wandering import wander
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 # More than any of them needs.

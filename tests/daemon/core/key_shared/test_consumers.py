@@ -6,7 +6,7 @@ import pytest
 
 from daemon.core.key_shared.key_consumers import Consumers, Joining
 from daemon.errors import InvariantViolated
-from tests.daemon.core.key_shared.keyed import u16, u32
+from tests.daemon.core.key_shared._support.keyed import u16, u32
 
 
 def joined(*numbers: int, stream: int = 1) -> Consumers:

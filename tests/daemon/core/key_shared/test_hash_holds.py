@@ -8,7 +8,7 @@ from daemon.core.in_flight import InFlight
 from daemon.core.key_shared.hash_holds import HashHolds
 from daemon.core.key_shared.key_consumers import Consumers, Joining
 from daemon.core.positions import KeyedRows, bitmap_of
-from tests.daemon.core.key_shared.keyed import Keyed, u16, u32
+from tests.daemon.core.key_shared._support.keyed import Keyed, u16, u32
 
 ONE, TWO = 10, 20
 

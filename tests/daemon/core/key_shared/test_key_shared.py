@@ -9,11 +9,11 @@ from daemon.core.key_shared import key_share
 from daemon.core.trimming import LedgerRanges
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
-from tests.daemon.core import nacking
-from tests.daemon.core.journaled_topic import Position, claims_of
-from tests.daemon.core.key_shared.order_items import Delivery, Receiver
-from tests.daemon.core.key_shared.order_topic import OrderedTopic
-from tests.daemon.core.oracle import Claim
+from tests.daemon.core._support import nacking
+from tests.daemon.core._support.journaled_topic import Position, claims_of
+from tests.daemon.core._support.oracle import Claim
+from tests.daemon.core.key_shared._support.order_items import Delivery, Receiver
+from tests.daemon.core.key_shared._support.order_topic import OrderedTopic
 
 SKIP = KeySharedPolicy(selector=HashSelector.AUTO_SPLIT)
 BLOCK_KEY = KeySharedPolicy(selector=HashSelector.AUTO_SPLIT, nack_order=NackOrder.BLOCK_KEY)

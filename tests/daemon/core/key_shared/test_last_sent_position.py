@@ -12,8 +12,8 @@ import pytest
 from hypothesis.stateful import run_state_machine_as_test
 
 from daemon.core.key_shared.last_sent_position import LastSentPosition, Position
-from tests.daemon.core.key_shared import last_sent_machine
-from tests.daemon.core.key_shared.last_sent_machine import LastSentMachine, columns, u16
+from tests.daemon.core.key_shared._support import last_sent_machine
+from tests.daemon.core.key_shared._support.last_sent_machine import LastSentMachine, columns, u16
 
 C1, C2, C3 = 1, 2, 3
 

@@ -10,8 +10,8 @@ from daemon.core.key_shared.let_go import LetGo
 from daemon.core.positions import KeyedRows
 from daemon.core.trimming import LedgerRanges
 from storage_backends.formats.manifest import KeySharedPolicy
-from tests.daemon.core.journaled_topic import Position
-from tests.daemon.core.key_shared.keyed import Keyed, entries, u16
+from tests.daemon.core._support.journaled_topic import Position
+from tests.daemon.core.key_shared._support.keyed import Keyed, entries, u16
 from tests.daemon.core.key_shared.test_key_shared import BLOCK_KEY, SKIP, SharedTopic
 
 

@@ -1,7 +1,7 @@
 """Whatever happens to a KEY_SHARED subscription, in whatever order: keys keep their order, and nothing waits for
 nothing.
 
-The same at length: `python -m tests.daemon.core.key_shared.order_run`.
+The same at length: `python -m tests.daemon.core.key_shared._support.order_run`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import collections
 import pytest
 
 from storage_backends.formats.manifest import NackOrder
-from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
-from tests.daemon.core.key_shared.order_run import PROFILES
-from tests.support import parts
+from tests._support import parts
+from tests.daemon.core.key_shared._support.order_driver import OrderDriver, Profile
+from tests.daemon.core.key_shared._support.order_run import PROFILES
 
 # What every run comes to do sooner or later.
 HAPPENS = {

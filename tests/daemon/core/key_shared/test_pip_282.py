@@ -16,9 +16,9 @@ from daemon.core.key_shared import stats as key_shared_stats
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, HashRange
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import Rows
-from tests.daemon.core import nacking
-from tests.daemon.core.key_shared.order_items import Item, Position
-from tests.daemon.core.key_shared.order_pair import OrderPair
+from tests.daemon.core._support import nacking
+from tests.daemon.core.key_shared._support.order_items import Item, Position
+from tests.daemon.core.key_shared._support.order_pair import OrderPair
 
 DRAINING, LAST_SENT = KeyOrder.DRAINING_HASHES, KeyOrder.LAST_SENT_POSITION
 both_orders = pytest.mark.parametrize("order", [DRAINING, LAST_SENT], ids=lambda order: order.name)

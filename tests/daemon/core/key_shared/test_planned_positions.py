@@ -9,7 +9,7 @@ from daemon.core.key_shared.planned_positions import PlannedPositions
 from daemon.core.positions import UNKNOWN_KEY, PagePlaces, PageTable, bitmap_of
 from storage_backends.formats.index_ids import PLANNED_OWNER
 from storage_backends.formats.row_columns import U64
-from tests.daemon.core.journaled_topic import Position
+from tests.daemon.core._support.journaled_topic import Position
 
 A, B = 1, 2
 

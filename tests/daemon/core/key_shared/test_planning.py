@@ -15,7 +15,7 @@ from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.selectors import Joiner, selector_of
 from daemon.core.positions import KeyedRows
 from storage_backends.formats.manifest import HashSelector
-from tests.daemon.core.key_shared.keyed import Keyed, u16
+from tests.daemon.core.key_shared._support.keyed import Keyed, u16
 
 # The slots of consumer 1 and those of consumer 2, as AUTO_SPLIT divides.
 LOW, HIGH = 5, HASH_SLOTS - 5

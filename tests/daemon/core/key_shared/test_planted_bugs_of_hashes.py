@@ -15,8 +15,9 @@ from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
 from daemon.core.positions import KeyRange, PageTable
 from storage_backends.formats.row_columns import U64
-from tests.daemon.core.key_shared import last_sent_machine, test_nack_blocks
-from tests.daemon.core.key_shared.last_sent_machine import LastSentMachine
+from tests.daemon.core.key_shared import test_nack_blocks
+from tests.daemon.core.key_shared._support import last_sent_machine
+from tests.daemon.core.key_shared._support.last_sent_machine import LastSentMachine
 from tests.daemon.core.key_shared.test_draining_hashes import DrainingHashesMachine
 from tests.daemon.core.key_shared.test_nack_blocks import NackBlocksMachine
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine

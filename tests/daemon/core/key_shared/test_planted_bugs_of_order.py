@@ -28,7 +28,7 @@ from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeyOrder, NackOrder
 from storage_backends.formats.row_columns import U32
-from tests.daemon.core.key_shared.order_driver import OrderDriver, Profile
+from tests.daemon.core.key_shared._support.order_driver import OrderDriver, Profile
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -9,7 +9,7 @@ from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from daemon.core.positions import KeyedRows, bitmap_of
-from tests.daemon.core.key_shared.keyed import Keyed, entries
+from tests.daemon.core.key_shared._support.keyed import Keyed, entries
 
 
 class Waiting(WaitingRows):

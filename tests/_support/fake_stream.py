@@ -1,0 +1,85 @@
+"""A dispatcher's stream of the engine that is all in memory.
+
+What is handed out, and to whom, is `fake_topic`'s; when, `fake_engine`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from daemon import call_values
+from storage_backends.formats.row_columns import U32, U64
+from tests._support.fake_topic import EPOCH, Subscription
+
+if TYPE_CHECKING:
+    from tests._support.fake_engine import FakeEngine
+
+
+class FakeDispatchStream:
+    """The facade of a dispatch stream."""
+
+    def __init__(self, engine: FakeEngine, topic: str, name: str, subscription: Subscription) -> None:
+        self.epoch = EPOCH
+        self.held = 0
+        self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
+        self.rebuild_needed = engine.rebuild_needed
+        self.permits = 0
+        self.closed = False
+        self.changed = asyncio.Event()
+        self.lost: Exception | None = None
+        self._engine = engine
+        self._topic = topic
+        self._name = name
+        self._subscription = subscription
+
+    def grant(self, permits: int) -> None:
+        self.permits += permits
+        self.changed.set()
+
+    def lose(self, error: Exception) -> None:
+        """The shard is lost: hand-outs end with the error."""
+        self.lost = error
+        self.changed.set()
+
+    async def acknowledge(
+        self,
+        ledger_id: U64,
+        entry_id: U64,
+        deliver_at_ms: U64,
+        batch_index: U32 | None = None,
+        *,
+        awaited: bool = True,
+    ) -> int:
+        claims = call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
+        return await self._engine.acknowledge(self._topic, self._name, claims)
+
+    async def negative_acknowledge(self, nack: call_values.Nack, *, awaited: bool = True) -> call_values.NackOutcome:
+        return await self._engine.negative_acknowledge(self._topic, self._name, nack)
+
+    async def extend(self, claims: call_values.HeldPositions) -> int:
+        held = await self._engine.held_by(self._topic, self._name, self, claims)
+        return len(claims) - held
+
+    async def next_messages(self) -> call_values.HandedOut:
+        while True:
+            self.changed.clear()
+            if self.lost is not None:
+                raise self.lost
+            rows = self._engine.take(self._topic, self._subscription, self, self.permits)
+            if rows:
+                self.permits -= len(rows)
+                return self._engine.handed_out(self._topic, self._subscription, rows)
+            await self._engine.changed_or_due(self._topic, self.changed)
+
+    def close(self) -> None:
+        self.closed = True
+        if self in self._subscription.streams:
+            self._subscription.streams.remove(self)
+        if self._topic in self._engine.topics:
+            self._subscription.release(self)
+            self._subscription.wake()
+        self._engine._happened.set()

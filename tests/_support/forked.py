@@ -1,0 +1,196 @@
+"""Processes that begin with their program loaded: each is forked from one that has loaded it, since that takes longer
+than most of what tests ask of a daemon or a command.
+
+Owns: the process that has a program, one for each test process and program; and what stands for `subprocess.Popen`.
+Does not own: what the programs do, their files and their environment.
+
+The process that has a program has no threads, and serves nothing: what it forks is as if its command line had started
+it. It ends with the test process, and ends what it has forked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+# By module, whose `main` is the program: what that imports when it is run.
+PROGRAMS: Mapping[str, tuple[str, ...]] = {
+    "daemon.main": ("daemon.command", "daemon.process"),
+    "examples.s3_server": (),
+    "tarry.cli": ("tarry.cli.commands",),
+}
+_POLL_S = 0.002
+
+
+def open_process(command: Sequence[str], **named: Any) -> subprocess.Popen[bytes] | Forked:
+    """In place of `examples.processes.open_process`: other programs, and those of another checkout, are loaded anew."""
+    python, option, module, *arguments = [*command, "", "", ""]
+    if (python, option) != (sys.executable, "-m") or module not in PROGRAMS or Path(named["cwd"]) != REPOSITORY:
+        return subprocess.Popen(command, start_new_session=True, **named)
+    with Path(os.devnull).open() as nothing:
+        files = (nothing.fileno(), named["stdout"].fileno(), named["stderr"].fileno())
+        return fork(module, arguments[:-3], files=files, environment=named["env"])
+
+
+def fork(module: str, arguments: Sequence[str], *, files: Sequence[int], environment: Mapping[str, str]) -> Forked:
+    """Runs one of `PROGRAMS`. `files`: descriptors of its input, its output and its log."""
+    return _loaded(module).fork(arguments, files, environment)
+
+
+class Forked:
+    """A child of a child."""
+
+    def __init__(self, parent: _Loaded, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._parent = parent
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._parent.status(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises `subprocess.TimeoutExpired`."""
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(_POLL_S)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Loaded:
+    """The process that has a program."""
+
+    def __init__(self, module: str) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests._support.forked", module],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def fork(self, arguments: Sequence[str], files: Sequence[int], environment: Mapping[str, str]) -> Forked:
+        paths = [f"/proc/{os.getpid()}/fd/{number}" for number in files]
+        return Forked(self, self._ask({"arguments": list(arguments), "files": paths, "environment": dict(environment)}))
+
+    def status(self, pid: int) -> int | None:
+        answer: int | None = self._ask({"pid": pid})
+        return answer
+
+    def end(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with self._lock:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+
+_programs: dict[str, _Loaded] = {}
+
+
+def _loaded(module: str) -> _Loaded:
+    if module not in _programs:
+        _programs[module] = _Loaded(module)
+    return _programs[module]
+
+
+def end() -> None:
+    """Ends what is left of them; what was forked ends with them."""
+    while _programs:
+        _programs.popitem()[1].end()
+
+
+# ---- in the process that has a program
+
+
+def _serve() -> Mapping[str, Any] | None:
+    """Returns in each process that is forked what it is to do, and None at the end."""
+    children: set[int] = set()
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        answer: int | None
+        if "arguments" in request:
+            # Before whoever asks is answered, and closes them.
+            request["files"] = [_open(path, number) for number, path in enumerate(request["files"])]
+            answer = pid = os.fork()
+            if not pid:
+                return request
+            children.add(pid)
+            for opened in request["files"]:
+                os.close(opened)
+        else:
+            answer = _status(request["pid"], children)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+def _open(path: str, number: int) -> int:
+    return os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND)
+
+
+def _status(pid: int, children: set[int]) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        return None
+    children.discard(pid)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become(module: str, request: Mapping[str, Any]) -> None:
+    os.setsid()
+    for number, opened in enumerate(request["files"]):
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [module, *request["arguments"]]
+
+
+def main() -> None:
+    module = sys.argv[1]
+    for name in (module, *PROGRAMS[module]):
+        importlib.import_module(name)
+    gc.freeze()
+    request = _serve()
+    if request is not None:
+        _become(module, request)
+        sys.exit(importlib.import_module(module).main())
+
+
+if __name__ == "__main__":
+    main()

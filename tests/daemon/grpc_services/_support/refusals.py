@@ -1,0 +1,44 @@
+"""What a refused request is measured by: a topic that has something, everything that is seen of it, what is said."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from tarry.v1 import dispatch_pb2, inspect_pb2
+from tests.daemon.grpc_services._support.bad_calls import CREATE, LIST_BUCKETS, LIST_TOPICS, TOPIC_STATS
+from tests.daemon.grpc_services._support.bad_requests import ADD, SUBSCRIPTION, TOPIC, Case, add
+from tests.daemon.grpc_services.conftest import Edge
+
+
+async def populate(edge: Edge) -> None:
+    """A topic with three subscriptions, as many as it may have, rows that are pending and one that is due."""
+    for subscription in (SUBSCRIPTION, "second", "third"):
+        request = dispatch_pb2.CreateSubscriptionRequest(topic=TOPIC, subscription=subscription)
+        await edge.caller.unary(CREATE, request)
+    await edge.caller.unary(ADD, add(ledger_id=[77]))
+    await edge.caller.unary(ADD, add(ledger_id=[78], entry_id=[1], deliver_at_ms=[1]))
+    async with asyncio.timeout(300):
+        while (await state(edge))[0].pending != 3:
+            pass
+
+
+async def state(edge: Edge) -> list[Any]:
+    """Everything that inspection shows, but the time of asking."""
+    answers = [
+        await edge.caller.unary(TOPIC_STATS, inspect_pb2.GetTopicStatsRequest(topic=TOPIC)),
+        await edge.caller.unary(LIST_TOPICS, inspect_pb2.ListTopicsRequest()),
+        await edge.caller.unary(LIST_BUCKETS, inspect_pb2.ListBucketsRequest(topic=TOPIC)),
+    ]
+    for answer in answers:
+        answer.ClearField("as_of_ms")
+    return answers
+
+
+def assert_says(case: Case, code: int | grpc.StatusCode, said: str | None) -> None:
+    number = code.value[0] if isinstance(code, grpc.StatusCode) else code
+    assert number == case.code.value[0], said
+    missing = [part for part in case.says if part not in (said or "")]
+    assert not missing, f"{missing} not in {said!r}"
