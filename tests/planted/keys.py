@@ -14,8 +14,17 @@ from daemon.core.subscription_state import SubscriptionState
 from tests.planted.bug import Bug
 from tests.simulation.run import Directed
 
-# Rows are read when they are due, ten at a time.
-UNREAD = Directed(settings=("delivery.lookahead_ms=0", "bucket.max_indexes_per_bucket_snapshot_segment=10"))
+# Rows are read when they are due, ten at a time, from buckets that answer late.
+UNREAD = Directed(
+    settings=(
+        "delivery.lookahead_ms=0",
+        "bucket.max_indexes_per_bucket_snapshot_segment=10",
+        "bucket.age_max_s=2.0",
+        "delivery.ready_rows_max=200000",
+    ),
+    slow_kind="/buckets/",
+    chaos_s=40.0,
+)
 
 
 def what_is_not_read_holds_up_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -41,7 +50,7 @@ def a_backlog_is_read_beyond_what_is_not_passed(patch: pytest.MonkeyPatch) -> No
 
 
 BUGS = (
-    Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=8),
-    Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=8),
-    Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=8),
+    Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=14),
+    Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=14),
+    Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=14),
 )
