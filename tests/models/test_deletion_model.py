@@ -7,6 +7,7 @@ import pytest
 from tests.models import deletion_model, exploration
 from tests.models.deletion_model import BUGS, State
 from tests.models.exploration import System
+from tests.planted import registry
 
 STATES_MAX = 400_000
 # What its owner has said before anything happens.
@@ -36,3 +37,6 @@ def test_nothing_in_use_is_deleted_and_nothing_deletable_is_without_a_record(beg
 def test_a_planted_bug_of_the_protocol_is_found(bug: str) -> None:
     found = [exploration.explore(system(beginning, bug), STATES_MAX).violation for beginning in BEGINNINGS.values()]
     assert any(found), f"{BUGS[bug]}: no order of steps breaks anything"
+
+
+registry.register("model of two-phase deletion", BUGS)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.models import exploration
 from tests.models.exploration import COMMITS, ROWS, SHARD, Explored, System, commits_system, rows_system, shard_system
+from tests.planted import registry
 
 NO_BUGS: frozenset[str] = frozenset()
 # What a small budget may have at most, and the most that a planted bug may take to be found.
@@ -183,3 +184,8 @@ def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
     for model, bugs in ((COMMITS, COMMITS_BUGS), (SHARD, SHARD_BUGS), (ROWS, ROWS_BUGS | ROWS_MISREADINGS)):
         source = (exploration.HERE / f"{model.__name__}.py").read_text(encoding="utf-8")
         assert set(named.findall(source)) - ROWS_NO_BUGS == set(bugs)
+
+
+registry.register("model of commits", COMMITS_BUGS)
+registry.register("model of shards", SHARD_BUGS)
+registry.register("model of rows", ROWS_BUGS)

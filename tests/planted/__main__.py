@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.planted import bug, table
+from tests.planted import bug, registry, table
 from tests.simulation.run import AS_IT_COMES
 
 # More than any of them needs.
@@ -24,7 +24,7 @@ def main() -> int:
         missed += found is None
     for rule, suite in table.BY_OTHERS.items():
         say(f"{rule}: found by {suite}")
-    others = table.of_other_suites()
+    others = registry.of_all_suites()
     say("", f"Beside these, {len(others)} planted bugs have a test of their own in the suite that finds them:")
     for row in others:
         say(f"{row.suite:<40}{row.name}")

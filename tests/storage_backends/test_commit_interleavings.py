@@ -14,6 +14,7 @@ import pytest
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.object_store import StoreError
+from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends._support.small_manifest import PREFIX, Append, Words, log_of, newest, put
@@ -215,3 +216,6 @@ def test_a_limit_on_pauses_that_is_taken_away_is_missed(
     monkeypatch.setattr(commit, limit, float("inf"))
     with pytest.raises(Broken):
         explore(Bounds(preemptions=2, lost_puts=0), {"a": 2, "b": 2}, listed=listed)
+
+
+registry.register("orders of two committers", BUGS)

@@ -19,6 +19,7 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import TopicDelayLevels, TopicManifest, TopicPolicy
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import Claim, Create, DeleteTopic, SetDelayLevels, SetPolicy
+from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends._support.topic_manifests import CREATE, EPOCH, TOPIC, TOPIC_ID, Operation
@@ -238,3 +239,6 @@ def test_a_planted_bug_is_found_in_one_of_the_orders(bug: str, monkeypatch: pyte
     BUGS[bug](monkeypatch)
     with pytest.raises(Broken):
         explore_all()
+
+
+registry.register("orders of an owner and its successor", BUGS)

@@ -31,6 +31,7 @@ from storage_backends.topic_manifest import (
     SetSubscriptions,
 )
 from storage_backends.topic_merge import Merge, adjacent_order
+from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends._support.merges import Buckets, Waiting, gone, rows_at
@@ -411,3 +412,6 @@ def test_a_planted_bug_is_found_in_one_of_the_orders(bug: str, monkeypatch: pyte
     plant(monkeypatch)
     with pytest.raises(Broken):
         explore(Bounds(preemptions=2, lost_puts=0, collections=0), operations, mergers, collect)
+
+
+registry.register("orders of an owner, mergers and a collector", BUGS)

@@ -17,6 +17,7 @@ from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, PageTable, bitmap_of
 from daemon.core.runs import Place, SortedRun
 from storage_backends.formats.row_columns import Rows
+from tests.planted import registry
 
 START_MS = 1_000_000
 # Constant delays, as levels have them.
@@ -348,3 +349,6 @@ def _drawn(draw: random.Random) -> Batch | Passing:
         draw.random() < 0.7,
         draw.randrange(99),
     )
+
+
+registry.register("rows of a bucket by the order in which they come", PLANTED)

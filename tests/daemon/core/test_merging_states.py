@@ -26,6 +26,7 @@ from tests.daemon.core import test_merging
 from tests.daemon.core._support.merging_machine import MergingMachine
 from tests.daemon.core.test_planted_bugs import found_by_the_state_machine, search
 from tests.daemon.core.test_topic_states import run
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -210,3 +211,7 @@ def test_a_planted_bug_is_found_by_a_story(
 @pytest.mark.rotating
 def test_a_search_finds_nothing_where_no_bug_is_planted() -> None:
     search(MergingMachine, seed=0)
+
+
+registry.register("state machine of a topic", BY_ANY_ORDER)
+registry.register("stories of a topic", (plant for plant, _ in BY_A_STORY))

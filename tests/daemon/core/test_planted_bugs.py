@@ -33,6 +33,7 @@ from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import AcknowledgeRecord, Record
 from tests.daemon.core import test_topic
 from tests.daemon.core._support.topic_machine import TopicMachine
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 # Short searches, one after the other, more than any bug needs: a long one stays where it began.
@@ -372,3 +373,7 @@ def test_a_planted_bug_is_found_by_a_story(
 @pytest.mark.parametrize("seed", range(2))
 def test_a_search_finds_nothing_where_no_bug_is_planted(seed: int) -> None:
     search(TopicMachine, seed)
+
+
+registry.register("state machine of a topic", BY_ANY_ORDER)
+registry.register("stories of a topic", (plant for plant, _ in BY_A_STORY))

@@ -23,6 +23,7 @@ from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core import test_containment, test_leases, test_quarantine, test_trimming
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
+from tests.planted import registry
 
 # ---- what leaves
 
@@ -413,3 +414,7 @@ def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, OverflowError)):
         story()
+
+
+registry.register("state machine of a topic", BY_ANY_ORDER)
+registry.register("stories of a topic", (plant for plant, _ in BY_A_STORY))

@@ -22,6 +22,7 @@ from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.index_ids import SHARED
 from tests.daemon.core import test_indexes, test_own_indexes
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
+from tests.planted import registry
 
 # ---- whose a row is
 
@@ -304,3 +305,7 @@ def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         story()
+
+
+registry.register("state machine of a topic", BY_ANY_ORDER)
+registry.register("stories of a topic", (plant for plant, _ in BY_A_STORY))

@@ -20,6 +20,7 @@ from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U64, Rows
 from tests.daemon.core import test_withdrawals
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine
+from tests.planted import registry
 
 
 def a_reschedule_leaves_the_old_row_where_it_is(patch: pytest.MonkeyPatch) -> None:
@@ -245,3 +246,7 @@ def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         story()
+
+
+registry.register("state machine of a topic", BY_ANY_ORDER)
+registry.register("stories of a topic", (plant for plant, _ in BY_A_STORY))

@@ -20,6 +20,7 @@ from storage_backends.formats.checkpoint_format import Checkpoint
 from storage_backends.formats.slot_format import SlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
 from tests._support.fault_store import Fault
+from tests.planted import registry
 
 OFTEN = ("journal.checkpoint_slots=9",)
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
@@ -474,3 +475,6 @@ async def test_damaged_progress_refuses_its_topic_alone(
     with pytest.raises(Corruption, match=key):
         await two.add("bad", 1, range(3))
     assert (await two.add("good", 1, range(3))).duplicates == 3
+
+
+registry.register("lives of a topic that is not loaded", (planted for _, planted, *_ in PLANTED))

@@ -27,6 +27,7 @@ from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_foreign_merges as merges
 from tests.daemon.engine import test_merge_watch as hints
 from tests.daemon.engine import test_own_indexes as own
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Coroutine[Any, Any, None]]
@@ -242,3 +243,6 @@ async def test_a_story_finds_the_planted_bug(
     plant(monkeypatch)
     with pytest.raises((AssertionError, TimeoutError)):
         await story(machines)
+
+
+registry.register("own indexes, and merges by others", (plant for plant, _ in PLANTED))

@@ -23,6 +23,7 @@ from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_ledger_deletion_crashes as crashes
 from tests.daemon.engine import test_ledger_deletion_faults as faults
 from tests.daemon.engine._support.deletion_stories import InObjects
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Awaitable[None]]
@@ -170,3 +171,6 @@ async def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises((AssertionError, TimeoutError, TarryError, pytest.fail.Exception)):
         await story(machines)
+
+
+registry.register("attempts to delete ledgers", (plant for plant, _ in PLANTED))

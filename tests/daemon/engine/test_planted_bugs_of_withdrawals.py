@@ -17,6 +17,7 @@ from tests._support.engine_fixture import EngineFixture
 from tests.daemon.engine import test_withdrawal_races as races
 from tests.daemon.engine import test_withdrawals as stories
 from tests.daemon.engine.test_withdrawals import cancelled, rescheduled
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 Story = Callable[[EngineFixture], Awaitable[None]]
@@ -165,3 +166,6 @@ async def test_a_planted_bug_is_found_by_a_story(
     plant(monkeypatch)
     with pytest.raises((AssertionError, TimeoutError, TarryError, pytest.fail.Exception)):
         await story(machines)
+
+
+registry.register("races of cancellations and reschedules", (plant for plant, _ in PLANTED))

@@ -24,6 +24,7 @@ from storage_backends.formats.row_columns import Rows
 from tests._support.fault_store import Fault, FaultStore, Script
 from tests._support.virtual_clock import VirtualClock
 from tests.daemon.shard._support.interleaving import InlineExecutor, Scheduler, SteppedStore
+from tests.planted import registry
 
 T = TypeVar("T")
 SHARD = 3
@@ -556,3 +557,6 @@ def test_an_explored_truncation_that_deletes_fences_is_found_out(monkeypatch: py
     monkeypatch.setattr(Owner, "truncation_after", deleting_its_own_fence)
     with pytest.raises((Broken, Corruption)):
         explore(range(400))
+
+
+registry.register("orders of a takeover", [name for name in globals() if name.endswith("_is_found_out")])

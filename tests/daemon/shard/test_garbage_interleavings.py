@@ -22,6 +22,7 @@ from storage_backends.shard_listing import Listed, ShardListing
 from storage_backends.topic_manifest import Seal, SetPolicy
 from tests._support.virtual_loop import InlineExecutor
 from tests.daemon.shard._support.topic_with_garbage import BODY, LIMITS, SHARD
+from tests.planted import registry
 from tests.storage_backends._support import interleavings
 from tests.storage_backends._support.interleavings import Bounds, Broken, Choices, Run, SteppedStore
 from tests.storage_backends._support.topic_manifests import CREATE, EPOCH, TOPIC_ID, bucket, progress
@@ -214,3 +215,6 @@ def test_every_planted_bug_is_found_in_one_of_the_orders(plant: Plant, monkeypat
     plant(monkeypatch)
     with pytest.raises(Broken, match="which were deleted"):
         explore()
+
+
+registry.register("orders of an owner and a collector", BUGS)

@@ -33,6 +33,7 @@ from storage_backends.formats.deletion_format import (
 )
 from tests.daemon.core.deletions._support.machine import small
 from tests.daemon.core.deletions._support.wandering import wander
+from tests.planted import registry
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 # More than any of them needs.
@@ -493,3 +494,6 @@ def test_nothing_is_found_where_no_bug_is_planted() -> None:
 def _wander(seeds: int) -> None:
     for seed in range(seeds):
         wander(seed, STEPS)
+
+
+registry.register("deletions of a shard", BY_ANY_ORDER)
