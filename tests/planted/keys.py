@@ -50,7 +50,7 @@ def a_backlog_is_read_beyond_what_is_not_passed(patch: pytest.MonkeyPatch) -> No
 
 
 BUGS = (
-    Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=14),
-    Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=14),
-    Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=14),
+    Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=10),
+    Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=10),
+    Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=10),
 )

@@ -366,13 +366,15 @@ class KeyShared:
         """
         if self.let_go is None:
             return
-        self.waiting.add_fresh(self.let_go.found(self._fresh_of(rows), passed_over))
+        found = self.let_go.found(self._fresh_of(rows), passed_over)
+        self.waiting.add_fresh(found)
+        # Where nothing was found since an earlier row is not passed yet, who passes it looks again.
+        self._look_again |= bool(len(found)) or are_all
         if are_all:
             self.let_go.end()
             self.waiting.end_last(self.let_go.slots)
             if not self.let_go.slots.any():
                 self.let_go = None
-        self._look_again = True
 
     def _sent(self, rows: KeyedRows, consumers: U16) -> _Sent:
         if len(rows):

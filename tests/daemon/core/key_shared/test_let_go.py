@@ -93,6 +93,17 @@ def nobody_has_permits() -> tuple[SharedTopic, int, list[Position]]:
     return topic, key, rows
 
 
+def test_a_look_that_finds_nothing_since_an_earlier_row_is_not_passed_is_no_reason_for_another_one() -> None:
+    topic, _, _ = nobody_has_permits()
+    topic.shared.hand_out(100, elapsed_ms=0)
+    assert topic.shared.let_go is not None
+    assert not topic.shared.something_changed()
+    topic.shared.found_let_go(KeyedRows.empty(), KeyedRows.empty(), are_all=False)
+    assert not topic.shared.something_changed()
+    topic.shared.found_let_go(KeyedRows.empty(), KeyedRows.empty(), are_all=True)
+    assert topic.shared.something_changed()
+
+
 @pytest.mark.parametrize("permits", [1, 2, 3, 7])
 def test_rows_that_are_ready_while_what_was_let_go_is_sought_come_too_and_in_order(permits: int) -> None:
     topic, key, rows = nobody_has_permits()
