@@ -220,7 +220,8 @@ class Indexes(Mapping[int, Index]):
         `look`: called before rows are taken, and then no row is that comes behind a due one which is not in memory and
         was then. None where such rows need not be told from others.
         """
-        self._passing_ms = now_ms
+        # Who settles what was due when a request came passes it by that time, and others have passed more since.
+        self._passing_ms = max(self._passing_ms, now_ms)
         while True:
             if look is not None:
                 look()
@@ -235,6 +236,10 @@ class Indexes(Mapping[int, Index]):
                     passed.append(Passed(bucket, rows, late))
             if passed:
                 return passed
+
+    def look_after(self, now_ms: int) -> None:
+        """To be called now and then: the wall clock shows `now_ms`. It may have been set back since rows came due."""
+        self._passing_ms = min(self._passing_ms, now_ms)
 
     def _staying(self, due: KeyedRows) -> KeyedRows:
         """Without what is leaving: it is gone when the decision is applied, or all of this is lost."""
@@ -294,7 +299,7 @@ class Indexes(Mapping[int, Index]):
         )
 
     def first_unpassed(self, subscription_id: int) -> Place | None:
-        """No sealed row that the subscription is owed, was due when rows were passed last, and was not passed, comes
+        """No sealed row that the subscription is owed, was due when rows were passed, and was not passed itself, comes
         before this place; None when there is none. Rows that were passed before and come behind overtook it.
 
         A bucket in memory has none: whatever is passed comes behind all of its rows but those that came late.

@@ -305,6 +305,7 @@ class ServedTopic:
     def look_after(self) -> None:
         """Once a second: what depends on time alone."""
         if self._ended is None:
+            self.core.indexes.look_after(self._environment.clock.now_ms())
             for served in self._listened_to:
                 served.look_after()
 

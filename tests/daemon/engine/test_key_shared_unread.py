@@ -242,6 +242,31 @@ async def test_rows_that_are_sought_whatever_is_not_read_are_found_out(
     assert overtakes(await let_go_and_sought(machines, monkeypatch))
 
 
+async def settled_by_an_earlier_time(machines: EngineFixture, readable: asyncio.Event) -> list[Sent]:
+    """What is handed out while the first rows are not read, and somebody settles what was due a minute ago."""
+    one = await machines.served_by("one")
+    await one.call(one.engine.requests.create_subscription("t", "s", by_key()))
+    await add(one, 1, range(20), [KEY] * 20)
+    await seal(one)
+    await add(one, 2, range(20), [KEY] * 20, 1)
+    await asyncio.sleep(1)
+    after = await restarted(machines, one)
+    shared = await open_by_key(after, [consumer(1)])
+    assert await shared.nothing_more(for_s=0.5)
+    topic = after.topic("t")
+    topic.pass_due(after.now_ms() - 60_000)
+    topic.served_subscription(topic.core.subscriptions[1]).refill()
+    await asyncio.sleep(0)
+    readable.set()
+    return await shared.next(40)
+
+
+async def test_who_settles_what_was_due_earlier_lets_nothing_pass_what_is_not_read(
+    machines: EngineFixture, readable: asyncio.Event
+) -> None:
+    assert overtakes(await settled_by_an_earlier_time(machines, readable)) == []
+
+
 async def test_a_shared_subscription_of_the_same_topic_does_not_wait_for_what_is_not_read(
     machines: EngineFixture, readable: asyncio.Event
 ) -> None:
