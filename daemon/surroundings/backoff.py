@@ -54,11 +54,12 @@ async def until_answered(
     """
     delays = delays_s(waiting.jitter)
     while True:
+        delay_s = next(delays)
         try:
             return await ask()
         except again_after as error:
             failed(error)
-        await waiting.sleep(next(delays))
+        await waiting.sleep(delay_s)
 
 
 def delays_s(jitter: Jitter) -> Iterator[float]:
