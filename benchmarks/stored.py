@@ -22,7 +22,7 @@ GOALS = {RANDOM: report.Goal(most=4.5), FIXED: report.Goal(most=2)}
 
 
 def run(bench: workbench.Workbench) -> report.Result:
-    count = bench.size(2_000_000, 120_000)
+    count = bench.size(2_000_000, 300_000)
     rounds = workbench.Rounds(bench, NAME)
     for number in range(1, bench.rounds + 1):
         dues = {
