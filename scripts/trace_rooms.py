@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -114,10 +114,9 @@ def _own_name(path: str) -> str:
 class Stories:
     """What a client does, one after the other."""
 
-    def __init__(self, tracer: Tracer, address: str, ready: Path) -> None:
+    def __init__(self, tracer: Tracer, ready: Path) -> None:
         self.found: dict[str, set[Call]] = {}
         self._tracer = tracer
-        self._address = address
         self._ready = ready
 
     def tell(self) -> None:
@@ -134,7 +133,7 @@ class Stories:
     def _ask(self) -> None:
         import tarry
 
-        with tarry.Client(self._address) as client:
+        with tarry.Client(json.loads(self._ready.read_text())["grpc"]) as client:
             client.create_subscription(TOPIC, "s")
             with client.subscribe(TOPIC, "s") as subscription:
                 self._add_and_take(client, subscription, 0)
@@ -158,20 +157,14 @@ class Stories:
         subscription.receive(timeout_s=60)
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edges", action="store_true", help="every turn")
     chosen = parser.parse_args()
     tracer, rooms = Tracer(), Rooms.of_checkout()
     with tempfile.TemporaryDirectory(prefix="tarry-trace-") as folder:
-        ready, port = Path(folder, "ready"), _free_port()
-        stories = Stories(tracer, f"127.0.0.1:{port}", ready)
+        ready = Path(folder, "ready")
+        stories = Stories(tracer, ready)
         tracer.watch()
         threading.Thread(target=stories.tell, daemon=True).start()
         from daemon.main import main as tarryd
@@ -180,7 +173,7 @@ def main() -> None:
         tarryd(
             [
                 f"--set=store.path={folder}/root",
-                f"--set=grpc.listen=127.0.0.1:{port}",
+                "--set=grpc.listen=127.0.0.1:0",
                 "--set=metrics.listen=127.0.0.1:0",
                 f"--ready-file={ready}",
             ]

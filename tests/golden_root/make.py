@@ -12,6 +12,7 @@ Owns: the story, and the archive. Does not own: the account (`account`) and the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -20,7 +21,7 @@ import tarfile
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from examples.processes import DaemonProcess, local_store
 from storage_backends import topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.local_directory import LocalDirectory
+from tests._support import patience
 from tests._support.ledger_owner_server import LedgerOwnerServer
 from tests.golden_root import misled_daemon
 from tests.golden_root.account import NO_BATCH_INDEX, Json, Row, TopicAccount
@@ -236,12 +238,7 @@ def _ms(row: Row) -> int:
     return row.deliver_at_ms
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(what)
-        time.sleep(0.05)
+wait_until = functools.partial(patience.wait_until, timeout_s=TIMEOUT_S)
 
 
 # ---- the story

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -20,6 +18,7 @@ from storage_backends.formats import names
 from storage_backends.local_directory import LocalDirectory
 from tarry.v1 import delayed_delivery_pb2, delayed_delivery_pb2_grpc
 from tests._support.bad_text import put_bad_successor
+from tests._support.patience import wait_until
 from tests._support.processes import Daemons
 from tests.wire._support.listening import PATIENCE_S, Listener, shared
 from tests.wire._support.traffic import CHANNEL_OPTIONS
@@ -49,13 +48,6 @@ class Traffic:
             assert not self._listeners[topic].ended.is_set(), topic
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, what
-        threading.Event().wait(0.05)
-
-
 class Plain:
     """Adds without a client library, which would try again."""
 
@@ -74,7 +66,7 @@ class Plain:
         return None
 
     def wait_until_served(self, topic: str) -> None:
-        wait_until(lambda: self.refusal(topic) is None, f"topic {topic} is refused")
+        wait_until(lambda: self.refusal(topic) is None, f"topic {topic} is refused", timeout_s=PATIENCE_S)
 
     def lost(self, topic: str) -> str:
         """Why an add is refused with DATA_LOSS, as soon as one is. It may be asked to come again before that."""
@@ -86,7 +78,7 @@ class Plain:
             told.append(why)
             return code is grpc.StatusCode.DATA_LOSS
 
-        wait_until(is_lost, f"topic {topic} is served")
+        wait_until(is_lost, f"topic {topic} is served", timeout_s=PATIENCE_S)
         return told[-1]
 
 
