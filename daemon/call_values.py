@@ -17,6 +17,7 @@ from daemon.core.claims import HeldPositions
 from daemon.core.containment import Contained, EntryRanges
 from daemon.core.dead_letter_rows import DeadLetterFilter, DeadLetterRows
 from daemon.core.delay_levels import DelayLevels
+from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.stats import ConsumerStats, KeySharedStats
 from daemon.core.quarantine import RebuildNeeded
@@ -51,6 +52,8 @@ __all__ = [
     "HeldByConsumers",
     "HeldPositions",
     "Histogram",
+    "Ignored",
+    "IgnoredReason",
     "KeySharedStats",
     "Leased",
     "LedgerRanges",
@@ -107,7 +110,9 @@ class HandedOut:
 
     def held(self) -> HeldPositions:
         """What the dispatcher acknowledges them with."""
-        return HeldPositions(self.rows.ledger_id, self.rows.entry_id, self.rows.deliver_at_ms, self.batch_index)
+        return HeldPositions(
+            self.rows.ledger_id, self.rows.entry_id, self.rows.deliver_at_ms, self.batch_index, self.redelivery_count
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,8 +158,9 @@ class TakenBack:
 class Nack:
     """Positions that are to come back later, or, by `reject`, never: then `text` may say why.
 
-    A position with `deliver_at_ms` 0 is one that Tarry has not handed out; `key_hash`, u32[n], is that of such. When it
-    comes back: `delay_ms`, u64[n], `delay_level`, i32[n], or None of both: by the subscription's policy.
+    `key_hash`, u32[n], is that of a position that the subscription is owed no row of: with `deliver_at_ms` 0, which
+    Tarry has not handed out, or, by `forwarded`, acknowledged when it was passed on. When it comes back: `delay_ms`,
+    u64[n], `delay_level`, i32[n], or None of both: by the subscription's policy.
     """
 
     positions: HeldPositions
@@ -163,15 +169,14 @@ class Nack:
     reject: bool = False
     text: str = ""
     key_hash: U32 | None = None
+    forwarded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NackOutcome:
-    """`ignored`: positions that were not in the backlog with that time. `dead_lettered`: those that are dead letters
-    now.
-    """
+    """`ignored`: positions to which nothing happened, and why. `dead_lettered`: how many are dead letters now."""
 
-    ignored: int
+    ignored: Ignored
     dead_lettered: int
 
 

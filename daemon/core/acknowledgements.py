@@ -1,7 +1,7 @@
 """Acknowledgements: positions leave the backlog of a subscription, and the index when nobody else is owed them.
 
-Owns: which positions of a request are acknowledged, the records that say so, and applying them; that the messages of a
-batch leave with their entry.
+Owns: which positions of a request are acknowledged, by the hand-out that they name, the records that say so, and
+applying them; that the messages of a batch leave with their entry.
 Does not own: what dispatchers hold (`in_flight`), finding rows that are in no hand (`claims`), and which rows are gone
 then (`entitlement`).
 """
@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+from pyroaring import BitMap64
 
 from daemon.core import batch_parts, entitlement
-from daemon.core.claims import HeldPositions, are_owed
+from daemon.core.claims import HeldPositions, are_owed, matched
+from daemon.core.ignored import are_kept_back
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
 from daemon.core.key_shared.key_share import KeyShared
-from daemon.core.positions import KeyedRows, bitmap_of, keys_of
+from daemon.core.positions import KeyedRows, bitmap_of, contained, keys_of
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import SHARED, batch_parts_of, subscription_of
-from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord
 
 
@@ -41,65 +43,93 @@ class Acknowledging:
     def stage(
         self, state: SubscriptionState, claims: HeldPositions
     ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
-        """Acknowledges what is IN_FLIGHT with that time: (the records to journal, the claims that are not IN_FLIGHT).
+        """Acknowledges what is IN_FLIGHT with that time and a count that fits: (the records to journal, the claims that
+        are not IN_FLIGHT so).
 
-        Where both indexes have a row of a position the first claim is for that of the shared one.
+        Where both indexes have a row of a position the first claim that fits is for that of the shared one.
         """
         records: list[AcknowledgeRecord] = []
         for index in self._indexes.serving(state.subscription_id):
             if not len(claims):
                 break
             keys = claims.keys_in(index)
-            found = state.in_flight.take(keys, claims.deliver_at_ms)
+            found = _taken(state, keys, claims)
             if found.any():
                 taken, keys = (claims, keys) if found.all() else (claims.take(found), keys[found])
-                records += self._leave(state, index, taken.rows_in(index), keys)
+                records += self._leave(state, index, taken, keys)
                 claims = claims.take(~found)
         if len(claims) and state.key_shared is not None:
             # They have no row, and nothing to journal, but for messages of theirs.
             planned = _planned(state.key_shared, claims)
             if planned.any():
-                entries = claims.take(planned)
-                records += self.end_parts(state, entries.ledger_id, entries.entry_id)
+                records += self._end_parts_of(state, claims.take(planned))
                 claims = claims.take(~planned)
         if len(claims):
             strange = self._are_strange_with_parts(state, claims)
             if strange.any():
-                entries = claims.take(strange)
-                records += self.end_parts(state, entries.ledger_id, entries.entry_id)
+                records += self._end_parts_of(state, claims.take(strange))
                 claims = claims.take(~strange)
         return tuple(records), claims
 
-    def stage_found(self, state: SubscriptionState, found: KeyedRows) -> tuple[AcknowledgeRecord, ...]:
-        """Acknowledges rows of the backlog that `find_in_backlog` found."""
-        if not len(found):
-            return ()
-        state.claim(bitmap_of(found.keys))
+    def stage_found(
+        self, state: SubscriptionState, claims: HeldPositions, found: KeyedRows
+    ) -> tuple[tuple[AcknowledgeRecord, ...], HeldPositions]:
+        """Acknowledges rows of the backlog that `find_in_backlog` found, where the count fits: (the records to journal,
+        the claims that are left).
+        """
         records: list[AcknowledgeRecord] = []
-        for index, part in self._indexes.parts_of(found, state.subscription_id):
-            rows = Rows(part.rows.deliver_at_ms, part.rows.ledger_id, part.rows.entry_id)
-            records += self._leave(state, index, rows, part.keys)
-        return tuple(records)
+        if not len(found):
+            return (), claims
+        kept_back = are_kept_back(state, found)
+        for index in self._indexes.serving(state.subscription_id):
+            keys = claims.keys_in(index)
+            _, here = matched(keys, claims.deliver_at_ms, found)
+            ended = state.are_ended_by(keys, claims.redelivery_count)
+            if ended is not None:
+                here &= ended
+            here &= ~contained(keys, kept_back | state.acknowledging)
+            hits = np.flatnonzero(here)
+            hits = hits[np.sort(np.unique(keys[hits], return_index=True)[1])]
+            if len(hits):
+                state.claim(bitmap_of(keys[hits]))
+                records += self._leave(state, index, claims.take(hits), keys[hits])
+                claims = claims.take(np.delete(np.arange(len(claims)), hits))
+        return tuple(records), claims
 
-    def _leave(self, state: SubscriptionState, index: Index, rows: Rows, keys: U64) -> Iterator[AcknowledgeRecord]:
+    def _leave(
+        self, state: SubscriptionState, index: Index, claims: HeldPositions, keys: U64
+    ) -> Iterator[AcknowledgeRecord]:
         state.acknowledging |= bitmap_of(keys)
+        rows = claims.rows_in(index)
         yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
         if not index.of_batch_parts:
-            yield from self.end_parts(state, rows.ledger_id, rows.entry_id)
+            yield from self._end_parts_of(state, claims)
 
     # ---- messages of batches
 
-    def end_parts(self, state: SubscriptionState, ledger_id: U64, entry_id: U64) -> Iterator[AcknowledgeRecord]:
-        """Entries leave as a whole: their parts leave with them."""
+    def _end_parts_of(self, state: SubscriptionState, entries: HeldPositions) -> Iterator[AcknowledgeRecord]:
+        return self.end_parts(state, entries.ledger_id, entries.entry_id, entries.redelivery_count)
+
+    def end_parts(
+        self, state: SubscriptionState, ledger_id: U64, entry_id: U64, counts: U32 | None = None
+    ) -> Iterator[AcknowledgeRecord]:
+        """Entries leave as a whole: their parts leave with them. `counts`: the hand-out of each entry that ends; a part
+        that was negatively acknowledged since stays. None: all of them leave.
+        """
         index = self._indexes.get(batch_parts_of(state.subscription_id))
         if index is None:
             return
-        parts = index.present_among(batch_parts.keys_of_entries(index, ledger_id, entry_id)) - state.acknowledging
+        first_keys = batch_parts.first_keys(index, ledger_id, entry_id)
+        parts = index.present_among(batch_parts.keys_from(first_keys)) - state.acknowledging
+        if parts and counts is not None:
+            parts -= _later(state, parts, first_keys, counts)
         if parts:
             state.claim(parts)
             keys = keys_of(parts)
-            ledger_id, entry_id = index.pages.positions(keys)
-            yield from self._leave(state, index, Rows(np.zeros(len(keys), np.uint64), ledger_id, entry_id), keys)
+            state.acknowledging |= parts
+            ledger_id, part_id = index.pages.positions(keys)
+            rows = Rows(np.zeros(len(keys), np.uint64), ledger_id, part_id)
+            yield AcknowledgeRecord(self._topic_id, self._incarnation, state.subscription_id, rows, index.index_id)
 
     def _are_strange_with_parts(self, state: SubscriptionState, claims: HeldPositions) -> Mask:
         """Which of the claims are for an entry that Tarry has not handed out, and of which it knows parts."""
@@ -134,9 +164,34 @@ class Acknowledging:
                 state.forget(keys)
 
 
+def _taken(state: SubscriptionState, keys: U64, claims: HeldPositions) -> Mask:
+    """Takes out of IN_FLIGHT what claims end of it; a mask of those claims."""
+    ended = state.are_ended_by(keys, claims.redelivery_count)
+    if ended is None:
+        return state.in_flight.take(keys, claims.deliver_at_ms)
+    ended[ended] = state.in_flight.take(keys[ended], claims.deliver_at_ms[ended])
+    return ended
+
+
+def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U32) -> BitMap64:
+    """Those of the parts that were negatively acknowledged since their entry was handed out. `first_keys`, `counts`: of
+    the entries.
+    """
+    keys = keys_of(parts)
+    actual = state.counts.of(keys)
+    if actual is None:
+        return BitMap64()
+    order = np.argsort(first_keys, kind="stable")
+    places = np.searchsorted(first_keys, batch_parts.first_key_of(keys), sorter=order)
+    return bitmap_of(keys[actual > counts[order[places]]])
+
+
 def _planned(key_shared: KeyShared, claims: HeldPositions) -> Mask:
     """Acknowledges those of the claims that are for planned positions; which they are."""
     planned: Mask = (claims.deliver_at_ms == 0) & ~claims.are_parts()
+    if claims.redelivery_count is not None:
+        # What was planned was never negatively acknowledged.
+        planned &= claims.redelivery_count == 0
     if planned.any():
         planned[planned] = key_shared.plans.acknowledge(claims.ledger_id[planned], claims.entry_id[planned])
     return planned

@@ -49,8 +49,14 @@ def keys_of_entries(index: Index, ledger_id: U64, entry_id: U64) -> BitMap64:
 
 
 def first_keys_of(parts: BitMap64) -> U64:
-    """The keys of the first parts of the entries that parts are of."""
-    return np.unique(keys_of(parts) & ~np.uint64(BATCH_INDEX_MAX))
+    """The keys of the first parts of the entries that parts are of, each once."""
+    return np.unique(first_key_of(keys_of(parts)))
+
+
+def first_key_of(parts: U64) -> U64:
+    """Of each part by its key that of the first part of its entry."""
+    first: U64 = parts & ~np.uint64(BATCH_INDEX_MAX)
+    return first
 
 
 def unpacked(keyed: KeyedRows, indexes: Indexes, subscription_id: int) -> tuple[Rows, U32 | None]:

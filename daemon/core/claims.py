@@ -14,7 +14,7 @@ from pyroaring import BitMap64
 
 from daemon.core import entitlement
 from daemon.core.in_flight import Mask, Places
-from daemon.core.index import Index, SeenRows
+from daemon.core.index import Index, SeenRows, are_of_time
 from daemon.core.positions import UNKNOWN_KEY, KeyedRows, bitmap_of, contained
 from daemon.core.segments import SegmentRange
 from daemon.core.subscription_state import SubscriptionState
@@ -28,19 +28,33 @@ class HeldPositions:
 
     `batch_index`: of each the message of the entry that is meant, `NO_BATCH_INDEX` for the entry as a whole; None: all
     are. A message of an entry is in the index of batch parts, and in no other; an entry as a whole in any other.
+    `redelivery_count`: of each which hand-out of it is meant, by its count; None: any. `place`: of each its place in
+    the request; None: as they stand.
     """
 
     ledger_id: U64
     entry_id: U64
     deliver_at_ms: U64
     batch_index: U32 | None = None
+    redelivery_count: U32 | None = None
+    place: Places | None = None
 
     def __len__(self) -> int:
         return len(self.ledger_id)
 
     def take(self, chosen: Mask | Places) -> HeldPositions:
-        batch_index = None if self.batch_index is None else self.batch_index[chosen]
-        return HeldPositions(self.ledger_id[chosen], self.entry_id[chosen], self.deliver_at_ms[chosen], batch_index)
+        return HeldPositions(
+            self.ledger_id[chosen],
+            self.entry_id[chosen],
+            self.deliver_at_ms[chosen],
+            None if self.batch_index is None else self.batch_index[chosen],
+            None if self.redelivery_count is None else self.redelivery_count[chosen],
+            self.places()[chosen],
+        )
+
+    def places(self) -> Places:
+        """Of each its place in the request."""
+        return np.arange(len(self)) if self.place is None else self.place
 
     @staticmethod
     def concat(one: HeldPositions, other: HeldPositions) -> HeldPositions:
@@ -60,7 +74,7 @@ class HeldPositions:
         return parts
 
     def entries(self) -> HeldPositions:
-        """Their entries, each as a whole."""
+        """Their entries, each as a whole; any hand-out of it."""
         return HeldPositions(self.ledger_id, self.entry_id, self.deliver_at_ms)
 
     def with_entries(self) -> HeldPositions:
@@ -107,43 +121,25 @@ def _may_be_due(index: Index, state: SubscriptionState, keys: U64) -> Mask:
 
 
 def find_in_backlog(
-    indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, seen: SeenRows
+    indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, seen: SeenRows, *, any_time: bool = False
 ) -> tuple[KeyedRows, list[SegmentRange]]:
-    """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
+    """The rows of the backlog that have the positions and the times of claims, in each of the indexes, whatever their
+    counts: (rows, segments that must be loaded first to tell).
 
-    `seen`: empty at the first call, and handed in again with the same claims after loading.
+    `seen`: empty at the first call, and handed in again with the same claims after loading. `any_time`: a claim with
+    time 0 is for a row with any time.
     """
     parts: list[KeyedRows] = []
     missing: list[SegmentRange] = []
-    left = claims
     for index in indexes:
         here = claims.take(_may_be_due(index, state, claims.keys_in(index)))
         if not len(here):
             continue
-        found, lacking = index.find_loaded(here.keys_in(index), here.deliver_at_ms, seen)
+        found, lacking = index.find_loaded(here.keys_in(index), here.deliver_at_ms, seen, any_time=any_time)
         missing += lacking
         owed = state.owes(found) if len(found) and not index.index_id else None
-        found = found if owed is None else found.take(owed)
-        if len(indexes) > 1:
-            # A claim is for one row, though each index has one of that position and time.
-            found, left = _answered(index, found, left)
-        parts.append(found)
+        parts.append(found if owed is None else found.take(owed))
     return KeyedRows.concat(parts), missing
-
-
-def _answered(index: Index, found: KeyedRows, claims: HeldPositions) -> tuple[KeyedRows, HeldPositions]:
-    """(the rows that the claims are for, the claims that are for none). `found`: by ascending key."""
-    keys = claims.keys_in(index)
-    places = np.searchsorted(found.keys, keys)
-    places[places == len(found)] = 0
-    same = np.zeros(len(keys), np.bool_)
-    if len(found):
-        same = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == claims.deliver_at_ms)
-    hits = np.flatnonzero(same)
-    rows, first = np.unique(places[hits], return_index=True)
-    left = np.ones(len(keys), np.bool_)
-    left[hits[first]] = False
-    return found.take(rows), claims.take(left)
 
 
 def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPositions) -> Mask:
@@ -160,10 +156,11 @@ def are_owed(indexes: Sequence[Index], state: SubscriptionState, entries: HeldPo
     return owed
 
 
-def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows, Mask]:
+def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows, *, any_time: bool = False) -> tuple[KeyedRows, Mask]:
     """Returns the rows of the keys that are found with that time, in the order of the keys, and a mask of these keys.
 
-    `found`: by ascending key within each index; a key may be asked for several times.
+    `found`: by ascending key within each index; a key may be asked for several times. `any_time`: as of
+    `find_in_backlog`.
     """
     if not len(found) or not len(keys):
         return KeyedRows.empty(), np.zeros(len(keys), np.bool_)
@@ -171,5 +168,5 @@ def matched(keys: U64, deliver_at_ms: U64, found: KeyedRows) -> tuple[KeyedRows,
     places = np.searchsorted(found.keys, keys, sorter=order)
     places[places == len(found)] = 0
     places = order[places]
-    here = (found.keys[places] == keys) & (found.rows.deliver_at_ms[places] == deliver_at_ms)
+    here = (found.keys[places] == keys) & are_of_time(found.rows.deliver_at_ms[places], deliver_at_ms, any_time)
     return found.take(places[here]), here

@@ -55,6 +55,12 @@ class IndexCut:
     bits: tuple[BucketBits, ...]
 
 
+def are_of_time(deliver_at_ms: U64, asked_ms: U64, any_time: bool) -> npt.NDArray[np.bool_]:
+    """Which rows have the time that is asked for. `any_time`: 0 asks for any."""
+    same: npt.NDArray[np.bool_] = deliver_at_ms == asked_ms
+    return same | (asked_ms == 0) if any_time else same
+
+
 # Rows of a search in sealed buckets, by (bucket, segment).
 SeenRows = dict[tuple[str, int], KeyedRows]
 
@@ -164,11 +170,14 @@ class Index:
         """The buckets that positions of a page, by its ordinal, may be in."""
         return [*self._of_page.get(page, {}).values(), *self.sealing, self.mutable]
 
-    def find_loaded(self, keys: U64, deliver_at_ms: U64, seen: SeenRows) -> tuple[KeyedRows, list[SegmentRange]]:
+    def find_loaded(
+        self, keys: U64, deliver_at_ms: U64, seen: SeenRows, *, any_time: bool = False
+    ) -> tuple[KeyedRows, list[SegmentRange]]:
         """The rows of due positions with those times: (rows found in memory, segments to load to tell more).
 
         `seen`: what earlier calls for the same positions found, by segment; empty at the first. So the segments need
-        not be in memory together.
+        not be in memory together. `any_time`: where a time is 0 the row may have any: every segment that has been
+        passed may hold it.
         """
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []
@@ -177,7 +186,10 @@ class Index:
             if not wanted:
                 continue
             times = np.unique(deliver_at_ms[contained(keys, wanted)]).tolist()
-            for number in sorted({number for time in times for number in bucket.table.holding(time)}):
+            numbers = {number for time in times for number in bucket.table.holding(time)}
+            if any_time and not times[0]:
+                numbers.update(range(min(bucket.head.number + 1, len(bucket.table))))
+            for number in sorted(numbers):
                 rows = seen.get((bucket.name, number))
                 if rows is None:
                     rows = self.cache.get(bucket.name, number)
@@ -191,7 +203,7 @@ class Index:
         places = np.searchsorted(rows.keys, keys)
         inside = places < len(rows)
         places, keys, deliver_at_ms = places[inside], keys[inside], deliver_at_ms[inside]
-        same = (rows.keys[places] == keys) & (rows.rows.deliver_at_ms[places] == deliver_at_ms)
+        same = (rows.keys[places] == keys) & are_of_time(rows.rows.deliver_at_ms[places], deliver_at_ms, any_time)
         return rows.take(np.unique(places[same])), missing
 
     def fresh_among(self, keys: U64, asked: BitMap64) -> npt.NDArray[np.intp] | None:

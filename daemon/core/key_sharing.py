@@ -1,7 +1,7 @@
 """A KEY_SHARED subscription and the indexes of its topic: what has a row, and what is NACKED, when keys are shared.
 
-Owns: that a position that has a row is never planned, that what waits for a NACKED row cannot be held or named, and
-that nothing is handed out before an earlier row that is due and not read.
+Owns: that a position that has a row is never planned, and that nothing is handed out before an earlier row that is due
+and not read.
 Does not own: who receives what (`key_share`), and streams (the engine).
 """
 
@@ -131,17 +131,6 @@ class KeySharing:
         """A mask of the positions of which the subscription is owed no row, with whatever time."""
         entries = HeldPositions(positions.ledger_id, positions.entry_id, positions.deliver_at_ms)
         return ~are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
-
-
-def not_kept_back(state: SubscriptionState, found: KeyedRows) -> KeyedRows:
-    """Those rows of the backlog that do not wait for a NACKED one: who names others does not hold them any more."""
-    if state.key_shared is None or not len(found):
-        return found
-    kept_back = state.key_shared.are_kept_back(found)
-    if kept_back.any():
-        kept_back &= ~contained(found.keys, state.set_aside_among(bitmap_of(found.keys)))
-        found = found.take(~kept_back)
-    return found
 
 
 def _shared(state: SubscriptionState) -> KeyShared:

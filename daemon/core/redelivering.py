@@ -10,8 +10,18 @@ Does not own: when positions come back (`nack_tracker`, `subscription_state`), w
     NACKED -(nack)-> NACKED at the new time, not counted again: so a request may be repeated
     counted more often than the policy allows, or rejected -> a dead letter: acknowledged, and kept in a list
 
-A position that no index has a row of may be negatively acknowledged, too: a message that the dispatcher took from its
-log. It gets a row in the subscription's own index, due at time 0; a message of a batch in the index of batch parts.
+A request names hand-outs by their redelivery counts, or any hand-out:
+
+    count named    row's count    becomes
+    at least it    -              NACKED, one more than was named
+    one less       NACKED         NACKED at the new time, not counted: the request is repeated, or a time-out came first
+    less           any            ignored: a newer hand-out comes, or is under way
+
+In any case nothing ends by an acknowledgement of the named hand-out any more.
+
+A position that the subscription is owed no row of may be negatively acknowledged, too: a message that the dispatcher
+took from its log, or, `forwarded`, one that was acknowledged when it was passed on, and failed behind that. It gets a
+row in the subscription's own index, which is due; a message of a batch in the index of batch parts.
 
 A request is decided only when no negative acknowledgement that is staged names its positions, so the decisions of one
 slot may be applied in any order.
@@ -31,6 +41,7 @@ from daemon.core.acknowledgements import Acknowledging
 from daemon.core.claims import HeldPositions, are_owed, matched
 from daemon.core.dead_letter_rows import DeadLetterRows
 from daemon.core.dead_lettering import DeadLettering
+from daemon.core.ignored import Ignored, why_ignored
 from daemon.core.in_flight import Mask, Places
 from daemon.core.index import Index
 from daemon.core.indexes import Indexes
@@ -46,10 +57,10 @@ from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, R
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NackBatch:
     """Positions that are negatively acknowledged, n of them, no one twice; their `deliver_at_ms` is 0 where Tarry has
-    not handed them out.
+    not handed them out, or where the time is not known.
 
-    `delay_ms`: u64[n], None: by policy. `key_hash`: u32[n] of those that Tarry has not handed out, None: they have
-    none. `reject`: they become dead letters, `text` says why.
+    `delay_ms`: u64[n], None: by policy. `key_hash`: u32[n] of those that have no row, None: they have none. `reject`:
+    they become dead letters, `text` says why. `forwarded`: what the subscription is owed no longer comes again.
     """
 
     positions: HeldPositions
@@ -57,9 +68,24 @@ class NackBatch:
     key_hash: U32 | None = None
     reject: bool = False
     text: str = ""
+    forwarded: bool = False
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @property
+    def may_get_rows(self) -> Mask:
+        """Which of the positions come again although no row is owed."""
+        if self.forwarded:
+            return np.ones(len(self), np.bool_)
+        without_time: Mask = self.positions.deliver_at_ms == 0
+        return without_time
+
+    @property
+    def first_counts(self) -> U32:
+        """Of each the count that a row has which it gets, this time included."""
+        named = self.positions.redelivery_count
+        return np.ones(len(self), np.uint32) if named is None else named + np.uint32(1)
 
     def take(self, chosen: Mask | Places) -> NackBatch:
         return dataclasses.replace(
@@ -129,19 +155,22 @@ class Redelivering:
 
     # ---- negative acknowledgements
 
-    def is_staged(self, state: SubscriptionState, positions: HeldPositions) -> bool:
+    def is_staged(self, state: SubscriptionState, positions: HeldPositions, *, is_forwarded: bool = False) -> bool:
         """Whether a negative acknowledgement that is staged names one of the positions, a part of one, or the entry
         that one is a part of: its count goes on from there; or whether a part of one is staged to get a row: it would
         not leave with its entry.
+
+        `is_forwarded`: also whether one of them, or its entry, is about to leave: then it gets a new row.
         """
         parts = self._indexes.get(batch_parts_of(state.subscription_id))
         if parts is not None and parts.staged.keys and parts.staged.keys.intersect(_parts_of(parts, positions)):
             return True
-        if not state.nacking:
+        staged = state.nacking | state.acknowledging if is_forwarded else state.nacking
+        if not staged:
             return False
         named = positions.with_entries()
         for index in self._indexes.serving(state.subscription_id):
-            if state.nacking.intersect(bitmap_of(named.keys_in(index))):
+            if staged.intersect(bitmap_of(named.keys_in(index))):
                 return True
             if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
                 return True
@@ -157,9 +186,11 @@ class Redelivering:
         for index in self._indexes.serving(state.subscription_id):
             if not len(left):
                 break
-            rows, found = state.in_flight.take_rows(left.positions.keys_in(index), left.positions.deliver_at_ms)
+            rows, found = _take_in_flight(state, index, left)
             if found.any():
-                records += self._decide(state, index, rows, rows.counts() + np.uint32(1), left.take(found).how, terms)
+                taken = left.take(found)
+                counts = _next_counts(rows, taken.positions.redelivery_count)
+                records += self._decide(state, index, rows, counts, taken.how, terms)
                 left = left.take(~found)
         if left.positions.batch_index is not None:
             in_flight = state.in_flight.find(self._entries_of_new_parts(state, left))
@@ -173,29 +204,23 @@ class Redelivering:
 
     def stage_found(
         self, state: SubscriptionState, left: NackBatch, found: KeyedRows, terms: Terms
-    ) -> tuple[tuple[Record, ...], int]:
-        """The rest: (the records to journal in one slot, how many positions are not in the backlog with that time).
+    ) -> tuple[tuple[Record, ...], Ignored]:
+        """The rest: (the records to journal in one slot, what is ignored).
 
-        `found`: the rows of the backlog that `sought` names. What nobody owes the subscription, and Tarry has not
-        handed out, enters the backlog.
+        `found`: the rows of the backlog that `sought` names. What the subscription is not owed, and may get a row,
+        enters the backlog.
         """
         records: list[Record] = []
         found = state.counted(found)
         for index in self._indexes.serving(state.subscription_id):
-            rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found)
-            if here.any():
-                keys = bitmap_of(rows.keys)
-                is_nacked = contained(rows.keys, state.nacks.keys & keys)
-                state.claim(keys)
-                counts = rows.counts() + (~is_nacked).astype(np.uint32)
-                records += self._decide(state, index, rows, counts, left.take(here).how, terms)
-                left = left.take(~here)
+            decided, left = self._decide_found(state, index, left, found, terms)
+            records += decided
         if left.positions.batch_index is not None:
             decided, left = self._decide_new_parts(state, left, found, terms)
             records += decided
         if len(left):
             entries, indexes = left.positions.entries(), self._indexes.of_entries(state.subscription_id)
-            strange = (left.positions.deliver_at_ms == 0) & ~are_owed(indexes, state, entries)
+            strange = left.may_get_rows & ~are_owed(indexes, state, entries)
             # A part that is being acknowledged still has a row.
             strange &= ~left.positions.are_parts() | self._are_new_parts(state, left)
             if state.key_shared is not None:
@@ -203,7 +228,34 @@ class Redelivering:
                 strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
             records += self._decide_strange(state, left.take(strange), terms)
             left = left.take(~strange)
-        return tuple(records), len(left)
+        if not len(left):
+            return tuple(records), Ignored.nothing()
+        indexes = self._indexes.serving(state.subscription_id)
+        ignored = why_ignored(indexes, state, left.positions, found, now_ms=terms.now_ms, any_time=True)
+        return tuple(records), ignored
+
+    def _decide_found(
+        self, state: SubscriptionState, index: Index, left: NackBatch, found: KeyedRows, terms: Terms
+    ) -> tuple[list[Record], NackBatch]:
+        """Rows of an index that are in the backlog, and in no hand or in one: (the records, what is left)."""
+        rows, here = matched(left.positions.keys_in(index), left.positions.deliver_at_ms, found, any_time=True)
+        if not here.any():
+            return [], left
+        asked = left.take(here)
+        counts, named = rows.counts(), asked.positions.redelivery_count
+        repeated = contained(rows.keys, state.nacks.keys & bitmap_of(rows.keys))
+        after = counts + (~repeated).astype(np.uint32)
+        if named is not None:
+            state.given_up(rows.keys, named)
+            repeated &= named + np.uint32(1) == counts
+            meant = repeated | (named >= counts)
+            after = np.where(repeated, counts, named + np.uint32(1))
+            rows, after, asked = rows.take(meant), after[meant], asked.take(meant)
+            here[here] = meant
+        if not len(rows):
+            return [], left
+        state.claim(bitmap_of(rows.keys))
+        return list(self._decide(state, index, rows, after, asked.how, terms)), left.take(~here)
 
     def stage_overdue(
         self, state: SubscriptionState, before_ms: int, terms: Terms, *, limit: int
@@ -217,11 +269,12 @@ class Redelivering:
         rows = state.in_flight.take_since(before_ms, limit, staying=staying)
         records: list[Record] = []
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
-            records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms)
+            records += self._decide(state, index, part, part.counts() + np.uint32(1), _How(), terms, asked_for=False)
         if state.key_shared is not None:
             planned = state.key_shared.planned.are_planned(rows.keys)
             if planned.any():
-                records += self._decide_plans(state, state.key_shared, rows.rows.take(planned), _How(), terms)
+                once = np.ones(int(np.count_nonzero(planned)), np.uint32)
+                records += self._decide_plans(state, state.key_shared, rows.rows.take(planned), once, _How(), terms)
         return tuple(records)
 
     def _entries_of_staged_parts(self, state: SubscriptionState) -> BitMap64:
@@ -235,8 +288,8 @@ class Redelivering:
 
     def extend(
         self, state: SubscriptionState, positions: HeldPositions, holders: Collection[int], *, elapsed_ms: int
-    ) -> int:
-        """Positions that one of the holders has with that time are IN_FLIGHT since now; how many no one has so."""
+    ) -> HeldPositions:
+        """Positions that one of the holders has with that time are IN_FLIGHT since now; those that no one has so."""
         in_flight, left = state.in_flight, positions
         for index in self._indexes.serving(state.subscription_id):
             left = left.take(~in_flight.touch(left.keys_in(index), left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
@@ -244,7 +297,7 @@ class Redelivering:
             keys = state.key_shared.planned.find(left.ledger_id, left.entry_id)
             keys[left.are_parts()] = UNKNOWN_KEY
             left = left.take(~in_flight.touch(keys, left.deliver_at_ms, holders, elapsed_ms=elapsed_ms))
-        return len(left)
+        return left
 
     # ---- one decision
 
@@ -256,8 +309,12 @@ class Redelivering:
         counts: U32,
         how: _How,
         terms: Terms,
+        *,
+        asked_for: bool = True,
     ) -> Iterator[Record]:
-        """What becomes of rows that are in nobody's hand any more. `counts`: this time included."""
+        """What becomes of rows that are in nobody's hand any more. `counts`: this time included. `asked_for`: by who
+        had them; if not, their time was over.
+        """
         if index.of_batch_parts:
             # An entry that dies by the same decision has taken its messages along.
             left = ~contained(rows.keys, state.acknowledging)
@@ -269,7 +326,12 @@ class Redelivering:
             yield from self._die(state, index, dying.rows, counts[dead], how, terms)
         if not dead.all():
             stays = rows.take(~dead)
-            state.nacking |= bitmap_of(stays.keys)
+            keys = bitmap_of(stays.keys)
+            state.nacking |= keys
+            if asked_for:
+                state.timeouts.drop(keys)
+            else:
+                state.timed_out(stays.keys)
             if state.key_shared is not None:
                 state.key_shared.nacked(stays)
             yield self._nack(state, index, stays.rows, counts[~dead], how.take(~dead), terms)
@@ -374,13 +436,18 @@ class Redelivering:
         for keys_in in self._keys_of_entries(state):
             fresh = np.flatnonzero(self._are_new_parts(state, left))
             asked = left.take(fresh)
-            rows, here = matched(keys_in(asked.positions.entries()), asked.positions.deliver_at_ms, entries)
+            times_ms, named = asked.positions.deliver_at_ms, asked.positions.redelivery_count
+            rows, here = matched(keys_in(asked.positions.entries()), times_ms, entries, any_time=True)
+            if named is not None:
+                meant = named[here] >= rows.counts()
+                rows, here[here] = rows.take(meant), meant
             if not here.any():
                 continue
             chosen = asked.take(here)
             index_id = batch_parts_of(state.subscription_id)
-            new = _part_rows(chosen.positions, rows.rows.key_hash)
-            records += self._decide_new(state, index_id, new, rows.counts() + np.uint32(1), chosen.how, terms)
+            new = _part_rows(chosen.positions, rows.rows.deliver_at_ms, rows.rows.key_hash)
+            counts = _next_counts(rows, chosen.positions.redelivery_count)
+            records += self._decide_new(state, index_id, new, counts, chosen.how, terms)
             stays = np.ones(len(left), np.bool_)
             stays[fresh[here]] = False
             left = left.take(stays)
@@ -390,20 +457,23 @@ class Redelivering:
 
     def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: Terms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
+        # What was handed out keeps its time; nothing gets a row that is not due.
+        times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))
         if not parts.all():
             nack = strange.take(~parts)
-            positions = nack.positions
-            rows = Rows(positions.deliver_at_ms, positions.ledger_id, positions.entry_id, nack.key_hash)
-            yield from self._decide_ordinary(state, rows, nack.how, terms)
+            rows = Rows(times_ms[~parts], nack.positions.ledger_id, nack.positions.entry_id, nack.key_hash)
+            yield from self._decide_ordinary(state, rows, nack.first_counts, nack.how, terms)
         if parts.any():
             nack = strange.take(parts)
-            rows = _part_rows(nack.positions, nack.key_hash)
+            rows = _part_rows(nack.positions, times_ms[parts], nack.key_hash)
             index_id = batch_parts_of(state.subscription_id)
-            yield from self._decide_new(state, index_id, rows, np.ones(len(nack), np.uint32), nack.how, terms)
+            yield from self._decide_new(state, index_id, rows, nack.first_counts, nack.how, terms)
 
-    def _decide_ordinary(self, state: SubscriptionState, rows: Rows, how: _How, terms: Terms) -> Iterator[Record]:
-        """Entries that get a row in the subscription's own index. `rows`: with time 0."""
-        yield from self._decide_new(state, state.subscription_id, rows, np.ones(len(rows), np.uint32), how, terms)
+    def _decide_ordinary(
+        self, state: SubscriptionState, rows: Rows, counts: U32, how: _How, terms: Terms
+    ) -> Iterator[Record]:
+        """Entries that get a row in the subscription's own index, which is due. `counts`: this time included."""
+        yield from self._decide_new(state, state.subscription_id, rows, counts, how, terms)
 
     def _decide_planned(
         self, state: SubscriptionState, key_shared: KeyShared, nack: NackBatch, terms: Terms
@@ -424,19 +494,22 @@ class Redelivering:
         rows = Rows(named.positions.deliver_at_ms, named.positions.ledger_id, named.positions.entry_id, key_hash)
         left = np.ones(len(nack), np.bool_)
         left[places] = False
-        return list(self._decide_plans(state, key_shared, rows, named.how, terms)), nack.take(left)
+        decided = self._decide_plans(state, key_shared, rows, named.first_counts, named.how, terms)
+        return list(decided), nack.take(left)
 
     def _decide_plans(
-        self, state: SubscriptionState, key_shared: KeyShared, rows: Rows, how: _How, terms: Terms
+        self, state: SubscriptionState, key_shared: KeyShared, rows: Rows, counts: U32, how: _How, terms: Terms
     ) -> Iterator[Record]:
-        """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that."""
+        """Planned positions that are in nobody's hand any more. Those that got a row meanwhile come by that. `counts`:
+        this time included.
+        """
         entries = HeldPositions(rows.ledger_id, rows.entry_id, rows.deliver_at_ms)
         owed = are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
         if owed.any():
             key_shared.plans.come_by_rows(rows.ledger_id[owed], rows.entry_id[owed])
-            rows, how = rows.take(~owed), how.take(~owed)
+            rows, counts, how = rows.take(~owed), counts[~owed], how.take(~owed)
         if len(rows):
-            yield from self._decide_ordinary(state, rows, how, terms)
+            yield from self._decide_ordinary(state, rows, counts, how, terms)
 
     # ---- decisions are applied
 
@@ -497,7 +570,35 @@ def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
     return batch_parts.keys_of_entries(index, whole.ledger_id, whole.entry_id)
 
 
-def _part_rows(parts: HeldPositions, key_hash: U32 | None) -> Rows:
+def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -> Rows:
     if parts.batch_index is None:
         raise ValueError("positions without batch indexes are no parts")
-    return Rows(parts.deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
+    return Rows(deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
+
+
+def _next_counts(rows: KeyedRows, named: U32 | None) -> U32:
+    """The counts of rows after this time. `named`: the hand-outs that the request names, none before a row's."""
+    return (rows.counts() if named is None else named) + np.uint32(1)
+
+
+def _take_in_flight(state: SubscriptionState, index: Index, nack: NackBatch) -> tuple[KeyedRows, Mask]:
+    """Removes from IN_FLIGHT what a request means of an index: (the rows, in its order; a mask of it)."""
+    positions = nack.positions
+    keys, times_ms = positions.keys_in(index), positions.deliver_at_ms
+    without_time = times_ms == 0
+    if without_time.any() and len(state.in_flight):
+        asked = bitmap_of(keys[without_time])
+        if state.in_flight.among(asked):
+            rows, here = matched(keys, times_ms, state.in_flight.find(bitmap_of(keys)), any_time=True)
+            times_ms = times_ms.copy()
+            times_ms[here] = rows.rows.deliver_at_ms
+    meant = np.ones(len(keys), np.bool_)
+    if positions.redelivery_count is not None:
+        counts = state.counts.of(keys)
+        if counts is not None:
+            meant = positions.redelivery_count >= counts
+    if meant.all():
+        return state.in_flight.take_rows(keys, times_ms)
+    rows, found = state.in_flight.take_rows(keys[meant], times_ms[meant])
+    meant[meant] = found
+    return rows, meant

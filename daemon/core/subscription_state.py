@@ -34,7 +34,7 @@ from daemon.core.redelivery_counts import RedeliveryCounts
 from daemon.core.runs import earliest, first_time_ms
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeySharedPolicy, Subscription
-from storage_backends.formats.row_columns import U64
+from storage_backends.formats.row_columns import U32, U64
 
 # As many rows IN_FLIGHT as there may ever be.
 NO_LIMIT_ROWS = 1 << 62
@@ -50,6 +50,8 @@ class SubscriptionState:
     `backlog`: rows that are due, owed and not acknowledged; kept, not counted.
     `acknowledging`, `nacking`: positions that a staged decision takes out of the backlog, or makes wait.
     `counts`: of positions of the backlog, how often each was negatively acknowledged.
+    `timeouts`: of these times, how many were ack time-outs since the last one that was asked for. A time-out is a
+    guess: an acknowledgement of what was handed out before it still counts. Memory only.
     `dead_letters_leaving`: ids of dead letters that a staged decision replays or purges.
     `last_dead_letter_id`: the highest one given, also by a decision that is staged.
     `key_shared`: while dispatchers have it open as KEY_SHARED. READY goes to consumers through it then, and rows that
@@ -64,6 +66,7 @@ class SubscriptionState:
         self.nacking = BitMap64()
         self.nacks = NackTracker(places)
         self.counts = RedeliveryCounts()
+        self.timeouts = RedeliveryCounts()
         self.dead_letters = DeadLetters()
         self.dead_letters_leaving = BitMap64()
         self.last_dead_letter_id = 0
@@ -205,6 +208,39 @@ class SubscriptionState:
         """The rows with their redelivery counts."""
         counts = self.counts.of(rows.keys)
         return rows if counts is None else dataclasses.replace(rows, redelivery_count=counts)
+
+    def are_ended_by(self, keys: U64, counts: U32 | None) -> Mask | None:
+        """Of which of the positions an acknowledgement that names those redelivery counts ends the hand-out; None: of
+        all. `counts`: None: of any.
+        """
+        if counts is None:
+            return None
+        actual = self.counts.of(keys)
+        if actual is None:
+            ended = counts == 0
+        else:
+            timeouts = self.timeouts.of(keys)
+            least = actual if timeouts is None else actual - np.minimum(timeouts, actual)
+            ended = (least <= counts) & (counts <= actual)
+        return None if ended.all() else ended
+
+    def timed_out(self, keys: U64) -> None:
+        """An ack time-out is about to count for the positions, none of which is named twice."""
+        before = self.timeouts.of(keys)
+        one = np.ones(len(keys), np.uint32)
+        self.timeouts.set(keys, one if before is None else before + one)
+
+    def given_up(self, keys: U64, counts: U32) -> None:
+        """Hand-outs with those redelivery counts, and those before, can be acknowledged no longer: their dispatcher
+        said that it failed. No position is named twice.
+        """
+        timeouts = self.timeouts.of(keys)
+        if timeouts is None:
+            return
+        actual = self.counts.of(keys)
+        if actual is not None:
+            later = actual - np.minimum(actual, counts + np.uint32(1))
+            self.timeouts.set(keys, np.minimum(timeouts, later))
 
     def derived(self, rows: KeyedRows) -> None:
         """Rows that the reader has derived: what it will derive later is not before them."""
@@ -396,6 +432,7 @@ class SubscriptionState:
         self.nacking -= keys
         self.nacks.drop(keys)
         self.counts.drop(keys)
+        self.timeouts.drop(keys)
         if self.key_shared is not None:
             self.key_shared.departed(keys)
 

@@ -27,10 +27,11 @@ from daemon.core.claims import HeldPositions, find_in_backlog, that_may_be_due
 from daemon.core.containment import Contained, EntryRanges, contained_in
 from daemon.core.dead_lettering import DeadLettering
 from daemon.core.departures import Departure
+from daemon.core.ignored import Ignored, why_ignored
 from daemon.core.in_flight import Mask
 from daemon.core.index import Index, SeenRows
 from daemon.core.indexes import Indexes
-from daemon.core.key_sharing import KeySharing, not_kept_back
+from daemon.core.key_sharing import KeySharing
 from daemon.core.merging import MergedBucket
 from daemon.core.mutable_bucket import MutableBucket
 from daemon.core.positions import KeyedRows, bitmap_of, contained
@@ -166,15 +167,20 @@ class Topic:
         return that_may_be_due(self.indexes.serving(state.subscription_id), state, claims)
 
     def find_in_backlog(
-        self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows
+        self, state: SubscriptionState, claims: HeldPositions, seen: SeenRows, *, any_time: bool = False
     ) -> tuple[KeyedRows, list[SegmentRange]]:
-        """The claimed rows that are in the backlog and do not wait for a NACKED row of their key: (rows, segments that
-        must be loaded first to tell).
+        """The claimed rows that are in the backlog: (rows, segments that must be loaded first to tell).
 
-        `seen`: empty at the first call, and handed in again with the same claims after loading.
+        `seen`: empty at the first call, and handed in again with the same claims after loading. `any_time`: a claim
+        with time 0 is for a row with any time.
         """
-        found, missing = find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen)
-        return not_kept_back(state, found), missing
+        return find_in_backlog(self.indexes.serving(state.subscription_id), state, claims, seen, any_time=any_time)
+
+    def why_ignored(self, state: SubscriptionState, left: HeldPositions, found: KeyedRows, *, now_ms: int) -> Ignored:
+        """Why the claims that are left of an acknowledgement are ignored. `found`: of `find_in_backlog`."""
+        if not len(left):
+            return Ignored.nothing()
+        return why_ignored(self.indexes.serving(state.subscription_id), state, left, found, now_ms=now_ms)
 
     def hold(self, state: SubscriptionState, dispatcher: int, found: KeyedRows, *, elapsed_ms: int = 0) -> Mask:
         """Rows of the backlog are IN_FLIGHT at a dispatcher that declared to hold them; which of them. Those that are
@@ -195,16 +201,14 @@ class Topic:
         lease: int,
         *,
         elapsed_ms: int = 0,
-    ) -> int:
-        """Claims that one of the leases holds with that time are held by another lease from now on; how many."""
-        moved_rows = 0
+    ) -> HeldPositions:
+        """Claims that one of the leases holds with that time are held by another lease from now on; the others."""
         for index in self.indexes.serving(state.subscription_id):
             moved = state.in_flight.move(
                 claims.keys_in(index), claims.deliver_at_ms, leases, lease, elapsed_ms=elapsed_ms
             )
-            moved_rows += int(np.count_nonzero(moved))
             claims = claims.take(~moved)
-        return moved_rows
+        return claims
 
     # ---- decisions are applied
 

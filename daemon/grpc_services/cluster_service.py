@@ -1,11 +1,12 @@
-"""`tarry.v1.Cluster`: which daemon serves what.
+"""`tarry.v1.Cluster`: which daemon serves what, and what it can do.
 
-Owns: the call's request and answer.
+Owns: the calls' requests and answers, and the names of the features.
 Does not own: shards and their owners (engine).
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 from daemon import config
@@ -15,6 +16,10 @@ from tarry.v1 import cluster_pb2 as pb
 if TYPE_CHECKING:
     from daemon.owner.engine import Engine
 
+# The wire that is spoken.
+API = 1
+# What there is beyond its first form; PROTOCOL.md says what a client does where one is missing.
+FEATURES = ("handout_names",)
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
 
 
@@ -26,7 +31,13 @@ class Cluster:
         self._handler = unary.Frame(settings).handler
 
     def handlers(self) -> dict[str, unary.Handler]:
-        return {"LookupTopic": self._handler(pb.LookupTopicRequest, self._lookup_topic)}
+        return {
+            "LookupTopic": self._handler(pb.LookupTopicRequest, self._lookup_topic),
+            "GetVersion": self._handler(pb.GetVersionRequest, self._get_version),
+        }
 
     async def _lookup_topic(self, request: pb.LookupTopicRequest) -> pb.LookupTopicResponse:
         return records.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))
+
+    async def _get_version(self, _: pb.GetVersionRequest) -> pb.GetVersionResponse:
+        return pb.GetVersionResponse(version=importlib.metadata.version("tarryd"), api=API, feature=FEATURES)

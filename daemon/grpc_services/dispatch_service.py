@@ -73,18 +73,24 @@ class Dispatch:
         return pb.DeleteSubscriptionResponse(dead_letters=dead_letters)
 
     async def _acknowledge(self, request: pb.AcknowledgeRequest) -> pb.AcknowledgeResponse:
-        positions = wire_columns.handed_out(request)
+        positions = wire_columns.acknowledged(request)
         ignored = await self._engine.requests.acknowledge(request.topic, request.subscription, positions)
-        return pb.AcknowledgeResponse(ignored=ignored)
+        response = pb.AcknowledgeResponse()
+        wire_columns.fill_ignored(response, ignored)
+        return response
 
     async def _negative_acknowledge(self, request: pb.NegativeAcknowledgeRequest) -> pb.NegativeAcknowledgeResponse:
         nack = wire_columns.nack(request)
         outcome = await self._engine.requests.negative_acknowledge(request.topic, request.subscription, nack)
-        return pb.NegativeAcknowledgeResponse(ignored=outcome.ignored, dead_lettered=outcome.dead_lettered)
+        response = pb.NegativeAcknowledgeResponse(dead_lettered=outcome.dead_lettered)
+        wire_columns.fill_ignored(response, outcome.ignored)
+        return response
 
     async def _extend_lease(self, request: pb.ExtendLeaseRequest) -> pb.ExtendLeaseResponse:
         positions = wire_columns.handed_out(request)
         ignored = await self._engine.requests.extend_lease(
             request.topic, request.subscription, positions, request.lease_ms
         )
-        return pb.ExtendLeaseResponse(ignored=ignored)
+        response = pb.ExtendLeaseResponse()
+        wire_columns.fill_ignored(response, ignored)
+        return response

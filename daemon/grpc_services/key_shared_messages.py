@@ -41,7 +41,7 @@ def plan(stream: KeySharedStream, request: pb.PlanDispatch) -> Awaitable[None]:
     return stream.plan(request.request_id, *wire_columns.planned(request))
 
 
-def change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[int]:
+def change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[call_values.Ignored]:
     """The others, answered by `Done`. Raises `InvalidArgument`.
 
     A consumer has joined, or left, when this returns: what the caller sent next finds it so.
@@ -59,10 +59,10 @@ def change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[i
     return _none_ignored()
 
 
-async def _none_ignored(done: Awaitable[None] | None = None) -> int:
+async def _none_ignored(done: Awaitable[None] | None = None) -> call_values.Ignored:
     if done is not None:
         await done
-    return 0
+    return call_values.Ignored.nothing()
 
 
 def responses(outgoing: Outgoing) -> Iterator[bytes]:

@@ -30,6 +30,8 @@ _SHIFT_MAX = 56
 # The largest and the longest varint of a sint32.
 _LEVEL_FOLDED_MAX = (1 << 32) - 1
 _LEVEL_BYTES_MAX = 5
+# A count that is refused.
+_COUNT_NONE = (1 << 32) - 1
 
 _StreamAdd = delayed_delivery_pb2.StreamAddMessagesRequest
 _Add = delayed_delivery_pb2.AddMessagesRequest
@@ -57,7 +59,8 @@ _ACKNOWLEDGED = (
     _Acknowledge.ENTRY_ID_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
     _Acknowledge.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED,
 )
-_ACKNOWLEDGE_FIELDS = frozenset((_ACKNOWLEDGED_ID, *_ACKNOWLEDGED))
+_ACKNOWLEDGED_COUNT = _Acknowledge.REDELIVERY_COUNT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_ACKNOWLEDGE_FIELDS = frozenset((_ACKNOWLEDGED_ID, *_ACKNOWLEDGED, _ACKNOWLEDGED_COUNT))
 
 _NACK_OF_SUBSCRIBE = dispatch_pb2.SubscribeRequest.NEGATIVE_ACKNOWLEDGE_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _NACKED_ID = _Nack.REQUEST_ID_FIELD_NUMBER << 3 | _VARINT
@@ -67,7 +70,8 @@ _NACKED = (
 )
 _NACKED_DELIVER_AT_MS = _Nack.DELIVER_AT_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _NACKED_DELAY_MS = _Nack.DELAY_MS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-_NACK_FIELDS = frozenset((_NACKED_ID, *_NACKED, _NACKED_DELIVER_AT_MS, _NACKED_DELAY_MS))
+_NACKED_COUNT = _Nack.REDELIVERY_COUNT_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
+_NACK_FIELDS = frozenset((_NACKED_ID, *_NACKED, _NACKED_DELIVER_AT_MS, _NACKED_DELAY_MS, _NACKED_COUNT))
 
 
 class _NotPlainError(Exception):
@@ -113,7 +117,10 @@ def acknowledge(data: bytes) -> tuple[int, call_values.HeldPositions] | None:
         ledger_id, entry_id, deliver_at_ms = (fields[tag] for tag in _ACKNOWLEDGED)
         rows = entry_id[1] >> 3
         positions = call_values.HeldPositions(
-            _u64(data, ledger_id, rows), _u64(data, entry_id, rows), _u64(data, deliver_at_ms, rows)
+            _u64(data, ledger_id, rows),
+            _u64(data, entry_id, rows),
+            _u64(data, deliver_at_ms, rows),
+            redelivery_count=_counts(data, fields.get(_ACKNOWLEDGED_COUNT), rows),
         )
     except (_NotPlainError, KeyError, IndexError):
         return None
@@ -135,6 +142,7 @@ def negative_acknowledge(data: bytes) -> tuple[int, call_values.Nack] | None:
             _u64(data, ledger_id, rows),
             _u64(data, entry_id, rows),
             _u64(data, times, rows) if times is not None else np.zeros(rows, np.uint64),
+            redelivery_count=_counts(data, fields.get(_NACKED_COUNT), rows),
         )
         delay_ms = _u64(data, fields[_NACKED_DELAY_MS], rows) if _NACKED_DELAY_MS in fields else None
     except (_NotPlainError, KeyError, IndexError):
@@ -218,6 +226,18 @@ def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
 def _unfolded(folded: I32) -> I32:
     """Zigzag: 0, -1, 1, -2 ... are written as 0, 1, 2, 3 ..."""
     return folded >> 1 ^ -(folded & 1)
+
+
+def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None:
+    """The column of counts, or its one value for all rows; None where there is none."""
+    if field is None:
+        return None
+    start, size = field
+    counts = np.full(rows, int.from_bytes(data[start : start + 4], "little"), np.uint32) if size == 4 else None
+    counts = _u32(data, field, rows) if counts is None else counts
+    if (counts == _COUNT_NONE).any():
+        raise _NotPlainError
+    return counts
 
 
 def _u32(data: bytes, field: tuple[int, int], rows: int) -> U32:

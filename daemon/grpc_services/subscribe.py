@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from daemon.owner.engine import Engine
     from daemon.subscription.open_stream import DispatchStream
 
-# Of a request: how many positions were ignored, and of a negative acknowledgement more.
-_Outcome: TypeAlias = int | call_values.NackOutcome
+# Of a request: which positions were ignored, and of a negative acknowledgement more.
+_Outcome: TypeAlias = call_values.Ignored | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = "DispatchStream | KeySharedStream"
 
@@ -151,7 +151,7 @@ class SubscribeStream:
             case "acknowledge":
                 request_id = request.acknowledge.request_id
                 work: _Work = _acknowledge(
-                    stream, request_id, functools.partial(wire_columns.handed_out, request.acknowledge)
+                    stream, request_id, functools.partial(wire_columns.acknowledged, request.acknowledge)
                 )
                 self._answer(stream, size_bytes, request_id, work)
             case "negative_acknowledge":
@@ -204,7 +204,7 @@ class SubscribeStream:
         self._pipeline.submit(size_bytes, work, answer)
 
     def _refuse(self, stream: _Opened, size_bytes: int, text: str, request_id: int = 0) -> None:
-        def work() -> Awaitable[int]:
+        def work() -> Awaitable[call_values.Ignored]:
             raise errors.InvalidArgument(text)
 
         self._pipeline.submit(size_bytes, work, functools.partial(_done, stream.epoch, request_id, answered=True))
@@ -222,14 +222,8 @@ def _close_unused(opening: asyncio.Future[_Opened]) -> None:
 
 def _acknowledge(
     stream: _Opened, request_id: int, given: Callable[[], call_values.HeldPositions]
-) -> Callable[[], Awaitable[int]]:
-    def work() -> Awaitable[int]:
-        held = given()
-        return stream.acknowledge(
-            held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index, awaited=request_id != 0
-        )
-
-    return work
+) -> Callable[[], Awaitable[call_values.Ignored]]:
+    return lambda: stream.acknowledge(given(), awaited=request_id != 0)
 
 
 def _nack(
@@ -245,7 +239,8 @@ def _done(epoch: int, request_id: int, outcome: _Outcome | Exception, *, answere
     if isinstance(outcome, Exception):
         done.error.CopyFrom(status.refusal(outcome))
     elif isinstance(outcome, call_values.NackOutcome):
-        done.ignored, done.dead_lettered = outcome.ignored, outcome.dead_lettered
+        done.dead_lettered = outcome.dead_lettered
+        wire_columns.fill_ignored(done, outcome.ignored)
     else:
-        done.ignored = outcome
+        wire_columns.fill_ignored(done, outcome)
     return pb.SubscribeResponse(done=done).SerializeToString()

@@ -10,8 +10,9 @@ a row; a packed fixed field is its array's own bytes, so it is written as such (
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import Rows
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
+# A count of redeliveries that no hand-out has.
+COUNT_NONE = (1 << 32) - 1
 # Of one `Messages`; at most 370 KB, which every limit on messages allows, also the 4 MiB of a gRPC client by default.
 MESSAGES_ROWS_MAX = 10_000
 
@@ -113,6 +116,13 @@ class Handed(Positions, Protocol):
     def batch_index(self) -> Sequence[int]: ...
 
 
+class Named(Handed, Protocol):
+    """Hand-outs by name, in a request."""
+
+    @property
+    def redelivery_count(self) -> Sequence[int]: ...
+
+
 class Timed(Protocol):
     """The times of a request's rows, in one of two columns."""
 
@@ -192,6 +202,31 @@ def handed_out(request: Handed) -> call_values.HeldPositions:
     return call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows))
 
 
+def acknowledged(request: Named) -> call_values.HeldPositions:
+    """Hand-outs to acknowledge. Raises `InvalidArgument`."""
+    positions = handed_out(request)
+    counts = redelivery_count("redelivery_count", request.redelivery_count, len(positions))
+    return dataclasses.replace(positions, redelivery_count=counts)
+
+
+def redelivery_count(field: str, values: Sequence[int], rows: int) -> U32 | None:
+    """Which hand-outs are named; None: any. Raises `InvalidArgument`."""
+    if not values:
+        return None
+    counts = row_column(field, values, rows, np.uint32)
+    check_counts(field, counts)
+    return counts
+
+
+def check_counts(field: str, counts: U32) -> None:
+    """Raises `InvalidArgument` for a count that no hand-out has."""
+    strange = np.flatnonzero(counts == COUNT_NONE)
+    if len(strange):
+        raise errors.InvalidArgument(
+            f"{field}[{strange[0]}]: {COUNT_NONE}; it must be at most {COUNT_NONE - 1}, as handed out"
+        )
+
+
 def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknowledgeRequest) -> call_values.Nack:
     """Positions to redeliver or to reject. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
@@ -204,12 +239,19 @@ def nack(request: dispatch_pb2.NegativeAcknowledge | dispatch_pb2.NegativeAcknow
     times = request.deliver_at_ms
     deliver_at_ms = row_column("deliver_at_ms", times, rows, np.uint64) if times else np.zeros(rows, np.uint64)
     return call_values.Nack(
-        call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, _batch_index(request.batch_index, rows)),
+        call_values.HeldPositions(
+            ledger_id,
+            entry_id,
+            deliver_at_ms,
+            _batch_index(request.batch_index, rows),
+            redelivery_count("redelivery_count", request.redelivery_count, rows),
+        ),
         delay_ms=row_column("delay_ms", request.delay_ms, rows, np.uint64) if request.delay_ms else None,
         delay_level=row_column("delay_level", request.delay_level, rows, np.int32) if request.delay_level else None,
         reject=request.reject,
         text=request.reason,
         key_hash=row_column("key_hash", request.key_hash, rows, np.uint32) if request.key_hash else None,
+        forwarded=request.forwarded,
     )
 
 
@@ -242,7 +284,8 @@ def held(request: dispatch_pb2.Open, *further: str) -> call_values.HeldPositions
     """
     always = ("held_ledger_id", "held_entry_id", "held_deliver_at_ms", *further)
     lengths = {name: len(getattr(request, name)) for name in always}
-    optional = {name: len(getattr(request, name)) for name in ("held_batch_index", "held_key_hash")}
+    columns = ("held_batch_index", "held_key_hash", "held_redelivery_count")
+    optional = {name: len(getattr(request, name)) for name in columns}
     lengths |= {name: length for name, length in optional.items() if length}
     if len(set(lengths.values())) != 1:
         given = ", ".join(f"{name} has {length}" for name, length in lengths.items())
@@ -252,6 +295,9 @@ def held(request: dispatch_pb2.Open, *further: str) -> call_values.HeldPositions
         entry_id=np.array(request.held_entry_id, np.uint64),
         deliver_at_ms=np.array(request.held_deliver_at_ms, np.uint64),
         batch_index=_batch_index(request.held_batch_index, len(request.held_entry_id)),
+        redelivery_count=redelivery_count(
+            "held_redelivery_count", request.held_redelivery_count, len(request.held_entry_id)
+        ),
     )
 
 
@@ -283,6 +329,26 @@ def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> call_val
 
 
 # Answers.
+
+
+# Answers that tell what was ignored.
+TellsIgnored: TypeAlias = (
+    dispatch_pb2.Done
+    | dispatch_pb2.AcknowledgeResponse
+    | dispatch_pb2.NegativeAcknowledgeResponse
+    | dispatch_pb2.ExtendLeaseResponse
+)
+
+
+def fill_ignored(response: TellsIgnored, ignored: call_values.Ignored) -> None:
+    """How many positions were ignored, which, and why."""
+    if len(ignored):
+        response.ignored = len(ignored)
+        order = np.argsort(ignored.index)
+        response.ignored_index.extend(ignored.index[order].tolist())
+        reasons = ignored.reason[order]
+        alike = (reasons == reasons[0]).all()
+        response.ignored_reason.extend(reasons[:1].tolist() if alike else reasons.tolist())
 
 
 def add_response(outcome: call_values.AddOutcome) -> delayed_delivery_pb2.AddMessagesResponse:

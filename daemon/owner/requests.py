@@ -204,7 +204,9 @@ class Requests:
                 served.served_subscription(state).handed_out(rows), lease_ms, served.core.rebuild_needed()
             )
 
-    async def acknowledge(self, topic: str, subscription: str, claims: call_values.HeldPositions) -> int:
+    async def acknowledge(
+        self, topic: str, subscription: str, claims: call_values.HeldPositions
+    ) -> call_values.Ignored:
         """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -223,7 +225,7 @@ class Requests:
 
     async def extend_lease(
         self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
-    ) -> int:
+    ) -> call_values.Ignored:
         """Positions stay leased for `lease_ms` from now on, 0 ends it; how many were not leased with that time."""
         self._check_names(topic, subscription)
         leases.check_lease(lease_ms)

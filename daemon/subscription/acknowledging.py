@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Collection
 
 from daemon.core import limits
 from daemon.core.claims import HeldPositions
+from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.index import SeenRows
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
@@ -32,8 +33,8 @@ class Acknowledging:
         self._topic = topic
         self._environment = environment
 
-    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> int:
-        """Acknowledges positions; how many were not in the backlog with that time. Raises NotFound."""
+    async def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Ignored:
+        """Acknowledges hand-outs of positions; what was ignored. Raises NotFound."""
         self.check(claims)
         topic, core, commits = self._topic, self._topic.core, self._topic.shard.commits
         await self.decidable(state, claims)
@@ -42,46 +43,47 @@ class Acknowledging:
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
-        ignored = len(rest)
+        ignored = Ignored.nothing()
         if len(rest):
             found = await self.find(state, rest, rest)
-            records = core.acknowledging.stage_found(state, found)
+            records, rest = core.acknowledging.stage_found(state, rest, found)
             if records:
                 slot = commits.stage(*records, awaited=awaited)
-                ignored -= len(found)
+            ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
         if slot is not None:
             await asyncio.shield(slot)
         await self.answerable(ignored)
-        self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - ignored, ignored=ignored)
+        self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - len(ignored), ignored=len(ignored))
         return ignored
 
-    async def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> int:
-        """The ack time-out of what `holders` have begins anew; how many of the positions they do not have."""
+    async def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Ignored:
+        """The ack time-out of what `holders` have begins anew; what they do not have."""
         self.check(claims)
         await self.decidable(state, claims)
         elapsed_ms = self._environment.elapsed_ms()
-        ignored = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
+        left = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
         # Under another owner the positions are due again.
         await self._topic.shard.commits.confirmed()
-        return ignored
+        return Ignored.all_of(left, IgnoredReason.NOT_HELD)
 
     def check(self, claims: HeldPositions) -> None:
         """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(claims), self._environment.request_limits.rows_max)
         limits.check_batch_index(claims.entry_id, claims.batch_index)
 
-    async def decidable(self, state: SubscriptionState, named: HeldPositions) -> None:
+    async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> None:
         """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
 
-        Raises NotFound, and Unavailable when the moment does not come.
+        `is_forwarded`: they come again also when they have left; until then their leaving is waited for. Raises
+        NotFound, and Unavailable when the moment does not come.
         """
         topic = self._topic
         await topic.gate.passed()
         topic.check_there(state)
-        if not topic.core.redelivery.is_staged(state, named):
+        if not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
             return
         async with self._in_time("a slot that names the positions was not durable"):
-            while topic.core.redelivery.is_staged(state, named):
+            while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
                 await topic.shard.commits.settled()
                 await topic.gate.passed()
                 topic.check_there(state)
@@ -95,11 +97,14 @@ class Acknowledging:
         except TimeoutError:
             raise Unavailable(f"topic {self._topic.core.name}: {what} for {STALL_ANSWER_S:.0f} s; try again") from None
 
-    async def find(self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions) -> KeyedRows:
-        """Claimed rows that are due and not IN_FLIGHT: READY, NACKED, or held over from an earlier stream.
+    async def find(
+        self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions, *, is_forwarded: bool | None = None
+    ) -> KeyedRows:
+        """Claimed rows that are due: READY, NACKED, held over from an earlier stream, or IN_FLIGHT.
 
-        When this returns, a request that names the positions may be decided, as after `decidable`. Raises Unavailable
-        when what is due cannot be read.
+        When this returns, a request that names the positions may be decided, as after `decidable`. `is_forwarded`: as
+        there, of a negative acknowledgement: with time 0 a row of any time is meant. Raises Unavailable when what is
+        due cannot be read.
         """
         # What a former owner handed out may not have been passed here.
         async with self._in_time("what is due could not be read"):
@@ -107,17 +112,18 @@ class Acknowledging:
         seen: SeenRows = {}
         while True:
             # Also where nothing will be found: of that some requests decide something.
-            await self.decidable(state, named)
+            await self.decidable(state, named, is_forwarded=bool(is_forwarded))
             if not len(self._topic.core.in_backlog(state, claims)):
                 return KeyedRows.empty()
-            found, missing = self._topic.core.find_in_backlog(state, claims, seen)
+            any_time = is_forwarded is not None
+            found, missing = self._topic.core.find_in_backlog(state, claims, seen, any_time=any_time)
             if not missing:
                 return found
             await self._topic.load(missing)
 
-    async def answerable(self, ignored: int) -> None:
-        """Returns when a request that ignored so many positions, and whose slots are durable, may be answered."""
-        if ignored:
+    async def answerable(self, ignored: Ignored) -> None:
+        """Returns when a request that ignored these positions, and whose slots are durable, may be answered."""
+        if len(ignored):
             # What was not in the backlog may have left it by a decision of a later slot.
             await self._topic.shard.commits.confirmed()
         await self._topic.shard.alone()

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from daemon.core.claims import HeldPositions
+from daemon.core.ignored import Ignored, IgnoredReason
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
@@ -168,8 +169,8 @@ class Leases:
         except TimeoutError:
             return
 
-    async def extend(self, claims: HeldPositions, *, lease_ms: int) -> int:
-        """Moves the end of leases; how many of the positions were not leased with that time."""
+    async def extend(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
+        """Moves the end of leases; the positions that were not leased with that time."""
         acknowledging = self._topic.acknowledging
         acknowledging.check(claims)
         await acknowledging.decidable(self._state, claims)
@@ -177,20 +178,20 @@ class Leases:
         await self._topic.shard.commits.confirmed()
         return ignored
 
-    def _moved(self, claims: HeldPositions, *, lease_ms: int) -> int:
-        """Leased positions are leased for `lease_ms` from now on, 0 makes them READY; how many were not leased."""
+    def _moved(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
+        """Leased positions are leased for `lease_ms` from now on, 0 makes them READY; those that were not leased."""
         if not self._ends_s:
-            return len(claims)
+            return Ignored.all_of(claims, IgnoredReason.NOT_HELD)
         if lease_ms:
             self._check_room()
         lease = self._subscription.next_dispatcher()
         elapsed_ms = self._environment.elapsed_ms()
-        moved_rows = self._topic.core.move_held(self._state, claims, self._ends_s.keys(), lease, elapsed_ms=elapsed_ms)
-        if moved_rows and lease_ms:
+        left = self._topic.core.move_held(self._state, claims, self._ends_s.keys(), lease, elapsed_ms=elapsed_ms)
+        if len(left) < len(claims) and lease_ms:
             self._begin(lease, lease_ms)
-        elif moved_rows:
+        elif len(left) < len(claims):
             self._return(lease)
-        return len(claims) - moved_rows
+        return Ignored.all_of(left, IgnoredReason.NOT_HELD)
 
     def has(self, number: int) -> bool:
         """Whether a lease, or what listens for pullers, has the number."""

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from daemon.call_values import Nack, NackOutcome
 from daemon.core import limits, redelivery_policy
+from daemon.core.ignored import Ignored
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError
@@ -74,9 +75,10 @@ class TopicRedelivery:
         batch = self._checked(nack)
         topic, redelivery, commits = self._topic, self._topic.core.redelivery, self._topic.shard.commits
         acknowledging = topic.acknowledging
-        await acknowledging.decidable(state, batch.positions)
+        is_forwarded = bool(batch.may_get_rows.any())
+        await acknowledging.decidable(state, batch.positions, is_forwarded=is_forwarded)
         commits.check_accepting()
-        if batch.positions.batch_index is not None or not batch.positions.deliver_at_ms.all():
+        if batch.positions.batch_index is not None or is_forwarded:
             # They may be rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
@@ -84,9 +86,11 @@ class TopicRedelivery:
         slot = commits.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
-        ignored = 0
+        ignored = Ignored.nothing()
         if len(left.positions):
-            found = await acknowledging.find(state, redelivery.sought(state, left), left.positions)
+            found = await acknowledging.find(
+                state, redelivery.sought(state, left), left.positions, is_forwarded=is_forwarded
+            )
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
             topic.take_back(state)
             if found_records:
@@ -98,9 +102,9 @@ class TopicRedelivery:
         outcome = NackOutcome(ignored, self._count_dead_letters(records))
         self._environment.metrics.nacked(
             topic.core.name,
-            nacked=len(batch.positions) - ignored - outcome.dead_lettered,
+            nacked=len(batch.positions) - len(ignored) - outcome.dead_lettered,
             dead_lettered=outcome.dead_lettered,
-            ignored=ignored,
+            ignored=len(ignored),
         )
         return outcome
 
@@ -119,7 +123,7 @@ class TopicRedelivery:
         if delay_ms is not None:
             limits.check_delay(field, delay_ms, settings.request_limits.delay_max_ms)
         text = nack.text if nack.reject else ""
-        return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text)
+        return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text, forwarded=nack.forwarded)
 
     def terms(self, state: SubscriptionState) -> Terms:
         """What holds for redeliveries of a subscription now."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from daemon.call_values import HandedOut, Nack, NackOutcome
 from daemon.core.claims import HeldPositions
+from daemon.core.ignored import Ignored
 from daemon.core.positions import KeyedRows
 from daemon.core.quarantine import RebuildNeeded
 from daemon.core.subscription_state import SubscriptionState
@@ -26,7 +27,6 @@ from daemon.subscription.acknowledging import Acknowledging
 from daemon.subscription.negative_acknowledging import TopicRedelivery
 from daemon.subscription.waiting_line import WaitingLine
 from daemon.topic_terms.topic_port import TopicPort
-from storage_backends.formats.row_columns import U32, U64
 
 # The largest hand-out at once.
 MESSAGES_ROWS_MAX = 10_000
@@ -110,22 +110,13 @@ class OpenStream:
         """The dispatcher numbers under which rows are IN_FLIGHT at the stream."""
         return (self.dispatcher,)
 
-    async def acknowledge(
-        self,
-        ledger_id: U64,
-        entry_id: U64,
-        deliver_at_ms: U64,
-        batch_index: U32 | None = None,
-        *,
-        awaited: bool = True,
-    ) -> int:
+    async def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Ignored:
         """Acknowledges positions with the times they were handed out with; returns when that is durable.
 
-        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the number of
-        positions that were not in the backlog with that time: nothing happened to them.
+        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
+        to which nothing happened.
         """
         self._check_open()
-        claims = HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
         return await self._topic.acknowledging.acknowledge(self.state, claims, awaited=awaited)
 
     async def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> NackOutcome:
@@ -133,8 +124,8 @@ class OpenStream:
         self._check_open()
         return await self._topic.redelivery.negative_acknowledge(self.state, nack, awaited=awaited)
 
-    async def extend(self, claims: HeldPositions) -> int:
-        """The ack time-out of positions begins anew; how many of them are not IN_FLIGHT at this stream."""
+    async def extend(self, claims: HeldPositions) -> Ignored:
+        """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
         self._check_open()
         return await self._topic.acknowledging.extend(self.state, claims, self.holders)
 

@@ -19,8 +19,8 @@ import numpy as np
 from daemon.call_values import Consumer, HeldByConsumers
 from daemon.core import limits
 from daemon.core.claims import HeldPositions
-from daemon.core.in_flight import Mask, Places
-from daemon.core.index import Index
+from daemon.core.holding import Claimed, rows_claimed
+from daemon.core.in_flight import Mask
 from daemon.core.positions import KeyedRows
 from daemon.core.subscription_state import SubscriptionState
 from daemon.errors import InvalidArgument, QuotaExceeded
@@ -31,8 +31,6 @@ from daemon.surroundings.environment import Environment
 from storage_backends.formats.row_columns import Rows
 
 STREAMS_RETRY_MS = 5_000
-# The row that a claim is for, where it is for none.
-NO_ROW = -1
 
 
 class TopicOfOpening(TopicOfStreams, Protocol):
@@ -62,14 +60,14 @@ class Opening:
         await topic.gate.passed()
         state = topic.subscription(subscription)
         self._checked(state, key_shared=False)
-        found = await self._find(state, held)
+        claimed = await self._find(state, held)
         served = self._checked(state, key_shared=False)
         stream = DispatchStream(served)
         topic.core.open(state, stream.dispatcher)
         with self._beginning(served, stream):
-            are_held = topic.core.hold(state, stream.dispatcher, found, elapsed_ms=self._environment.elapsed_ms())
-            rows = rows_claimed(topic.core.indexes.serving(state.subscription_id), held, found)
-            _declare(stream, _of_claims(are_held, rows))
+            elapsed_ms = self._environment.elapsed_ms()
+            are_held = topic.core.hold(state, stream.dispatcher, claimed.rows, elapsed_ms=elapsed_ms)
+            _declare(stream, claimed.of_claims(are_held))
         return stream
 
     async def key_shared(
@@ -85,13 +83,13 @@ class Opening:
         if state.key_shared is None and (state.acknowledging or state.nacking):
             # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
             await topic.shard.commits.settled()
-        found = await self._find(state, claims)
+        claimed = await self._find(state, claims)
         served = self._checked(state, key_shared=True)
         stream = KeySharedStream(served)
         served.key_sharing.open(stream)
         with self._beginning(served, stream):
             served.key_sharing.join(stream, consumers)
-            _declare(stream, self._hold(stream, held, found))
+            _declare(stream, self._hold(stream, held, claimed))
         return stream
 
     def _checked(self, state: SubscriptionState, *, key_shared: bool) -> ServedSubscription:
@@ -107,24 +105,24 @@ class Opening:
             )
         return served
 
-    async def _find(self, state: SubscriptionState, held: HeldPositions) -> KeyedRows:
+    async def _find(self, state: SubscriptionState, held: HeldPositions) -> Claimed:
         """The rows that the dispatcher holds; they have been passed before it asks for them."""
         if not len(held):
-            return KeyedRows.empty()
+            return rows_claimed((), state, held, KeyedRows.empty())
         await self._topic.settle_due()
-        return await self._topic.acknowledging.find(state, held, held)
+        found = await self._topic.acknowledging.find(state, held, held)
+        return rows_claimed(self._topic.core.indexes.serving(state.subscription_id), state, held, found)
 
-    def _hold(self, stream: KeySharedStream, held: HeldByConsumers, found: KeyedRows) -> Mask:
+    def _hold(self, stream: KeySharedStream, held: HeldByConsumers, claimed: Claimed) -> Mask:
         """Which of the claims are held from now on."""
         core, state, claims = self._topic.core, stream.state, held.positions
         elapsed_ms = self._environment.elapsed_ms()
         numbers = stream.numbers_of(held.consumer_id)
-        rows = rows_claimed(core.indexes.serving(state.subscription_id), claims, found)
-        of_rows = np.flatnonzero(rows != NO_ROW)
-        holders = np.zeros(len(found), np.uint32)
-        holders[rows[of_rows]] = numbers[of_rows]
-        are_held = _of_claims(core.key_sharing.hold(state, found, holders, elapsed_ms=elapsed_ms), rows)
-        planned = np.flatnonzero((rows == NO_ROW) & (claims.deliver_at_ms == 0) & ~claims.are_parts())
+        holders = numbers[claimed.claims]
+        are_held = claimed.of_claims(core.key_sharing.hold(state, claimed.rows, holders, elapsed_ms=elapsed_ms))
+        without_row = np.ones(len(claims), np.bool_)
+        without_row[claimed.claims] = False
+        planned = np.flatnonzero(without_row & (claims.deliver_at_ms == 0) & ~claims.are_parts())
         if len(planned):
             named = np.stack([claims.ledger_id[planned], claims.entry_id[planned]])
             planned = planned[np.sort(np.unique(named, axis=1, return_index=True)[1])]
@@ -165,35 +163,3 @@ def _check_holders(held: HeldByConsumers, consumers: Sequence[Consumer]) -> None
         raise InvalidArgument(
             f"held_consumer_id[{row}] is {held.consumer_id[row]}, which none of the consumers of this open has"
         )
-
-
-def rows_claimed(indexes: Sequence[Index], claims: HeldPositions, found: KeyedRows) -> Places:
-    """The place in `found` of the row that each claim is for, NO_ROW where there is none.
-
-    `indexes`: those that the rows may be in, in the order in which they are asked. Of claims for one row the first one
-    counts.
-    """
-    rows = np.full(len(claims), NO_ROW, np.intp)
-    if not len(found):
-        return rows
-    order = np.argsort(found.keys)
-    ordered = found.keys[order]
-    for index in indexes:
-        keys = claims.keys_in(index)
-        places = np.searchsorted(ordered, keys)
-        places[places == len(ordered)] = 0
-        same = (ordered[places] == keys) & (found.rows.deliver_at_ms[order[places]] == claims.deliver_at_ms)
-        hits = np.flatnonzero(same & (rows == NO_ROW))
-        rows[hits] = order[places[hits]]
-    hits = np.flatnonzero(rows != NO_ROW)
-    _, first = np.unique(rows[hits], return_index=True)
-    claimed = np.full(len(claims), NO_ROW, np.intp)
-    claimed[hits[first]] = rows[hits[first]]
-    return claimed
-
-
-def _of_claims(of_rows: Mask, rows: Places) -> Mask:
-    """What holds of rows, of the claims that are for them; of the others it does not."""
-    of_claims: Mask = rows != NO_ROW
-    of_claims[of_claims] = of_rows[rows[of_claims]]
-    return of_claims

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,14 +38,16 @@ class FakeClaims(abc.ABC):
     @abc.abstractmethod
     async def _begin(self) -> int: ...
 
-    async def acknowledge(self, topic: str, subscription: str, claims: call_values.HeldPositions) -> int:
+    async def acknowledge(
+        self, topic: str, subscription: str, claims: call_values.HeldPositions
+    ) -> call_values.Ignored:
         self.check_claims(claims)
         now_ms = await self._begin()
         known = self.find(topic, subscription)
         claimed = rows_of(claims)
         owed = set(self.topics[topic].backlog(known, now_ms)).intersection(claimed)
         known.acknowledge(owed)
-        return len(claimed) - len(owed)
+        return ignored(claims, [row not in owed for row in claimed], call_values.IgnoredReason.NOT_THERE)
 
     async def negative_acknowledge(
         self, topic: str, subscription: str, nack: call_values.Nack
@@ -53,12 +55,12 @@ class FakeClaims(abc.ABC):
         now_ms = await self._begin()
         known, rows = self.find(topic, subscription), rows_of(nack.positions)
         policy_ms, bits = self._check_nack(known, nack), known.policy.nack_precision_bits or 0
-        ignored = dead_lettered = 0
+        left, dead_lettered = [], 0
         backlog = set(self.topics[topic].backlog(known, now_ms))
         hashes = np.zeros(len(rows), np.uint32) if nack.key_hash is None else nack.key_hash
         for row, given_ms, key_hash in zip(rows, policy_ms, hashes.tolist(), strict=True):
-            if not known.enter(row, backlog, key_hash):
-                ignored += 1
+            left.append(not known.enter(row, backlog, key_hash))
+            if left[-1]:
                 continue
             redeliver_at_ms = -(-(now_ms + given_ms) >> bits) << bits
             too_often = not nack.reject and known.nack(row, redeliver_at_ms, now_ms)
@@ -75,7 +77,8 @@ class FakeClaims(abc.ABC):
                 )
                 known.bury(letter)
         known.wake()
-        return call_values.NackOutcome(ignored, dead_lettered)
+        reason = call_values.IgnoredReason.NOT_THERE
+        return call_values.NackOutcome(ignored(nack.positions, left, reason), dead_lettered)
 
     def _check_nack(self, known: Subscription, nack: call_values.Nack) -> list[int]:
         """The delay of each row."""
@@ -102,27 +105,29 @@ class FakeClaims(abc.ABC):
 
     async def held_by(
         self, topic: str, subscription: str, holder: FakeDispatchStream, claims: call_values.HeldPositions
-    ) -> int:
-        """How many of the positions a stream holds."""
+    ) -> call_values.Ignored:
+        """The positions that a stream does not hold."""
         self.check_claims(claims)
         await self._begin()
         known = self.find(topic, subscription)
-        held = set(self.topics[topic].backlog(known, self.now_ms())).intersection(rows_of(claims))
-        return sum(known.in_flight.get(row[1:]) is holder for row in held)
+        owed = set(self.topics[topic].backlog(known, self.now_ms()))
+        left = [row not in owed or known.in_flight.get(row[1:]) is not holder for row in rows_of(claims)]
+        return ignored(claims, left, call_values.IgnoredReason.NOT_HELD)
 
     async def extend_lease(
         self, topic: str, subscription: str, claims: call_values.HeldPositions, lease_ms: int
-    ) -> int:
+    ) -> call_values.Ignored:
         self.check_claims(claims)
         leases.check_lease(lease_ms)
         await self._begin()
         known = self.find(topic, subscription)
-        held = set(self.topics[topic].backlog(known, self.now_ms())).intersection(rows_of(claims))
-        moved = [row for row in held if isinstance(known.in_flight.get(row[1:]), Lease)]
+        owed = set(self.topics[topic].backlog(known, self.now_ms()))
+        rows = rows_of(claims)
+        moved = {row for row in rows if row in owed and isinstance(known.in_flight.get(row[1:]), Lease)}
         lease = Lease()
         known.in_flight.update({row[1:]: lease for row in moved})
         self.end_later(known, lease, lease_ms)
-        return len(claims) - len(moved)
+        return ignored(claims, [row not in moved for row in rows], call_values.IgnoredReason.NOT_HELD)
 
     def handed_out(self, topic: str, subscription: Subscription, rows: list[Row]) -> call_values.HandedOut:
         due, ledger_id, entry_id = zip(*(row[:3] for row in rows), strict=True) if rows else ((), (), ())
@@ -150,6 +155,12 @@ class FakeClaims(abc.ABC):
             asyncio.get_running_loop().call_later(lease_ms / 1000, end)
         else:
             end()
+
+
+def ignored(
+    claims: call_values.HeldPositions, left: Sequence[bool], reason: call_values.IgnoredReason
+) -> call_values.Ignored:
+    return call_values.Ignored.all_of(claims.take(np.flatnonzero(left)), reason)
 
 
 def rows_of(claims: call_values.HeldPositions) -> list[Row]:

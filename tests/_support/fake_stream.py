@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values
-from storage_backends.formats.row_columns import U32, U64
 from tests._support.fake_topic import EPOCH, Subscription
 
 if TYPE_CHECKING:
@@ -45,24 +44,14 @@ class FakeDispatchStream:
         self.lost = error
         self.changed.set()
 
-    async def acknowledge(
-        self,
-        ledger_id: U64,
-        entry_id: U64,
-        deliver_at_ms: U64,
-        batch_index: U32 | None = None,
-        *,
-        awaited: bool = True,
-    ) -> int:
-        claims = call_values.HeldPositions(ledger_id, entry_id, deliver_at_ms, batch_index)
+    async def acknowledge(self, claims: call_values.HeldPositions, *, awaited: bool = True) -> call_values.Ignored:
         return await self._engine.acknowledge(self._topic, self._name, claims)
 
     async def negative_acknowledge(self, nack: call_values.Nack, *, awaited: bool = True) -> call_values.NackOutcome:
         return await self._engine.negative_acknowledge(self._topic, self._name, nack)
 
-    async def extend(self, claims: call_values.HeldPositions) -> int:
-        held = await self._engine.held_by(self._topic, self._name, self, claims)
-        return len(claims) - held
+    async def extend(self, claims: call_values.HeldPositions) -> call_values.Ignored:
+        return await self._engine.held_by(self._topic, self._name, self, claims)
 
     async def next_messages(self) -> call_values.HandedOut:
         while True:

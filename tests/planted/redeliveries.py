@@ -13,6 +13,7 @@ from pyroaring import BitMap64
 from daemon.core import redelivering
 from daemon.core.acknowledgements import Acknowledging
 from daemon.core.dead_lettering import DeadLettering
+from daemon.core.ignored import Ignored
 from daemon.core.in_flight import InFlight
 from daemon.core.nack_tracker import NackTracker
 from daemon.core.positions import KeyedRows
@@ -125,8 +126,8 @@ def a_nack_is_answered_at_once_after_a_takeover(patch: pytest.MonkeyPatch) -> No
     negative_acknowledge = TopicRedelivery.negative_acknowledge
 
     async def at_once(self: TopicRedelivery, *arguments: Any, **options: Any) -> Any:
-        async def answerable(ignored: int) -> None:
-            if ignored:
+        async def answerable(ignored: Ignored) -> None:
+            if len(ignored):
                 await self._topic.shard.commits.confirmed()
 
         self._topic.acknowledging.answerable = answerable  # type: ignore[method-assign]

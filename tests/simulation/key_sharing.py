@@ -23,6 +23,7 @@ from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from storage_backends.formats.row_columns import U32
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import ignored_by
 from tests.simulation.columns import handed_of, held_positions, positions_of
 from tests.simulation.history import History
 from tests.simulation.key_promises import KeyPromises
@@ -204,9 +205,7 @@ class KeySharing:
             return await self._nacking.some_of(draw, daemon, view, NAME, stream, parts=False)
         claims = sorted(draw.sample(list(view.held.items()), draw.randrange(1, len(view.held) + 1)))
         sent = self._promises.sending_acknowledgement(view, claims)
-        columns = held_positions(claims)
-        acknowledging = stream.acknowledge(columns.ledger_id, columns.entry_id, columns.deliver_at_ms)
-        ignored = await self._clients.call(daemon, acknowledging)
+        ignored = await self._clients.call(daemon, ignored_by(stream.acknowledge, held_positions(claims)))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

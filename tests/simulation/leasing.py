@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import ignored_by
 from tests.simulation.columns import handed_of, held_positions
 from tests.simulation.history import History
 from tests.simulation.nacking import Nacking
@@ -75,8 +76,8 @@ class Leasing:
         claims = held_positions(view.held.items())
         lease_ms = draw.choice((0, 500, 5_000))
         sent_s = view.ends_s = daemon.elapsed_s()
-        extending = daemon.engine.requests.extend_lease(view.topic, self._clients.name_of(view), claims, lease_ms)
-        ignored = await self._clients.call(daemon, extending)
+        extend, name = daemon.engine.requests.extend_lease, self._clients.name_of(view)
+        ignored = await self._clients.call(daemon, ignored_by(extend, view.topic, name, claims, lease_ms))
         if ignored == 0 and lease_ms:
             view.ends_s = sent_s + lease_ms / 1000
 
@@ -85,10 +86,8 @@ class Leasing:
         if not claims:
             return
         sent = self._promises.sending_acknowledgement(view, claims)
-        acknowledging = daemon.engine.requests.acknowledge(
-            view.topic, self._clients.name_of(view), held_positions(claims)
-        )
-        ignored = await self._clients.call(daemon, acknowledging)
+        acknowledge, name = daemon.engine.requests.acknowledge, self._clients.name_of(view)
+        ignored = await self._clients.call(daemon, ignored_by(acknowledge, view.topic, name, held_positions(claims)))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

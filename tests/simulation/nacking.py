@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from daemon.call_values import DeadLetterFilter, Nack, NackOutcome, SubscriptionPolicy, TopicDelayLevels
+from daemon.call_values import DeadLetterFilter, Nack, SubscriptionPolicy, TopicDelayLevels
 from daemon.subscription.open_stream import DispatchStream
 from daemon.subscription.open_stream import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import Counts, counts_of, ignored_by
 from tests.simulation.columns import held_positions
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, TopicTruth
@@ -154,7 +155,7 @@ class Nacking:
 
     async def extend(self, draw: random.Random, daemon: Daemon, view: OpenStream, stream: DispatchStream) -> None:
         claims = draw.sample(list(view.held.items()), draw.randrange(1, len(view.held) + 1))
-        ignored = await self._clients.call(daemon, stream.extend(held_positions(claims)))
+        ignored = await self._clients.call(daemon, ignored_by(stream.extend, held_positions(claims)))
         if ignored is not None and ignored > len(claims):
             self._history.breach(f"{ignored} of {len(claims)} positions were ignored")
 
@@ -219,11 +220,11 @@ class Nacking:
             )
             if asked is None:
                 return answered
-            calling: Coroutine[Any, Any, NackOutcome]
+            calling: Coroutine[Any, Any, Counts]
             if stream is not None:
-                calling = stream.negative_acknowledge(nack)
+                calling = counts_of(stream.negative_acknowledge, nack)
             else:
-                calling = daemon.engine.requests.negative_acknowledge(topic, name, nack)
+                calling = counts_of(daemon.engine.requests.negative_acknowledge, topic, name, nack)
             outcome = await self._clients.call(daemon, calling)
             if outcome is not None:
                 answered = True

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from daemon.call_values import DeadLetterFilter, DeadLetterRows, NackOutcome, Replayed
+from daemon.call_values import DeadLetterFilter, DeadLetterRows, Replayed
 from daemon.core import redelivery_policy
 from daemon.settings import Redelivery
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy
+from tests._support.outcomes import Counts
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, Row
 from tests.simulation.positions import Position, in_index, is_part, named
@@ -134,9 +135,7 @@ class RedeliveryPromises:
             tuple(asked),
         )
 
-    def nack_answered(
-        self, nack: NackSent, shard: int, epoch: int, outcome: NackOutcome, stream: OpenStream | None
-    ) -> None:
+    def nack_answered(self, nack: NackSent, shard: int, epoch: int, outcome: Counts, stream: OpenStream | None) -> None:
         """`stream`: on which it was sent, if it was on one."""
         sent, topic, number = nack.sent, nack.sent.topic, nack.subscription_id
         for position, _ in nack.claims:
@@ -200,7 +199,7 @@ class RedeliveryPromises:
                 return True
         return False
 
-    def _check_dead(self, nack: NackSent, outcome: NackOutcome) -> None:
+    def _check_dead(self, nack: NackSent, outcome: Counts) -> None:
         topic, number = nack.sent.topic, nack.subscription_id
         if nack.reject and outcome.ignored + outcome.dead_lettered != len(nack.claims):
             self._breach(nack, f"{nack.claims} were rejected and answered with {outcome}")

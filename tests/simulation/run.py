@@ -29,6 +29,7 @@ from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from storage_backends.object_store import StoreError
 from tests._support.engine_fixture import Daemon, Killed
 from tests._support.fault_store import Fault
+from tests._support.outcomes import ignored_by
 from tests._support.virtual_loop import VirtualLoop
 from tests.simulation import nacking, owning, quiet, quiet_deletions
 from tests.simulation.cluster import Cluster, Machines
@@ -354,7 +355,8 @@ class _Course:
             ignored = 0
             for some in (claims[:parts], claims[parts:]):
                 if some:
-                    ignored += await daemon.call(requests.acknowledge(topic, stored.name, held_positions(some)))
+                    acknowledging = ignored_by(requests.acknowledge, topic, stored.name, held_positions(some))
+                    ignored += await daemon.call(acknowledging)
             if ignored:
                 self._history.breach(f"topic {topic}: {ignored} acknowledgements of rows just handed out were ignored")
         view.close()

@@ -25,6 +25,7 @@ from daemon.subscription.open_stream import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import ignored_by
 from tests.simulation.cluster import Cluster
 from tests.simulation.columns import batch_by_level, batch_of, columns_of, entries_of, handed_of, held_positions
 from tests.simulation.history import History
@@ -391,11 +392,7 @@ class Clients:
             (position, deliver_at_ms), *rest = claims
             claims = [(position, deliver_at_ms + 1), *rest]
         sent = self._promises.sending_acknowledgement(view, claims)
-        columns = held_positions(claims)
-        ignored = await self.call(
-            daemon,
-            stream.acknowledge(columns.ledger_id, columns.entry_id, columns.deliver_at_ms, columns.batch_index),
-        )
+        ignored = await self.call(daemon, ignored_by(stream.acknowledge, held_positions(claims)))
         if ignored is not None:
             self._history.note(f"{daemon.name} acknowledged {view.topic} {view.subscription_id} {claims} -> {ignored}")
             self._promises.acknowledgement_answered(view, sent, claims, ignored)

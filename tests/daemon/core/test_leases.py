@@ -44,8 +44,8 @@ def test_only_what_a_lease_holds_with_that_time_is_extended() -> None:
     state.hand_out(LEASE, 1)
     state.hand_out(LISTENER, 1)
     claims = claims_of([(R, NOW_MS - 2), (R, NOW_MS - 4), (Q, NOW_MS - 2), (P, NOW_MS - 1)])
-    assert topic.core.move_held(state, claims, [LEASE], OTHER) == 0
-    assert topic.core.move_held(state, claims_of([(R, NOW_MS - 3)]), [LEASE], OTHER) == 1
+    assert len(topic.core.move_held(state, claims, [LEASE], OTHER)) == 4
+    assert len(topic.core.move_held(state, claims_of([(R, NOW_MS - 3)]), [LEASE], OTHER)) == 0
     assert [state.held_rows(number) for number in (LISTENER, LEASE, OTHER)] == [1, 0, 1]
     assert state.return_held(LEASE) == 0
     assert state.return_held(OTHER) == 1

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core import entitlement, redelivering, redelivery_cut
+from daemon.core import acknowledgements, entitlement, redelivering, redelivery_cut
 from daemon.core import topic as topic_module
 from daemon.core.acknowledgements import Acknowledging
 from daemon.core.claims import HeldPositions
 from daemon.core.dead_letter_rows import DeadLetterRows, DeadLetters
 from daemon.core.dead_lettering import DeadLettering
+from daemon.core.holding import Claimed, rows_claimed
 from daemon.core.in_flight import InFlight, Mask
 from daemon.core.index import Index
 from daemon.core.nack_tracker import NackTracker
@@ -30,6 +31,8 @@ from daemon.core.withdrawals import Withdrawals
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core import test_dead_lettering, test_redelivering, test_redelivery
+from tests.daemon.core import test_every_order as every_order
+from tests.daemon.core._support import journaled_topic
 from tests.daemon.core._support.redelivery_machine import RedeliveryMachine
 from tests.daemon.core.test_planted_bugs import Plant, found_by_the_state_machine, search
 
@@ -85,7 +88,7 @@ def what_is_extended_is_there_since_it_was_handed_out(patch: pytest.MonkeyPatch)
         dispatchers: Collection[int],
         *,
         elapsed_ms: int,
-    ) -> int:
+    ) -> HeldPositions:
         return extend(self, state, positions, dispatchers, elapsed_ms=0)
 
     patch.setattr(Redelivering, "extend", extended)
@@ -126,7 +129,7 @@ def what_comes_due_while_there_is_no_room_is_dropped(patch: pytest.MonkeyPatch) 
 
 
 def a_request_does_not_wait_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "is_staged", lambda self, state, positions: False)
+    patch.setattr(Redelivering, "is_staged", lambda self, state, positions, **_: False)
 
 
 def what_is_staged_comes_back(patch: pytest.MonkeyPatch) -> None:
@@ -199,7 +202,7 @@ def the_count_of_what_left_stays(patch: pytest.MonkeyPatch) -> None:
 
 
 def messages_do_not_leave_with_their_entry(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Acknowledging, "end_parts", lambda self, state, ledger_id, entry_id: iter(()))
+    patch.setattr(Acknowledging, "end_parts", lambda self, state, ledger_id, entry_id, counts=None: iter(()))
 
 
 def a_trim_leaves_messages_of_batches(patch: pytest.MonkeyPatch) -> None:
@@ -382,7 +385,69 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     a_replay_keeps_the_count,
 )
 
+
 # What takes a rare order of events.
+def an_acknowledgement_ends_any_hand_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "are_ended_by", lambda self, keys, counts: None)
+
+
+def what_failed_can_still_be_acknowledged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "given_up", lambda self, keys, counts: None)
+
+
+def a_late_nack_does_not_wait_for_the_acknowledgement(patch: pytest.MonkeyPatch) -> None:
+    is_staged = Redelivering.is_staged
+    patch.setattr(Redelivering, "is_staged", lambda self, state, positions, **_: is_staged(self, state, positions))
+
+
+def only_what_is_in_flight_is_nacked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Redelivering, "_decide_found", lambda self, state, index, left, found, terms: ([], left))
+
+
+def another_hand_out_is_held(patch: pytest.MonkeyPatch) -> None:
+    def without_counts(
+        indexes: Sequence[Index], state: SubscriptionState, claims: HeldPositions, found: KeyedRows
+    ) -> Claimed:
+        return rows_claimed(indexes, state, dataclasses.replace(claims, redelivery_count=None), found)
+
+    patch.setattr(journaled_topic, "rows_claimed", without_counts)
+
+
+def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(acknowledgements, "_later", lambda state, parts, first_keys, counts: BitMap64())
+
+
+def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
+    decide = Redelivering._decide_strange
+
+    def without_times(
+        self: Redelivering, state: SubscriptionState, strange: NackBatch, terms: Terms
+    ) -> Iterator[Record]:
+        times_ms = np.zeros(len(strange), np.uint64)
+        positions = dataclasses.replace(strange.positions, deliver_at_ms=times_ms)
+        return decide(self, state, dataclasses.replace(strange, positions=positions), terms)
+
+    patch.setattr(Redelivering, "_decide_strange", without_times)
+
+
+def a_late_row_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(NackBatch, "first_counts", property(lambda self: np.ones(len(self), np.uint32)))
+
+
+def an_old_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
+    take = redelivering._take_in_flight
+
+    def any_hand_out(state: SubscriptionState, index: Index, nack: NackBatch) -> tuple[KeyedRows, Mask]:
+        positions = dataclasses.replace(nack.positions, redelivery_count=None)
+        return take(state, index, dataclasses.replace(nack, positions=positions))
+
+    patch.setattr(redelivering, "_take_in_flight", any_hand_out)
+
+
+def a_time_out_is_taken_for_a_failure(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "timed_out", lambda self, keys: None)
+
+
 BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
     (
         what_is_in_flight_since_just_now_times_out,
@@ -442,6 +507,31 @@ BY_A_STORY: tuple[tuple[Plant, Callable[[], None]], ...] = (
         test_redelivery.test_a_position_that_is_owed_as_a_row_is_not_one_that_never_was_added,
     ),
     (a_request_does_not_wait_for_what_is_staged, test_redelivery.test_what_is_staged_is_in_no_hand),
+    (
+        an_acknowledgement_ends_any_hand_out,
+        every_order.test_h_n_a_the_row_waits_and_the_acknowledgement_is_of_another_delivery,
+    ),
+    (
+        what_failed_can_still_be_acknowledged,
+        every_order.test_h_x_h_n_a_newer_hand_out_is_out_and_the_old_one_ends_nothing_any_more,
+    ),
+    (
+        a_late_nack_does_not_wait_for_the_acknowledgement,
+        every_order.test_h_a_n_while_the_acknowledgement_is_staged_the_nack_waits,
+    ),
+    (only_what_is_in_flight_is_nacked, every_order.test_h_s_n_what_is_ready_again_is_nacked),
+    (another_hand_out_is_held, every_order.test_after_k_a_position_is_held_only_by_the_name_that_its_row_has),
+    (an_entry_takes_later_parts_along, every_order.test_entry_h_n_of_a_part_a_of_the_entry_the_part_stays),
+    (
+        a_late_row_has_no_time,
+        every_order.test_h_a_n_the_subscription_gets_a_row_of_its_own_with_the_time_and_the_next_count,
+    ),
+    (a_late_row_begins_anew, every_order.test_a_row_that_a_late_nack_makes_is_never_due_in_the_future),
+    (
+        an_old_nack_hits_a_newer_hand_out,
+        every_order.test_h_x_h_n_a_newer_hand_out_is_out_and_the_old_one_ends_nothing_any_more,
+    ),
+    (a_time_out_is_taken_for_a_failure, every_order.test_h_x_h_a_of_the_first_ends_it),
     (
         a_dead_letter_is_replayed_over_a_row,
         test_dead_lettering.test_a_dead_letter_whose_position_has_a_row_stays,

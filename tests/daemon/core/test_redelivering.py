@@ -11,6 +11,7 @@ import pytest
 from daemon.core import feeding
 from daemon.core.adding import AddBatch
 from daemon.core.claims import HeldPositions
+from daemon.core.ignored import Ignored
 from daemon.core.limits import RequestLimits
 from daemon.core.positions import KeyedRows
 from daemon.core.redelivering import NackBatch, Terms
@@ -94,13 +95,14 @@ class One:
         nack = NackBatch(self.claims(rows), delays, None, reject, text)
         terms = self.terms(now_ms)
         records, left = self.topic.redelivery.stage(self.state, nack, terms)
-        ignored = 0
+        ignored = Ignored.nothing()
         more: tuple[Record, ...] = ()
         if len(left):
-            found, missing = self.topic.find_in_backlog(self.state, self.topic.redelivery.sought(self.state, left), {})
+            sought = self.topic.redelivery.sought(self.state, left)
+            found, missing = self.topic.find_in_backlog(self.state, sought, {}, any_time=True)
             assert not missing
             more, ignored = self.topic.redelivery.stage_found(self.state, left, found, terms)
-        return [*records, *more], ignored
+        return [*records, *more], len(ignored)
 
     def nack(
         self,
@@ -119,9 +121,9 @@ class One:
         records, rest = self.topic.acknowledging.stage(self.state, claims)
         found, missing = self.topic.find_in_backlog(self.state, rest, {})
         assert not missing
-        more = self.topic.acknowledging.stage_found(self.state, found)
+        more, rest = self.topic.acknowledging.stage_found(self.state, rest, found)
         self.apply([*records, *more])
-        return len(rest) - len(found)
+        return len(rest)
 
     def due(self, now_ms: int = NOW_MS) -> None:
         while self.topic.pass_due(now_ms, 100):
@@ -202,7 +204,8 @@ def test_a_nack_with_another_time_or_of_a_row_that_waits_is_ignored() -> None:
     one.add([1])
     one.add([2], NOW_MS + 500)
     one.handed_out()
-    assert one.nack((1, None, NOW_MS - 1), (2, None, NOW_MS + 500), (1, None, 0), (2, None, 0)) == 4
+    assert one.nack((1, None, NOW_MS - 1), (2, None, NOW_MS + 500)) == 2
+    assert one.nack((2, None, 0)) == 1
     assert len(one.state.nacks) == 0
 
 
@@ -339,8 +342,8 @@ def test_what_is_in_flight_too_long_is_nacked_by_policy() -> None:
     assert one.state.in_flight.oldest_since_ms() == 100
     one.apply(one.topic.redelivery.stage_overdue(one.state, 150, one.terms(), limit=10))
     assert (len(one.state.in_flight), len(one.state.nacks)) == (1, 1)
-    assert one.topic.redelivery.extend(one.state, one.claims([(2, None, NOW_MS)]), (LISTENER,), elapsed_ms=900) == 0
-    assert one.topic.redelivery.extend(one.state, one.claims([(1, None, NOW_MS)]), (LISTENER,), elapsed_ms=900) == 1
+    extended = one.claims([(2, None, NOW_MS), (1, None, NOW_MS)])
+    assert one.topic.redelivery.extend(one.state, extended, (LISTENER,), elapsed_ms=900).places().tolist() == [1]
     assert one.topic.redelivery.stage_overdue(one.state, 899, one.terms(), limit=10) == ()
     assert one.handed_out(NOW_MS + 100) == [(1, None, NOW_MS, 1)]
 

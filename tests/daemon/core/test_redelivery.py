@@ -173,10 +173,15 @@ def test_an_acknowledgement_ends_what_waits(after: Stored) -> None:
 def test_a_claim_with_another_time_is_ignored() -> None:
     topic, state = with_rows_in_flight(P)
     assert nacking.nack(topic, state, [(P, NOW_MS + 1)], 50).ignored == 1
-    assert nacking.nack(topic, state, [(P, 0)], 50).ignored == 1
     assert nacking.nack(topic, state, [(Q, NOW_MS)], 50).ignored == 1
     assert len(state.in_flight) == 1
     assert not len(state.nacks)
+
+
+def test_a_claim_without_a_time_is_for_the_row_that_is_due() -> None:
+    topic, state = with_rows_in_flight(P)
+    assert nacking.nack(topic, state, [(P, 0)], 50).ignored == 0
+    assert (len(state.in_flight), len(state.nacks)) == (0, 1)
 
 
 def test_a_position_that_came_back_and_is_gone_begins_anew() -> None:
@@ -364,8 +369,8 @@ def test_a_message_that_times_out_when_its_entry_dies_leaves_with_it() -> None:
 def test_what_is_extended_is_there_since_then() -> None:
     topic, state = with_rows_in_flight(P, Q)
     claims = claims_of([(P, NOW_MS), (R, NOW_MS)])
-    assert topic.core.redelivery.extend(state, claims, (OTHER,), elapsed_ms=70) == 2
-    assert topic.core.redelivery.extend(state, claims, (LISTENER,), elapsed_ms=70) == 1
+    assert len(topic.core.redelivery.extend(state, claims, (OTHER,), elapsed_ms=70)) == 2
+    assert len(topic.core.redelivery.extend(state, claims, (LISTENER,), elapsed_ms=70)) == 1
     on = nacking.terms(topic.now_ms)
     assert nacking.stage_overdue(topic, state, 69, on, 9).nacks.keys() == {(0, *Q)}
     assert nacking.stage_overdue(topic, state, 70, on, 9).nacks.keys() == {(0, *P)}
@@ -376,7 +381,9 @@ def test_a_position_that_is_held_as_two_rows_is_extended_as_one() -> None:
     topic.add([P], NOW_MS)
     topic.add([P], NOW_MS, state.subscription_id)
     assert handed(topic, state) == [(P, 0), (P, 0)]
-    assert topic.core.redelivery.extend(state, claims_of([(P, NOW_MS), (Q, NOW_MS)]), (LISTENER,), elapsed_ms=70) == 1
+    assert (
+        len(topic.core.redelivery.extend(state, claims_of([(P, NOW_MS), (Q, NOW_MS)]), (LISTENER,), elapsed_ms=70)) == 1
+    )
 
 
 # ---- positions that were never added

@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import NackOutcome, SubscriptionPolicy
+from daemon.call_values import SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import create, delete_topic, extend, get, stats
 from tests.daemon.engine._support.nacking import EXACT, HandOut, constant, dispatcher, hand_outs, nack
 
@@ -109,7 +110,7 @@ async def test_leased_rows_time_out_unless_the_lease_ends_first_or_is_extended(m
     await asyncio.sleep(6)
     back = hand_outs((await get(one, 9)).handed_out, 0)
     assert ([row.entry for row in back], counts(back)) == ([0, 1, 2], [0] * 3)
-    assert await nack(one, back, 600_000) == NackOutcome(0, 0)
+    assert await nack(one, back, 600_000) == Counts(0, 0)
     assert await extend(one, [row[:3] for row in extended], 60_000) == 0
     await asyncio.sleep(7)
     back = hand_outs((await get(one, 9)).handed_out, 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.call_values import HeldPositions, Nack, NackOutcome
+from daemon.call_values import HeldPositions, Nack
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.outcomes import Counts, counts_of, ignored_by
 
 # More than are passed at once.
 ROWS = 60_000
@@ -31,7 +32,7 @@ async def test_what_the_former_owner_handed_out_is_acknowledged_before_the_head_
     machines: EngineFixture,
 ) -> None:
     two, held = await restarted(machines)
-    assert await two.call(two.engine.requests.acknowledge("t", "s", held)) == 0
+    assert await two.call(ignored_by(two.engine.requests.acknowledge, "t", "s", held)) == 0
 
 
 async def test_what_the_former_owner_handed_out_is_nacked_before_the_head_has_passed_it(
@@ -39,5 +40,5 @@ async def test_what_the_former_owner_handed_out_is_nacked_before_the_head_has_pa
 ) -> None:
     two, held = await restarted(machines)
     nack = Nack(held, delay_ms=np.full(len(held), 60_000, np.uint64))
-    assert await two.call(two.engine.requests.negative_acknowledge("t", "s", nack)) == NackOutcome(0, 0)
+    assert await two.call(counts_of(two.engine.requests.negative_acknowledge, "t", "s", nack)) == Counts(0, 0)
     assert two.topic("t").subscription("s").nacks.keys

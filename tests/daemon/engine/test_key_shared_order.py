@@ -13,6 +13,7 @@ from daemon.subscription import sharing_rounds
 from daemon.subscription.open_stream import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import get, held, rows_of, stats
 from tests.daemon.engine._support.key_dispatching import (
     HALF,
@@ -205,7 +206,7 @@ async def test_later_rows_of_a_key_are_taken_back_and_wait_for_the_nacked_one(ma
     shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky(nack_order=NackOrder.BLOCK_KEY))
     await add(one, 1, range(5), [7, 7, 8, 7, 8])
     rows = await shared.next(5)
-    assert await shared.nack([rows[1]], 10_000) == call_values.NackOutcome(0, 0)
+    assert await shared.nack([rows[1]], 10_000) == Counts(0, 0)
     assert [(each.consumer, each.entry) for each in shared.taken_back] == [(1, 3)], "before it is answered"
     assert await shared.acknowledge([rows[3]]) == 1, "it is not held any more"
     assert await shared.acknowledge([rows[0], rows[2]]) == 0
@@ -226,7 +227,7 @@ async def test_an_acknowledgement_right_behind_a_nack_of_an_earlier_row_of_its_k
     await add(one, 1, [1, 2, 3], [7, 7, 8])
     rows = await shared.next(3)
     nacked, acknowledged = shared.nack(rows[:1], 1_000), shared.acknowledge(rows[1:])
-    assert await nacked == call_values.NackOutcome(0, 0)
+    assert await nacked == Counts(0, 0)
     assert await acknowledged == 1
     assert [each.entry for each in await shared.next(2)] == [1, 2]
 
@@ -269,7 +270,7 @@ async def test_a_dead_letter_makes_way_for_its_key(machines: EngineFixture) -> N
     await shared.nack(rows[:1], 1_000)
     again = await shared.next(2)
     assert [each.entry for each in again] == [0, 1]
-    assert await shared.nack(again[:1], 1_000) == call_values.NackOutcome(0, 1)
+    assert await shared.nack(again[:1], 1_000) == Counts(0, 1)
     assert [each.entry for each in shared.taken_back] == [1]
     assert await shared.acknowledge(again[1:]) == 0
     assert (await stats(one)).subscriptions[0].backlog == 0
@@ -302,7 +303,7 @@ async def test_a_planned_position_that_is_nacked_comes_back_as_a_row(machines: E
     one = await machines.served_by("one")
     shared = await open_by_key(one, halves(), policy=sticky(nack_order=NackOrder.BLOCK_KEY))
     assert await shared.plan(9, [1, 2], [HALF, HALF]) == [2, 2]
-    assert await shared.nack(planned(9, [1]), 2_000) == call_values.NackOutcome(0, 0)
+    assert await shared.nack(planned(9, [1]), 2_000) == Counts(0, 0)
     assert [(each.consumer, each.entry) for each in shared.taken_back] == [(2, 2)]
     assert (await stats(one)).subscriptions[0].nacked == 1
     rows = await shared.next(2)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from daemon import call_values
 from daemon.owner.requests import Requests
 from daemon.subscription.open_stream import StreamClosed
 from daemon.surroundings.failure_scope import TopicFailed
 from daemon.topic_gauges import TopicNumbers
 from storage_backends.formats.manifest import HashSelector, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.outcomes import Counts, counts_of
 from tests.daemon.engine._support.key_dispatching import (
     HALF,
     HASHES,
@@ -114,9 +114,9 @@ async def test_what_is_taken_back_from_a_stream_that_closes_in_the_same_turn_is_
     second = await open_by_key(one, [consumer(1, HIGH)])
     await add(one, 1, range(3), [HALF] * 3)
     rows = await second.next(3)
-    nacking = one.call(first.stream.negative_acknowledge(nack_of([rows[0].row], 2_000)))
+    nacking = one.call(counts_of(first.stream.negative_acknowledge, nack_of([rows[0].row], 2_000)))
     closing = one.call(closed(second))
-    assert await nacking == call_values.NackOutcome(0, 0)
+    assert await nacking == Counts(0, 0)
     await closing
     assert isinstance(second.ended, StreamClosed)
     assert (first.ended, first.taken_back, second.taken_back) == (None, [], [])
@@ -144,7 +144,7 @@ async def test_a_stream_that_closes_while_others_wait_for_it_tells_them(machines
     shared.stream.close()
     with pytest.raises(StreamClosed):
         await planning
-    assert await nacking == call_values.NackOutcome(0, 0), "it was durable"
+    assert await nacking == Counts(0, 0), "it was durable"
 
 
 async def test_what_cannot_be_read_of_nacked_rows_ends_the_streams(

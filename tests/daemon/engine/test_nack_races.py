@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import NackOutcome
 from daemon.errors import TarryError, Unavailable
 from tests._support.engine_fixture import EngineFixture
 from tests._support.fault_store import Fault
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import stats, trim, up_to
 from tests.daemon.engine._support.nacking import (
     DEAD,
@@ -174,7 +174,7 @@ async def test_of_an_entry_that_leaves_no_message_stays_whatever_was_staged_firs
     back = await listener.next(2)
     held = one.pause("put_if_absent", JOURNAL)
 
-    def leave() -> asyncio.Task[int] | asyncio.Task[NackOutcome]:
+    def leave() -> asyncio.Task[int] | asyncio.Task[Counts]:
         return listener.acknowledge(rows[:1]) if how == "acknowledged" else listener.nack(rows[:1], reject=True)
 
     leaving = leave() if first == "the entry" else None
@@ -186,7 +186,7 @@ async def test_of_an_entry_that_leaves_no_message_stays_whatever_was_staged_firs
     await asyncio.sleep(0.1)
     held.release()
     assert await leaving == (0 if how == "acknowledged" else DEAD)
-    assert await nacking == (NackOutcome(2, 0) if first == "the entry" else NACKED)
+    assert await nacking == (Counts(2, 0) if first == "the entry" else NACKED)
     await asyncio.sleep(20)
     assert listener.nothing_more()
     assert await listener.acknowledge([*parts, rows[0]]) == 4

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import NackOutcome
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from tests._support.engine_fixture import EngineFixture
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import stats
 from tests.daemon.engine._support.nacking import (
     DEAD,
@@ -80,7 +80,7 @@ async def test_a_position_that_the_subscription_is_owed_with_a_time_is_no_positi
 ) -> None:
     one, listener, rows = await with_rows(machines, 2)
     await one.add("t", 1, [77], delay_ms=MINUTE_MS)
-    assert await nack(one, [(1, 0, 0), (1, 77, 0), (1, 78, 0)], 1_000) == NackOutcome(2, 0)
+    assert await nack(one, [(1, 77, 0), (1, 78, 0)], 1_000) == Counts(1, 0)
     back = await listener.next(1)
     assert [row[:3] for row in back] == [(1, 78, 0)]
     assert await listener.acknowledge([*rows, *back]) == 0

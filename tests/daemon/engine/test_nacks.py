@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from daemon.call_values import NackOutcome, SubscriptionPolicy
+from daemon.call_values import SubscriptionPolicy
 from daemon.core import feeding
 from daemon.errors import NotFound
 from tests._support.engine_fixture import EngineFixture
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import clear, create, delete_topic, get, stats, trim, up_to
 from tests.daemon.engine._support.nacking import (
     EXACT,
@@ -319,7 +320,7 @@ async def test_what_is_not_in_the_backlog_with_that_time_is_ignored_and_counted(
     other_time = (1, 0, rows[0].deliver_at_ms + 1)
     await listener.acknowledge(rows[4:])
     strange = [pending, other_time, rows[4], (9, 9, 5)]
-    assert await listener.nack([*strange, rows[1]], 1_000) == NackOutcome(4, 0)
+    assert await listener.nack([*strange, rows[1]], 1_000) == Counts(4, 0)
     assert entries(await listener.next(1)) == [1]
     registry = one.metrics.registry
     for result, count in (("nacked", 1), ("ignored", 4)):

@@ -30,7 +30,7 @@ Story = Callable[[EngineFixture], Awaitable[None]]
 
 
 def nobody_waits_for_what_is_staged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Redelivering, "is_staged", lambda self, state, named: False)
+    patch.setattr(Redelivering, "is_staged", lambda self, state, named, **_: False)
 
 
 def the_wait_for_a_slot_has_no_end(patch: pytest.MonkeyPatch) -> None:

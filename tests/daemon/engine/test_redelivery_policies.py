@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from daemon.call_values import NackOutcome, SubscriptionPolicy, TopicPolicy
+from daemon.call_values import SubscriptionPolicy, TopicPolicy
 from daemon.errors import DelayTooLong, InvalidArgument, QuotaExceeded
 from daemon.topic.served_topic import SEALING_MAX
 from storage_backends.formats.index_ids import BATCHED_ENTRY_ID_MAX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import EngineFixture
+from tests._support.outcomes import Counts
 from tests.daemon.engine._support.calling import stats
 from tests.daemon.engine._support.nacking import (
     DEAD,
@@ -94,7 +95,7 @@ async def test_another_policy_of_the_subscription_is_in_force_at_once(machines: 
     await listener.nack(rows[1:])
     back = await listener.next(2)
     assert_back_after(back, nacked_ms, 1_000, late_ms=50)
-    assert await listener.nack(back) == NackOutcome(0, 2)
+    assert await listener.nack(back) == Counts(0, 2)
     assert entries(await listener.next(1)) == [0], "what was nacked before keeps its time"
 
 
@@ -109,7 +110,7 @@ async def test_a_position_that_was_nacked_too_often_is_a_dead_letter(machines: E
         back = await listener.next(1)
         assert counts(back) == [number + 1]
     assert await listener.nack(rows[:1]) == DEAD
-    assert await listener.nack(rows[:1]) == NackOutcome(1, 0), "it has left the backlog"
+    assert await listener.nack(rows[:1]) == Counts(1, 0), "it has left the backlog"
     await asyncio.sleep(5)
     one.kill()
     two = await machines.served_by("one")
@@ -123,7 +124,7 @@ async def test_a_position_that_was_nacked_too_often_is_a_dead_letter(machines: E
 async def test_a_rejected_position_is_a_dead_letter_at_once(machines: EngineFixture) -> None:
     one, listener, rows = await with_rows(machines, 4)
     await listener.nack(rows[2:], 5_000)
-    assert await listener.nack(rows[:3], reject=True, text="not ours") == NackOutcome(0, 3)
+    assert await listener.nack(rows[:3], reject=True, text="not ours") == Counts(0, 3)
     assert entries(await listener.next(1)) == [3]
     await asyncio.sleep(10)
     assert listener.nothing_more()

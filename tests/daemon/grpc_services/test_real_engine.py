@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -239,6 +240,10 @@ async def of_topics(calls: Calls) -> None:
     assert [topic.topic for topic in topics.topics] == ["t"]
     place = await calls.call("Cluster/LookupTopic", cluster_pb2.LookupTopicRequest)
     assert (place.shard, place.epoch > 0, place.served_here) == (topics.topics[0].shard, True, True)
+    calls.made.add("Cluster/GetVersion")
+    version = await calls.edge.caller.unary("Cluster/GetVersion", cluster_pb2.GetVersionRequest())
+    assert (version.version, version.api) == (importlib.metadata.version("tarryd"), 1)
+    assert list(version.feature) == ["handout_names"]
     deleted = await calls.call("Admin/DeleteTopic", admin_pb2.DeleteTopicRequest)
     assert (deleted.rows, deleted.incarnation) == (2, 1)
     with pytest.raises(grpc.aio.AioRpcError) as missing:

@@ -148,7 +148,9 @@ async def test_messages_of_a_batch_come_back_with_their_index_and_are_acknowledg
     acknowledge = pb.Acknowledge(request_id=8, **columns([rows[0], rows[0]]), batch_index=[5, 6])
     await stream.send(pb.SubscribeRequest(acknowledge=acknowledge))
     assert (await done_of(stream)).ignored == 1
-    await stream.call.done_writing()
+    await stream.done_sending()
+    with pytest.raises(EOFError):
+        await stream.receive()
     held = {f"held_{name}": values for name, values in columns([rows[0], rows[0], rows[0]]).items()}
     again, answer = await opened(edge, **held, held_batch_index=[0, NO_BATCH_INDEX, 5])
     assert answer.held == 2

@@ -40,6 +40,11 @@ class ClusterStub(object):
                 request_serializer=tarry_dot_v1_dot_cluster__pb2.LookupTopicRequest.SerializeToString,
                 response_deserializer=tarry_dot_v1_dot_cluster__pb2.LookupTopicResponse.FromString,
                 _registered_method=True)
+        self.GetVersion = channel.unary_unary(
+                '/tarry.v1.Cluster/GetVersion',
+                request_serializer=tarry_dot_v1_dot_cluster__pb2.GetVersionRequest.SerializeToString,
+                response_deserializer=tarry_dot_v1_dot_cluster__pb2.GetVersionResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer(object):
@@ -54,6 +59,14 @@ class ClusterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetVersion(self, request, context):
+        """What this daemon can do. A daemon that does not know the call (UNIMPLEMENTED) has none of the features. Ask after each
+        connection: another daemon may answer behind the same address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +74,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.LookupTopic,
                     request_deserializer=tarry_dot_v1_dot_cluster__pb2.LookupTopicRequest.FromString,
                     response_serializer=tarry_dot_v1_dot_cluster__pb2.LookupTopicResponse.SerializeToString,
+            ),
+            'GetVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVersion,
+                    request_deserializer=tarry_dot_v1_dot_cluster__pb2.GetVersionRequest.FromString,
+                    response_serializer=tarry_dot_v1_dot_cluster__pb2.GetVersionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +109,33 @@ class Cluster(object):
             '/tarry.v1.Cluster/LookupTopic',
             tarry_dot_v1_dot_cluster__pb2.LookupTopicRequest.SerializeToString,
             tarry_dot_v1_dot_cluster__pb2.LookupTopicResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tarry.v1.Cluster/GetVersion',
+            tarry_dot_v1_dot_cluster__pb2.GetVersionRequest.SerializeToString,
+            tarry_dot_v1_dot_cluster__pb2.GetVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

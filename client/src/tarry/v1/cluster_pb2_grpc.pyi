@@ -37,6 +37,10 @@ class ClusterStub:
     """The shard of a topic, whether the topic exists or not, and who owns it. INVALID_ARGUMENT: a bad name.
     UNAVAILABLE: the owner is not known yet.
     """
+    GetVersion: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.GetVersionRequest, _cluster_pb2.GetVersionResponse]
+    """What this daemon can do. A daemon that does not know the call (UNIMPLEMENTED) has none of the features. Ask after each
+    connection: another daemon may answer behind the same address.
+    """
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -46,6 +50,10 @@ class ClusterAsyncStub(ClusterStub):
     LookupTopic: _aio.UnaryUnaryMultiCallable[_cluster_pb2.LookupTopicRequest, _cluster_pb2.LookupTopicResponse]  # type: ignore[assignment]
     """The shard of a topic, whether the topic exists or not, and who owns it. INVALID_ARGUMENT: a bad name.
     UNAVAILABLE: the owner is not known yet.
+    """
+    GetVersion: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetVersionRequest, _cluster_pb2.GetVersionResponse]  # type: ignore[assignment]
+    """What this daemon can do. A daemon that does not know the call (UNIMPLEMENTED) has none of the features. Ask after each
+    connection: another daemon may answer behind the same address.
     """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +67,16 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_pb2.LookupTopicResponse, _abc.Awaitable[_cluster_pb2.LookupTopicResponse]]:
         """The shard of a topic, whether the topic exists or not, and who owns it. INVALID_ARGUMENT: a bad name.
         UNAVAILABLE: the owner is not known yet.
+        """
+
+    @_abc_1.abstractmethod
+    def GetVersion(
+        self,
+        request: _cluster_pb2.GetVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.GetVersionResponse, _abc.Awaitable[_cluster_pb2.GetVersionResponse]]:
+        """What this daemon can do. A daemon that does not know the call (UNIMPLEMENTED) has none of the features. Ask after each
+        connection: another daemon may answer behind the same address.
         """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,6 +22,51 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _IgnoredReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IgnoredReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_IgnoredReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    IGNORED_REASON_UNSPECIFIED: _IgnoredReason.ValueType  # 0
+    IGNORED_REASON_NOT_THERE: _IgnoredReason.ValueType  # 1
+    """The subscription is owed no row of it."""
+    IGNORED_REASON_NOT_DUE: _IgnoredReason.ValueType  # 2
+    """Its row is not due yet, by this daemon's clock: it comes by itself."""
+    IGNORED_REASON_OTHER_TIME: _IgnoredReason.ValueType  # 3
+    """Its row has another time."""
+    IGNORED_REASON_OTHER_DELIVERY: _IgnoredReason.ValueType  # 4
+    """It is that row, and another hand-out of it."""
+    IGNORED_REASON_TAKEN_BACK: _IgnoredReason.ValueType  # 5
+    """It was taken back: see `TakenBack`."""
+    IGNORED_REASON_NOT_HELD: _IgnoredReason.ValueType  # 6
+    """Of an extension: it is not in flight at this stream, or not leased."""
+
+class IgnoredReason(_IgnoredReason, metaclass=_IgnoredReasonEnumTypeWrapper):
+    """Hand-outs by name. A hand-out of a position is named by (subscription, ledger, entry, batch index, deliver_at_ms,
+    redelivery count), as it came in `Messages`. Requests that name counts are about those hand-outs: a count for each
+    position, one for all, or none: any hand-out. 2^32 - 1 is no count. An acknowledgement ends the hand-out that it names, and
+    later ones that came of an ack time-out alone; a row that was negatively acknowledged since stays. PROTOCOL.md has every
+    order of events.
+
+    Why nothing happened to a position that a request named.
+    """
+
+IGNORED_REASON_UNSPECIFIED: IgnoredReason.ValueType  # 0
+IGNORED_REASON_NOT_THERE: IgnoredReason.ValueType  # 1
+"""The subscription is owed no row of it."""
+IGNORED_REASON_NOT_DUE: IgnoredReason.ValueType  # 2
+"""Its row is not due yet, by this daemon's clock: it comes by itself."""
+IGNORED_REASON_OTHER_TIME: IgnoredReason.ValueType  # 3
+"""Its row has another time."""
+IGNORED_REASON_OTHER_DELIVERY: IgnoredReason.ValueType  # 4
+"""It is that row, and another hand-out of it."""
+IGNORED_REASON_TAKEN_BACK: IgnoredReason.ValueType  # 5
+"""It was taken back: see `TakenBack`."""
+IGNORED_REASON_NOT_HELD: IgnoredReason.ValueType  # 6
+"""Of an extension: it is not in flight at this stream, or not leased."""
+Global___IgnoredReason: _TypeAlias = IgnoredReason  # noqa: Y015
+
 class _SubscriptionType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -35,13 +80,7 @@ class _SubscriptionTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Subs
     """Positions of one key to one consumer at a time, in order. Dispatchers say which consumers they have."""
 
 class SubscriptionType(_SubscriptionType, metaclass=_SubscriptionTypeEnumTypeWrapper):
-    """Batch indexes. An entry may hold a batch of messages. A negative acknowledgement that names one of them, by its index
-    from 0, has it come back by itself, beside the others and beside the entry as a whole: it is handed out with its batch
-    index, and acknowledged or negatively acknowledged with it. An acknowledgement of the entry as a whole ends them all.
-    In a column of batch indexes 2^32 - 1 is the entry as a whole; an empty column: all rows are.
-
-    How a subscription divides positions among its dispatchers.
-    """
+    """How a subscription divides positions among its dispatchers."""
 
 SUBSCRIPTION_TYPE_UNSPECIFIED: SubscriptionType.ValueType  # 0
 SUBSCRIPTION_TYPE_SHARED: SubscriptionType.ValueType  # 1
@@ -212,6 +251,7 @@ class Open(_message.Message):
     CONSUMERS_FIELD_NUMBER: _builtins.int
     HELD_CONSUMER_ID_FIELD_NUMBER: _builtins.int
     HELD_KEY_HASH_FIELD_NUMBER: _builtins.int
+    HELD_REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     type: Global___SubscriptionType.ValueType
@@ -242,6 +282,10 @@ class Open(_message.Message):
     def held_key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """KEY_SHARED: hashes of positions with `held_deliver_at_ms` 0, which Tarry planned and has no row of; 0 for the others."""
 
+    @_builtins.property
+    def held_redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per position, or none. A position is held only where the count is that of its row."""
+
     def __init__(
         self,
         *,
@@ -255,10 +299,11 @@ class Open(_message.Message):
         consumers: _abc.Iterable[Global___Consumer] | None = ...,
         held_consumer_id: _abc.Iterable[_builtins.int] | None = ...,
         held_key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        held_redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "held_batch_index", b"held_batch_index", "held_consumer_id", b"held_consumer_id", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_key_hash", b"held_key_hash", "held_ledger_id", b"held_ledger_id", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "held_batch_index", b"held_batch_index", "held_consumer_id", b"held_consumer_id", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_key_hash", b"held_key_hash", "held_ledger_id", b"held_ledger_id", "held_redelivery_count", b"held_redelivery_count", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -538,6 +583,7 @@ class Acknowledge(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Unique among the requests in flight on the stream; 0 = not to be answered."""
     @_builtins.property
@@ -550,6 +596,10 @@ class Acknowledge(_message.Message):
     def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends a batch index that was negatively acknowledged; of one that never was nothing is known: it is ignored."""
 
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which hand-outs. Of an entry as a whole: its parts that were negatively acknowledged since stay."""
+
     def __init__(
         self,
         *,
@@ -558,10 +608,11 @@ class Acknowledge(_message.Message):
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +623,9 @@ class NegativeAcknowledge(_message.Message):
     """The positions are not READY and not IN_FLIGHT until their redelivery time: they use no permits and none of the policy's
     `in_flight_rows_max`. How often that happened comes with every hand-out. One that is waiting for its redelivery gets the
     new time, and does not count again. Answered by `Done` when durable.
+
+    With counts: of the hand-out that a row has now, or of a later one, the row comes back with that count plus one; of the
+    one before, while the row waits for its redelivery, it gets the new time; all others are ignored (OTHER_DELIVERY).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -586,12 +640,19 @@ class NegativeAcknowledge(_message.Message):
     REJECT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    FORWARDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     """Unique among the requests in flight on the stream; 0 = not to be answered."""
     reject: _builtins.bool
     """They become dead letters now."""
     reason: _builtins.str
     """Why, of rejected ones; at most 1,024 bytes in UTF-8."""
+    forwarded: _builtins.bool
+    """They were acknowledged when they were passed on, or are about to be, and failed behind that. Where the subscription is
+    owed no row, it gets one of its own: due at the time as handed out, with the count plus one (without a count: 1).
+    Without this such positions are ignored, but for those with time 0.
+    """
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per position, or one for all."""
@@ -602,8 +663,9 @@ class NegativeAcknowledge(_message.Message):
 
     @_builtins.property
     def deliver_at_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """As handed out. 0, or an empty column: Tarry has not handed it out: it is a message that the caller took from its log;
-        it enters the backlog, and is handed out with 0. It is ignored where the subscription is owed a row of that position.
+        """As handed out. 0, or an empty column: the time is not known, or Tarry has not handed it out: any row that is due, or,
+        where the subscription is owed none, a message that the caller took from its log: it enters the backlog, and is handed
+        out with 0. It is ignored where the row is not due yet.
         """
 
     @_builtins.property
@@ -620,7 +682,11 @@ class NegativeAcknowledge(_message.Message):
 
     @_builtins.property
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of positions that Tarry has not handed out, as in `AddMessagesRequest`; one per position, one for all, or none."""
+        """Of positions that get a row, as in `AddMessagesRequest`; one per position, one for all, or none."""
+
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which hand-outs."""
 
     def __init__(
         self,
@@ -635,10 +701,12 @@ class NegativeAcknowledge(_message.Message):
         reject: _builtins.bool = ...,
         reason: _builtins.str = ...,
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        forwarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "reject", b"reject", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "forwarded", b"forwarded", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "reject", b"reject", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -754,14 +822,24 @@ class Done(_message.Message):
     IGNORED_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DEAD_LETTERED_FIELD_NUMBER: _builtins.int
+    IGNORED_INDEX_FIELD_NUMBER: _builtins.int
+    IGNORED_REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.int
     epoch: _builtins.int
     ignored: _builtins.int
-    """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    """Positions to which nothing happened."""
     dead_lettered: _builtins.int
     """Positions of a negative acknowledgement that became dead letters."""
     @_builtins.property
     def error(self) -> _status_pb2.Status: ...
+    @_builtins.property
+    def ignored_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which positions were ignored: places in the columns of the request, ascending."""
+
+    @_builtins.property
+    def ignored_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___IgnoredReason.ValueType]:
+        """Why; one for each, or one for all."""
+
     def __init__(
         self,
         *,
@@ -770,10 +848,12 @@ class Done(_message.Message):
         ignored: _builtins.int = ...,
         error: _status_pb2.Status | None = ...,
         dead_lettered: _builtins.int = ...,
+        ignored_index: _abc.Iterable[_builtins.int] | None = ...,
+        ignored_reason: _abc.Iterable[Global___IgnoredReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "epoch", b"epoch", "error", b"error", "ignored", b"ignored", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "epoch", b"epoch", "error", b"error", "ignored", b"ignored", "ignored_index", b"ignored_index", "ignored_reason", b"ignored_reason", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1018,6 +1098,7 @@ class AcknowledgeRequest(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     DELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     BATCH_INDEX_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     @_builtins.property
@@ -1032,6 +1113,8 @@ class AcknowledgeRequest(_message.Message):
     def batch_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in `Acknowledge`."""
 
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1041,10 +1124,11 @@ class AcknowledgeRequest(_message.Message):
         entry_id: _abc.Iterable[_builtins.int] | None = ...,
         deliver_at_ms: _abc.Iterable[_builtins.int] | None = ...,
         batch_index: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "ledger_id", b"ledger_id", "redelivery_count", b"redelivery_count", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1055,16 +1139,24 @@ class AcknowledgeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IGNORED_FIELD_NUMBER: _builtins.int
+    IGNORED_INDEX_FIELD_NUMBER: _builtins.int
+    IGNORED_REASON_FIELD_NUMBER: _builtins.int
     ignored: _builtins.int
-    """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    """Positions to which nothing happened; which and why as in `Done`."""
+    @_builtins.property
+    def ignored_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ignored_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___IgnoredReason.ValueType]: ...
     def __init__(
         self,
         *,
         ignored: _builtins.int = ...,
+        ignored_index: _abc.Iterable[_builtins.int] | None = ...,
+        ignored_reason: _abc.Iterable[Global___IgnoredReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored", "ignored_index", b"ignored_index", "ignored_reason", b"ignored_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1087,10 +1179,13 @@ class NegativeAcknowledgeRequest(_message.Message):
     REJECT_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    FORWARDED_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     reject: _builtins.bool
     reason: _builtins.str
+    forwarded: _builtins.bool
     @_builtins.property
     def ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1105,6 +1200,8 @@ class NegativeAcknowledgeRequest(_message.Message):
     def delay_level(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def key_hash(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def redelivery_count(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1119,10 +1216,12 @@ class NegativeAcknowledgeRequest(_message.Message):
         reject: _builtins.bool = ...,
         reason: _builtins.str = ...,
         key_hash: _abc.Iterable[_builtins.int] | None = ...,
+        redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        forwarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "reject", b"reject", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "delay_level", b"delay_level", "delay_ms", b"delay_ms", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "forwarded", b"forwarded", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "reject", b"reject", "subscription", b"subscription", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,19 +1233,27 @@ class NegativeAcknowledgeResponse(_message.Message):
 
     IGNORED_FIELD_NUMBER: _builtins.int
     DEAD_LETTERED_FIELD_NUMBER: _builtins.int
+    IGNORED_INDEX_FIELD_NUMBER: _builtins.int
+    IGNORED_REASON_FIELD_NUMBER: _builtins.int
     ignored: _builtins.int
-    """Positions that were not in the backlog of this subscription with that time: nothing happened to them."""
+    """Positions to which nothing happened; which and why as in `Done`."""
     dead_lettered: _builtins.int
     """Positions that became dead letters."""
+    @_builtins.property
+    def ignored_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ignored_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___IgnoredReason.ValueType]: ...
     def __init__(
         self,
         *,
         ignored: _builtins.int = ...,
         dead_lettered: _builtins.int = ...,
+        ignored_index: _abc.Iterable[_builtins.int] | None = ...,
+        ignored_reason: _abc.Iterable[Global___IgnoredReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "ignored", b"ignored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_lettered", b"dead_lettered", "ignored", b"ignored", "ignored_index", b"ignored_index", "ignored_reason", b"ignored_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1201,16 +1308,24 @@ class ExtendLeaseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     IGNORED_FIELD_NUMBER: _builtins.int
+    IGNORED_INDEX_FIELD_NUMBER: _builtins.int
+    IGNORED_REASON_FIELD_NUMBER: _builtins.int
     ignored: _builtins.int
-    """Positions that were not leased with that time: nothing happened to them."""
+    """Positions that were not leased with that time: nothing happened to them; which and why as in `Done`."""
+    @_builtins.property
+    def ignored_index(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def ignored_reason(self) -> _containers.RepeatedScalarFieldContainer[Global___IgnoredReason.ValueType]: ...
     def __init__(
         self,
         *,
         ignored: _builtins.int = ...,
+        ignored_index: _abc.Iterable[_builtins.int] | None = ...,
+        ignored_reason: _abc.Iterable[Global___IgnoredReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignored", b"ignored", "ignored_index", b"ignored_index", "ignored_reason", b"ignored_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ import numpy as np
 from daemon.core.adding import AddBatch, AddOutcome
 from daemon.core.claims import HeldPositions
 from daemon.core.departures import Departure
+from daemon.core.holding import Claimed, rows_claimed
 from daemon.core.index import BucketBits, SeenRows
 from daemon.core.limits import RequestLimits
 from daemon.core.mutable_bucket import MutableBucket
@@ -74,11 +75,13 @@ def batch_of(
 def claims_of(claims: Iterable[tuple[Position, int] | Claim]) -> HeldPositions:
     """Claims of (position, deliver_at_ms), or of messages of batches."""
     named = [Claim(*claim) for claim in claims]
+    counts = [claim.delivery for claim in named if claim.delivery is not None]
     return HeldPositions(
         np.array([claim.at[0] for claim in named], np.uint64),
         np.array([claim.at[1] for claim in named], np.uint64),
         np.array([claim.deliver_at_ms for claim in named], np.uint64),
         np.array([NO_BATCH_INDEX if claim.batch_index is None else claim.batch_index for claim in named], np.uint32),
+        np.array(counts, np.uint32) if counts else None,
     )
 
 
@@ -183,23 +186,29 @@ class JournaledTopic:
         if not len(rest):
             return 0
         found = self.find_in_backlog(state, rest)
-        for record in self.core.acknowledging.stage_found(state, found):
+        records, rest = self.core.acknowledging.stage_found(state, rest, found)
+        for record in records:
             self.staged.append(record)
-        return len(rest) - len(found)
+        return len(rest)
 
     def acknowledge(self, state: SubscriptionState, claims: Iterable[tuple[Position, int] | Claim]) -> int:
         ignored = self.stage_acknowledge(state, claims)
         self.commit()
         return ignored
 
-    def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions) -> KeyedRows:
+    def find_in_backlog(self, state: SubscriptionState, claims: HeldPositions, *, any_time: bool = False) -> KeyedRows:
         seen: SeenRows = {}
         for _ in range(TURNS_MAX):
-            found, missing = self.core.find_in_backlog(state, claims, seen)
+            found, missing = self.core.find_in_backlog(state, claims, seen, any_time=any_time)
             if not missing:
                 return found
             self.load(missing)
         raise AssertionError("finding claimed rows in the backlog makes no progress")
+
+    def claimed(self, state: SubscriptionState, claims: HeldPositions) -> Claimed:
+        """What a dispatcher that comes back may hold."""
+        found = self.find_in_backlog(state, claims)
+        return rows_claimed(self.core.indexes.serving(state.subscription_id), state, claims, found)
 
     def hand_out(self, state: SubscriptionState, dispatcher: int, limit: int) -> KeyedRows:
         return state.hand_out(dispatcher, limit, elapsed_ms=self.elapsed_ms)

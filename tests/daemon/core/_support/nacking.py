@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from daemon.core.dead_letter_rows import DeadLetterRows
+from daemon.core.ignored import Ignored
 from daemon.core.redelivering import NackBatch, Terms
 from daemon.core.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
@@ -59,6 +60,7 @@ def stage_nack(
     key_hash: Sequence[int] | None = None,
     reject: bool = False,
     text: str = "",
+    forwarded: bool = False,
 ) -> Decided:
     redelivery = topic.core.redelivery
     batch = NackBatch(
@@ -67,15 +69,16 @@ def stage_nack(
         None if key_hash is None else np.array(key_hash, np.uint32),
         reject,
         text,
+        forwarded,
     )
-    assert not redelivery.is_staged(state, batch.positions)
+    assert not redelivery.is_staged(state, batch.positions, is_forwarded=bool(batch.may_get_rows.any()))
     records, left = redelivery.stage(state, batch, on)
-    ignored = 0
+    ignored = Ignored.nothing()
     if len(left.positions):
-        found = topic.find_in_backlog(state, redelivery.sought(state, left))
+        found = topic.find_in_backlog(state, redelivery.sought(state, left), any_time=True)
         more, ignored = redelivery.stage_found(state, left, found, on)
         records = (*records, *more)
-    return _staged(topic, records, ignored)
+    return _staged(topic, records, len(ignored))
 
 
 def nack(
@@ -88,10 +91,13 @@ def nack(
     bits: int = 0,
     reject: bool = False,
     text: str = "",
+    forwarded: bool = False,
 ) -> Decided:
     """Now, and applied."""
     on = terms(topic.now_ms, delay_ms=delay_ms, max_count=max_count, bits=bits)
-    decided = stage_nack(topic, state, [Claim(*claim) for claim in claims], on, reject=reject, text=text)
+    decided = stage_nack(
+        topic, state, [Claim(*claim) for claim in claims], on, reject=reject, text=text, forwarded=forwarded
+    )
     topic.commit()
     return decided
 

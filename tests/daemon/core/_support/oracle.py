@@ -21,11 +21,14 @@ Ranges = dict[int, int] | Position | None
 
 
 class Claim(NamedTuple):
-    """Of an entry, or of one message of it, with the time it was handed out with."""
+    """Of an entry, or of one message of it, with the time it was handed out with. `delivery`: which hand-out of it, by
+    its redelivery count; None: any.
+    """
 
     at: Position
     deliver_at_ms: int
     batch_index: int | None = None
+    delivery: int | None = None
 
 
 def owner_of(place: Place) -> int:
@@ -246,28 +249,32 @@ class Oracle:
         for index in self.indexes_of(number):
             for claim in list(left):
                 place = self.found(number, claim, index, in_flight=True)
-                if place is not None:
+                if place is not None and self.ends(number, place, claim):
                     left.remove(claim)
-                    self.stage_acknowledgement(number, place)
+                    self.stage_acknowledgement(number, place, claim.delivery)
         left = [claim for claim in left if not self.ends_messages(number, claim)]
         # Of those that are not in flight all are looked for before any of them leaves.
-        taken: list[Place] = []
+        taken: dict[Place, int | None] = {}
         for index in self.indexes_of(number):
             for claim in list(left):
                 place = self.found(number, claim, index, in_flight=False)
-                if place is not None and place not in taken:
+                if place is not None and place not in taken and self.ends(number, place, claim):
                     left.remove(claim)
-                    taken.append(place)
-        for place in taken:
-            self.stage_acknowledgement(number, place)
+                    taken[place] = claim.delivery
+        for place, count in taken.items():
+            self.stage_acknowledgement(number, place, count)
         return len(left)
+
+    def ends(self, number: int, place: Place, claim: Claim) -> bool:
+        """Whether an acknowledgement of the hand-out that a claim names is one of what is there."""
+        return True
 
     @staticmethod
     def indexes_of(number: int) -> tuple[int, int, int]:
         """Where a subscription may have rows, in the order in which it is looked."""
         return 0, number, index_ids.batch_parts_of(number)
 
-    def stage_acknowledgement(self, number: int, place: Place) -> None:
+    def stage_acknowledgement(self, number: int, place: Place, count: int | None = None) -> None:
         subscriber = self.subscribers[number]
         subscriber.in_flight.pop(place, None)
         if place not in subscriber.acknowledging:
@@ -278,16 +285,17 @@ class Oracle:
         """Whether the claim is for an entry that nobody owes the subscription, and of which it has messages."""
         return False
 
-    def found(self, number: int, claim: Claim, index: int, *, in_flight: bool) -> Place | None:
-        """What a claim is for in an index; `in_flight`: only if it is."""
+    def found(self, number: int, claim: Claim, index: int, *, in_flight: bool, any_time: bool = False) -> Place | None:
+        """What a claim is for in an index; `in_flight`: only if it is. `any_time`: time 0 is any."""
         subscriber = self.subscribers[number]
         for place in places_named(number, claim):
             if place[0] != index:
                 continue
             row = self.rows[place] if place in subscriber.in_flight else self.backlog(number).get(place)
-            there = (
-                row is not None and row.deliver_at_ms == claim.deliver_at_ms and place not in subscriber.acknowledging
+            asked_ms = (
+                {claim.deliver_at_ms} if claim.deliver_at_ms or not any_time or row is None else {row.deliver_at_ms}
             )
+            there = row is not None and row.deliver_at_ms in asked_ms and place not in subscriber.acknowledging
             if there and (not in_flight or place in subscriber.in_flight):
                 return place
         return None

@@ -17,7 +17,7 @@ from daemon.core.redelivering import Terms
 from storage_backends.formats import index_ids
 from tests.daemon.core._support import nacking
 from tests.daemon.core._support.journaled_topic import Position, claims_of
-from tests.daemon.core._support.oracle import Claim, Place, claim_of
+from tests.daemon.core._support.oracle import Claim, Place, claim_of, places_named
 from tests.daemon.core._support.redelivery_invariants import RedeliveryInvariants, dead_letters
 from tests.daemon.core._support.redelivery_oracle import Nacked, Rules
 from tests.daemon.core._support.row_machine import POSITIONS, batches, owners, picks, positions
@@ -149,6 +149,27 @@ class RedeliveryMachine(RedeliveryInvariants):
     def something_is_in_flight(self) -> bool:
         return any(each.in_flight for each in self.oracle.subscribers.values())
 
+    # ---- requests that name hand-outs
+
+    count_off: int | None = None
+    forwarded = False
+
+    @rule(count_off=st.sampled_from((None, 0, 0, -1, -2, 1)), forwarded=st.booleans())
+    def hand_outs_are_named(self, count_off: int | None, forwarded: bool) -> None:
+        """From now on, by the counts of their rows or others; and whether what failed had been passed on."""
+        self.count_off, self.forwarded = count_off, forwarded
+
+    def named(self, number: int, claims: Sequence[Claim]) -> list[Claim]:
+        """The claims by the counts of the rows that they may be for."""
+        if self.count_off is None:
+            return list(claims)
+        counts = self.oracle.subscribers[number].counts
+        highest = [max(counts.get(at, 0) for at in places_named(number, claim)) for claim in claims]
+        return [
+            claim._replace(delivery=max(0, count + self.count_off))
+            for claim, count in zip(claims, highest, strict=True)
+        ]
+
     # ---- negative acknowledgements
 
     @precondition(lambda self: self.something_is_in_flight())
@@ -228,13 +249,21 @@ class RedeliveryMachine(RedeliveryInvariants):
         claims = list({(claim.at, claim.batch_index): claim for claim in claims}.values())
         entries = {claim.at for claim in claims if claim.batch_index is None}
         claims = [claim for claim in claims if claim.batch_index is None or claim.at not in entries]
-        self.nothing_staged_names(number, claims)
+        self.nothing_staged_names(number, claims, is_forwarded=True)
+        claims = self.named(number, claims)
         rules, terms = self.agreed(policy)
         delay_ms = None if explicit is None or reject else explicit[: len(claims)]
         key_hash = [3 + number for number in range(len(claims))] if keyed else None
         text = "rejected" if reject else ""
         expected = self.oracle.nack(
-            number, claims, rules, delay_ms=delay_ms, key_hash=key_hash, reject=reject, text=text
+            number,
+            claims,
+            rules,
+            delay_ms=delay_ms,
+            key_hash=key_hash,
+            reject=reject,
+            text=text,
+            forwarded=self.forwarded,
         )
         decided = nacking.stage_nack(
             self.topic,
@@ -245,6 +274,7 @@ class RedeliveryMachine(RedeliveryInvariants):
             key_hash=key_hash,
             reject=reject,
             text=text,
+            forwarded=self.forwarded,
         )
         self.check_decided(number, decided, expected)
         assert decided.ignored == len(expected.ignored)
@@ -264,16 +294,17 @@ class RedeliveryMachine(RedeliveryInvariants):
         assert decided.dead == expected.dead
         self.oracle.dead_letters(number, decided.ids, expected.dead)
 
-    def nothing_staged_names(self, number: int, claims: Sequence[Claim]) -> None:
+    def nothing_staged_names(self, number: int, claims: Sequence[Claim], *, is_forwarded: bool = False) -> None:
         """A request waits until what is staged of its positions is applied."""
-        staged = self.topic.core.redelivery.is_staged(self.state(number), claims_of(claims))
+        positions = claims_of(claims)
+        staged = self.topic.core.redelivery.is_staged(self.state(number), positions, is_forwarded=is_forwarded)
         assert staged or not self.oracle.is_nacking(number, claims)
         if staged:
             self.commit()
 
     def acknowledge(self, number: int, claims: Sequence[Claim]) -> None:
         self.nothing_staged_names(number, claims)
-        super().acknowledge(number, claims)
+        super().acknowledge(number, self.named(number, claims))
 
     @precondition(lambda self: self.oracle.subscribers)
     @rule(pick=picks, chosen=messages, now=st.booleans())
@@ -317,10 +348,10 @@ class RedeliveryMachine(RedeliveryInvariants):
         claims = [claim_of(at, receiver.in_flight.get(at, (0, 5))[1] + off_ms) for at, off_ms in named.items()]
         claims = list({(claim.at, claim.batch_index): claim for claim in claims}.values())
         found = [self.held_by(number, dispatcher, claim) for claim in claims]
-        ignored = self.topic.core.redelivery.extend(
+        left = self.topic.core.redelivery.extend(
             self.state(number), claims_of(claims), (dispatcher,), elapsed_ms=self.topic.elapsed_ms
         )
-        assert ignored == found.count(None)
+        assert left.places().tolist() == [place for place, at in enumerate(found) if at is None]
         for at in filter(None, found):
             receiver.held_since_ms[at] = self.topic.elapsed_ms
 
@@ -401,6 +432,7 @@ class RedeliveryMachine(RedeliveryInvariants):
 
     def teardown(self) -> None:
         if hasattr(self, "topic"):
+            self.count_off = None
             self.commit()
             times_ms = [time_ms for each in self.oracle.subscribers.values() for time_ms in each.nacked.values()]
             self.topic.now_ms = max([self.topic.now_ms, *times_ms])

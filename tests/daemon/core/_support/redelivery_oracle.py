@@ -43,7 +43,7 @@ class DeadLetter:
 class Receiver(Subscriber):
     """`nacked`: what waits, until when. `given_ms`: of everything that ever waited and is in the backlog the time that
     it was last given. `last_dead_letter_id`: the highest that is durable. `held_since_ms`: of what is in flight, by the
-    clock that never steps.
+    clock that never steps. `timeouts`: of the counts, how many are of time-outs since somebody asked.
     """
 
     nacked: dict[Place, int] = dataclasses.field(default_factory=dict)
@@ -54,6 +54,7 @@ class Receiver(Subscriber):
     staged_dead_letter_id: int = 0
     nacking: set[Place] = dataclasses.field(default_factory=set)
     held_since_ms: dict[Place, int] = dataclasses.field(default_factory=dict)
+    timeouts: dict[Place, int] = dataclasses.field(default_factory=dict)
 
     def let_go(self, places: Iterable[Place]) -> None:
         places = list(places)
@@ -64,7 +65,7 @@ class Receiver(Subscriber):
 
     def forget(self, at: Place) -> None:
         """It left the backlog: if it comes back, it was never negatively acknowledged."""
-        for each in (self.nacked, self.given_ms, self.counts):
+        for each in (self.nacked, self.given_ms, self.counts, self.timeouts):
             each.pop(at, None)
 
 
@@ -145,24 +146,31 @@ class RedeliveryOracle(Oracle):
 
     # ---- messages of batches leave with their entry
 
-    def stage_acknowledgement(self, number: int, place: Place) -> None:
+    def stage_acknowledgement(self, number: int, place: Place, count: int | None = None) -> None:
         super().stage_acknowledgement(number, place)
         if not index_ids.is_of_batch_parts(place[0]):
-            self.end_messages(number, position_of(place))
+            self.end_messages(number, position_of(place), count)
+
+    def ends(self, number: int, place: Place, claim: Claim) -> bool:
+        receiver = self.subscribers[number]
+        count = receiver.counts.get(place, 0)
+        return claim.delivery is None or count - receiver.timeouts.get(place, 0) <= claim.delivery <= count
 
     def ends_messages(self, number: int, claim: Claim) -> bool:
         if claim.deliver_at_ms or claim.batch_index is not None or self.is_owed_entry(number, claim):
             return False
-        return self.end_messages(number, claim.at)
+        return self.end_messages(number, claim.at, claim.delivery)
 
-    def end_messages(self, number: int, at: Position) -> bool:
-        """Whether there are any."""
+    def end_messages(self, number: int, at: Position, count: int | None = None) -> bool:
+        """Whether there are any. `count`: those that came back more often than that stay."""
         index = index_ids.batch_parts_of(number)
         acknowledging = self.subscribers[number].acknowledging
         ended = [part for part in self.rows if part[0] == index and position_of(part) == at]
         ended = [part for part in ended if part not in acknowledging]
+        counts = self.subscribers[number].counts
         for part in ended:
-            super().stage_acknowledgement(number, part)
+            if count is None or counts.get(part, 0) <= count:
+                super().stage_acknowledgement(number, part)
         return bool(ended)
 
     def is_owed_entry(self, number: int, claim: Claim) -> bool:
@@ -188,10 +196,12 @@ class RedeliveryOracle(Oracle):
         key_hash: Sequence[int] | None = None,
         reject: bool = False,
         text: str = "",
+        forwarded: bool = False,
     ) -> Nacked:
         outcome = Nacked()
         for place_in_request, claim in enumerate(claims):
-            named = self.named_by_nack(number, claim, 0 if key_hash is None else key_hash[place_in_request])
+            hashed = 0 if key_hash is None else key_hash[place_in_request]
+            named = self.named_by_nack(number, claim, hashed, rules.now_ms, forwarded=forwarded)
             if named is None:
                 outcome.ignored.append(claim)
             else:
@@ -199,34 +209,50 @@ class RedeliveryOracle(Oracle):
                 self.decide(number, *named, rules, outcome, delay_ms=delay, reject=reject, text=text)
         return outcome
 
-    def named_by_nack(self, number: int, claim: Claim, key_hash: int) -> tuple[Place, Row, int] | None:
+    def named_by_nack(
+        self, number: int, claim: Claim, key_hash: int, now_ms: int, *, forwarded: bool
+    ) -> tuple[Place, Row, int] | None:
         """What is named, its row, and the count that it would have: as if it came back just now."""
-        receiver = self.subscribers[number]
-        place = self.found_anywhere(number, claim)
-        if place is not None:
-            waits = place in receiver.nacked
-            return place, self.rows[place], receiver.counts.get(place, 0) + (not waits)
-        entry = claim._replace(batch_index=None)
+        for in_flight in (True, False):
+            for place in self.found_of(number, claim, in_flight=in_flight):
+                count = self.count_after(number, place, claim.delivery, in_flight=in_flight)
+                if count is not None:
+                    return place, self.rows[place], count
+        first_count = 1 if claim.delivery is None else claim.delivery + 1
         place = (number, *claim.at)
         if claim.batch_index is not None:
             place = part_of(number, claim.at, claim.batch_index)
-            whole = self.found_anywhere(number, entry)
             if place in self.rows or place in self.staged_adds:
                 return None
-            if whole is not None:
-                row = Row(claim.deliver_at_ms, self.rows[whole].key_hash, passed=True)
-                return place, row, receiver.counts.get(whole, 0) + 1
-        if claim.deliver_at_ms or self.is_owed_entry(number, claim):
+            for in_flight in (True, False):
+                for whole in self.found_of(number, claim._replace(batch_index=None), in_flight=in_flight):
+                    count = self.subscribers[number].counts.get(whole, 0)
+                    if claim.delivery is None or claim.delivery >= count:
+                        row = Row(self.rows[whole].deliver_at_ms, self.rows[whole].key_hash, passed=True)
+                        return place, row, max(count + 1, first_count)
+        if (claim.deliver_at_ms and not forwarded) or self.is_owed_entry(number, claim):
             return None
-        return place, Row(0, key_hash, passed=True), 1
+        return place, Row(min(claim.deliver_at_ms, now_ms), key_hash, passed=True), first_count
 
-    def found_anywhere(self, number: int, claim: Claim) -> Place | None:
-        for in_flight in (True, False):
-            for index in self.indexes_of(number):
-                place = self.found(number, claim, index, in_flight=in_flight)
-                if place is not None:
-                    return place
-        return None
+    def count_after(self, number: int, place: Place, named: int | None, *, in_flight: bool) -> int | None:
+        """The count of a row when it is negatively acknowledged; None where another hand-out of it is named."""
+        receiver = self.subscribers[number]
+        count, waits = receiver.counts.get(place, 0), place in receiver.nacked
+        if named is None:
+            return count + (not waits)
+        if named >= count:
+            return named + 1
+        if not in_flight and place in receiver.timeouts:
+            # What is named, and what was before it, ends nothing any more.
+            receiver.timeouts[place] = min(receiver.timeouts[place], count - named - 1)
+        return count if waits and named + 1 == count else None
+
+    def found_of(self, number: int, claim: Claim, *, in_flight: bool) -> list[Place]:
+        """What a claim may be for, with time 0 of any time, in the order in which it is looked for."""
+        found = [
+            self.found(number, claim, index, in_flight=in_flight, any_time=True) for index in self.indexes_of(number)
+        ]
+        return [place for place in found if place is not None]
 
     def decide(
         self,
@@ -240,6 +266,7 @@ class RedeliveryOracle(Oracle):
         delay_ms: int | None = None,
         reject: bool = False,
         text: str = "",
+        asked_for: bool = True,
     ) -> None:
         receiver = self.subscribers[number]
         receiver.in_flight.pop(at, None)
@@ -255,6 +282,10 @@ class RedeliveryOracle(Oracle):
             if nack.added:
                 self.staged_adds[at] = row
             receiver.nacking.add(at)
+            if asked_for:
+                receiver.timeouts.pop(at, None)
+            else:
+                receiver.timeouts[at] = receiver.timeouts.get(at, 0) + 1
 
     def dies(self, number: int, at: Place) -> None:
         if at in self.rows:
@@ -283,7 +314,8 @@ class RedeliveryOracle(Oracle):
     def time_out(self, number: int, places: Iterable[Place], rules: Rules) -> Nacked:
         outcome = Nacked()
         for at in places:
-            self.decide(number, at, self.rows[at], self.subscribers[number].counts.get(at, 0) + 1, rules, outcome)
+            count = self.subscribers[number].counts.get(at, 0) + 1
+            self.decide(number, at, self.rows[at], count, rules, outcome, asked_for=False)
         return outcome
 
     # ---- dead letters leave

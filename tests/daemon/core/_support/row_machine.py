@@ -289,7 +289,7 @@ class RowMachine(RowInvariants):
         for dispatcher in list(subscriber.dispatchers):
             self.close_one(number, dispatcher)
         self.passing(self.topic.pass_all)
-        found = self.topic.find_in_backlog(state, claims_of(declared.values()))
+        found = self.topic.claimed(state, claims_of(declared.values())).rows
         self.dispatchers += 1
         self.topic.core.open(state, self.dispatchers)
         are_held = self.topic.core.hold(state, self.dispatchers, found, elapsed_ms=self.topic.elapsed_ms)

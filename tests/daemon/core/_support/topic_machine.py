@@ -171,9 +171,10 @@ class TopicMachine(WithdrawingMachine):
 
     def move_held(self, number: int, claims: list[Claim]) -> int:
         leases = self.oracle.subscribers[number].leases
-        return self.topic.core.move_held(
+        left = self.topic.core.move_held(
             self.state(number), claims_of(claims), leases, self.dispatchers, elapsed_ms=self.topic.elapsed_ms
         )
+        return len(claims) - len(left)
 
     def leased_of(self, number: int, claims: list[Claim]) -> set[Place]:
         """What of the claims is leased with that time, of each the one that is looked for first."""

@@ -390,7 +390,7 @@ def test_what_was_handed_out_while_a_late_acknowledgement_looked_for_it_holds_it
     late = claims_of([(first, topic.now_ms)])
     found = topic.find_in_backlog(topic.state, late)
     assert topic.positions(1)[0] == first
-    records = topic.core.acknowledging.stage_found(topic.state, found)
+    records, _ = topic.core.acknowledging.stage_found(topic.state, late, found)
     topic.shared.leave([one])
     assert topic.positions() == []
     topic.commit_together(records)

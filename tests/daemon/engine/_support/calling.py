@@ -11,6 +11,7 @@ from daemon import call_values
 from daemon.core.claims import HeldPositions
 from daemon.core.trimming import LedgerRanges
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import ignored_by
 
 NO_POLICY = call_values.SubscriptionPolicy()
 Row = tuple[int, int, int]
@@ -100,13 +101,13 @@ def get(
 
 
 def acknowledge(daemon: Daemon, rows: Sequence[Row], *, topic: str = "t", subscription: str = "s") -> asyncio.Task[int]:
-    return daemon.call(daemon.engine.requests.acknowledge(topic, subscription, held(rows)))
+    return daemon.call(ignored_by(daemon.engine.requests.acknowledge, topic, subscription, held(rows)))
 
 
 def extend(
     daemon: Daemon, rows: Sequence[Row], lease_ms: int, *, topic: str = "t", subscription: str = "s"
 ) -> asyncio.Task[int]:
-    return daemon.call(daemon.engine.requests.extend_lease(topic, subscription, held(rows), lease_ms))
+    return daemon.call(ignored_by(daemon.engine.requests.extend_lease, topic, subscription, held(rows), lease_ms))
 
 
 def create(

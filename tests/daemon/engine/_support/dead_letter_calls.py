@@ -10,6 +10,7 @@ import numpy as np
 from daemon import call_values
 from daemon.core.claims import HeldPositions
 from tests._support.engine_fixture import Daemon
+from tests._support.outcomes import Counts, counts_of
 from tests.daemon.engine._support.calling import Row, get, rows_of
 
 ALL = call_values.DeadLetterFilter()
@@ -25,7 +26,7 @@ def nack(
     batch_index: int | None = None,
     topic: str = "t",
     subscription: str = "s",
-) -> asyncio.Task[call_values.NackOutcome]:
+) -> asyncio.Task[Counts]:
     """Rows as they were handed out; `delay_ms`: None is by the policy."""
     ledger_id, entry_id, deliver_at_ms = (np.array([row[place] for row in rows], np.uint64) for place in range(3))
     parts = None if batch_index is None else np.full(len(rows), batch_index, np.uint32)
@@ -37,7 +38,7 @@ def nack(
         reject=reject,
         text=text,
     )
-    return daemon.call(daemon.engine.requests.negative_acknowledge(topic, subscription, asked))
+    return daemon.call(counts_of(daemon.engine.requests.negative_acknowledge, topic, subscription, asked))
 
 
 async def reject(daemon: Daemon, rows: Sequence[Row], text: str = "", *, subscription: str = "s") -> None:

@@ -16,6 +16,7 @@ from daemon import call_values
 from daemon.subscription.key_shared_stream import KeySharedStream
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon
+from tests._support.outcomes import Counts, counts_of, ignored_by
 from tests.daemon.engine._support.nacking import Claim, HandOut, claims, hand_outs, nack_of
 
 MANY = 1_000_000
@@ -144,15 +145,14 @@ class KeyDispatcher:
 
     def acknowledge(self, rows: Sequence[Sent | Claim]) -> asyncio.Task[int]:
         held = claims([each.row if isinstance(each, Sent) else each for each in rows])
-        columns = (held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index)
-        return self._daemon.call(self.stream.acknowledge(*columns))
+        return self._daemon.call(ignored_by(self.stream.acknowledge, held))
 
-    def nack(self, rows: Sequence[Sent | Claim], delay_ms: int | None = None) -> asyncio.Task[call_values.NackOutcome]:
+    def nack(self, rows: Sequence[Sent | Claim], delay_ms: int | None = None) -> asyncio.Task[Counts]:
         asked = nack_of([each.row if isinstance(each, Sent) else each for each in rows], delay_ms)
-        return self._daemon.call(self.stream.negative_acknowledge(asked))
+        return self._daemon.call(counts_of(self.stream.negative_acknowledge, asked))
 
     def extend(self, rows: Sequence[Sent]) -> asyncio.Task[int]:
-        return self._daemon.call(self.stream.extend(claims([each.row for each in rows])))
+        return self._daemon.call(ignored_by(self.stream.extend, claims([each.row for each in rows])))
 
 
 async def open_by_key(

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from daemon import call_values
-from daemon.call_values import Nack, NackOutcome
+from daemon.call_values import Nack
 from daemon.core.claims import HeldPositions
 from daemon.subscription.open_stream import DispatchStream
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon, EngineFixture, no_positions
+from tests._support.outcomes import Counts, counts_of, ignored_by
 
 EXACT = call_values.SubscriptionPolicy(nack_precision_bits=0)
 MINUTE_MS = 60_000
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20", "journal.checkpoint_slots=5")
 TICK_MS = 6
-NACKED, DEAD = NackOutcome(0, 0), NackOutcome(0, 1)
+NACKED, DEAD = Counts(0, 0), Counts(0, 1)
 
 Claim = tuple[int | None, ...]
 """ledger, entry, deliver_at_ms, maybe the batch index; a `HandOut` is one"""
@@ -83,10 +84,10 @@ def nack(
     reject: bool = False,
     text: str = "",
     key_hash: Sequence[int] | None = None,
-) -> asyncio.Task[NackOutcome]:
+) -> asyncio.Task[Counts]:
     """Without a stream."""
     asked = nack_of(rows, delay_ms, level=level, reject=reject, text=text, key_hash=key_hash)
-    return daemon.call(daemon.engine.requests.negative_acknowledge(topic, subscription, asked))
+    return daemon.call(counts_of(daemon.engine.requests.negative_acknowledge, topic, subscription, asked))
 
 
 def hand_outs(handed: call_values.HandedOut, at_ms: int) -> list[HandOut]:
@@ -142,17 +143,15 @@ class Dispatcher:
         level: int | None = None,
         reject: bool = False,
         text: str = "",
-    ) -> asyncio.Task[NackOutcome]:
+    ) -> asyncio.Task[Counts]:
         asked = nack_of(rows, delay_ms, level=level, reject=reject, text=text)
-        return self._daemon.call(self.stream.negative_acknowledge(asked))
+        return self._daemon.call(counts_of(self.stream.negative_acknowledge, asked))
 
     def acknowledge(self, rows: Sequence[Claim]) -> asyncio.Task[int]:
-        held = claims(rows)
-        columns = (held.ledger_id, held.entry_id, held.deliver_at_ms, held.batch_index)
-        return self._daemon.call(self.stream.acknowledge(*columns))
+        return self._daemon.call(ignored_by(self.stream.acknowledge, claims(rows)))
 
     def extend(self, rows: Sequence[Claim]) -> asyncio.Task[int]:
-        return self._daemon.call(self.stream.extend(claims(rows)))
+        return self._daemon.call(ignored_by(self.stream.extend, claims(rows)))
 
 
 async def dispatcher(

@@ -385,14 +385,14 @@ COVERED: dict[type[message.Message], set[str]] = {
     delayed_delivery_pb2.ClearMessagesRequest: _TOPIC_AND_SUBSCRIPTION,
     dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION
     | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"}
-    | {"consumers", "held_consumer_id", "held_key_hash"},
+    | {"consumers", "held_consumer_id", "held_key_hash", "held_redelivery_count"},
     dispatch_pb2.Flow: {"permits", "consumer_id"},
-    dispatch_pb2.Acknowledge: _HANDED_OUT,
+    dispatch_pb2.Acknowledge: _HANDED_OUT | {"redelivery_count"},
     dispatch_pb2.CreateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},
     dispatch_pb2.UpdateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},
     dispatch_pb2.DeleteSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION,
     dispatch_pb2.GetScheduledMessagesRequest: _TOPIC_AND_SUBSCRIPTION | {"max_rows", "lease_ms", "wait_ms"},
-    dispatch_pb2.AcknowledgeRequest: _TOPIC_AND_SUBSCRIPTION | _HANDED_OUT,
+    dispatch_pb2.AcknowledgeRequest: _TOPIC_AND_SUBSCRIPTION | _HANDED_OUT | {"redelivery_count"},
     dispatch_pb2.ExtendLeaseRequest: _TOPIC_AND_SUBSCRIPTION | _HANDED_OUT | {"lease_ms"},
     inspect_pb2.ListTopicsRequest: _PAGE,
     inspect_pb2.GetTopicStatsRequest: {"topic"},
@@ -405,6 +405,7 @@ COVERED: dict[type[message.Message], set[str]] = {
     admin_pb2.MergeBucketsRequest: {"topic", "buckets_max"},
     admin_pb2.DeleteTopicRequest: {"topic"},
     cluster_pb2.LookupTopicRequest: {"topic"},
+    cluster_pb2.GetVersionRequest: set(),
     policy_pb2.TopicPolicy: {
         "delay_max_ms",
         "min_index_count_per_bucket",

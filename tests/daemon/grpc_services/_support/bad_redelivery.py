@@ -53,6 +53,11 @@ _TOO_LARGE_ENTRY: tuple[str, dict[str, Any], Says] = (
     {"entry_id": [BEYOND, BEYOND + 1], "batch_index": [U32_MAX, 3]},
     ("entry_id[1]", str(BEYOND + 1), "batch_index[1]", "3", str(BEYOND - 1)),
 )
+_COUNTS: list[tuple[str, dict[str, Any], Says]] = [
+    ("redelivery_count of another length", {"redelivery_count": [1] * 3}, ("redelivery_count", "3", "2")),
+    ("redelivery_count that there is not", {"redelivery_count": [0, U32_MAX]}, ("redelivery_count[1]", str(U32_MAX))),
+    ("redelivery_count that there is not, for all", {"redelivery_count": [U32_MAX]}, ("redelivery_count[0]",)),
+]
 _BATCH_INDEXES: list[tuple[str, dict[str, Any], Says]] = [
     ("batch_index of another length", {"batch_index": [1] * 3}, ("batch_index", "3", "2")),
     _TOO_LARGE_INDEX,
@@ -66,6 +71,7 @@ _REFUSED: list[tuple[str, dict[str, Any], Says]] = [
     ("entry_id twice", {"entry_id": [7, 7]}, ("entry_id[1]", "(1, 7)", "entry_id[0]")),
     ("a message twice", {"entry_id": [7, 7], "batch_index": [3, 3]}, ("entry_id[1]", "(1, 7, 3)")),
     ("deliver_at_ms of another length", {"deliver_at_ms": [1] * 3}, ("deliver_at_ms", "3", "2")),
+    *_COUNTS,
     ("delay_ms of another length", {"delay_ms": [1] * 3}, ("delay_ms", "3", "2")),
     ("delay_level of another length", {"delay_level": [1] * 3}, ("delay_level", "3", "2")),
     ("delay_level negative", {"delay_level": [1, -1]}, ("delay_level[1]", "-1", "0")),
@@ -167,7 +173,7 @@ BAD_REDELIVERIES = [
     *cases(NACK, _nack, _REFUSED),
     *(Case(f"{NACK} {name}", NACK, changed(_nack, **fields), says, OUT_OF_RANGE) for name, fields, says in _TOO_LATE),
     Case(f"{NACK} reason not UTF-8", NACK, _nack.SerializeToString() + text(10, b"b\xff"), ("reason", "UTF-8", "1")),
-    *cases(ACKNOWLEDGE, dispatch_pb2.AcknowledgeRequest(**_PAIR, **_ROWS), _BATCH_INDEXES),
+    *cases(ACKNOWLEDGE, dispatch_pb2.AcknowledgeRequest(**_PAIR, **_ROWS), [*_BATCH_INDEXES, *_COUNTS]),
     *cases(EXTEND, dispatch_pb2.ExtendLeaseRequest(**_PAIR, **_ROWS, lease_ms=1000), _BATCH_INDEXES),
     *_policies(CREATE, dispatch_pb2.CreateSubscriptionRequest(**_PAIR)),
     *_policies(UPDATE, dispatch_pb2.UpdateSubscriptionRequest(**_PAIR)),
@@ -181,12 +187,15 @@ BAD_HELD_PARTS = [
             held_ledger_id=[1, 1],
             held_entry_id=fields.get("entry_id", [1, 2]),
             held_deliver_at_ms=[5, 5],
-            held_batch_index=fields["batch_index"],
+            held_batch_index=fields.get("batch_index"),
+            held_redelivery_count=fields.get("redelivery_count"),
         ),
         says,
     )
     for name, fields, says in (
         ("batch_index of another length", {"batch_index": [1] * 3}, ("held_batch_index", "3", "2")),
+        ("redelivery_count of another length", {"redelivery_count": [1]}, ("held_redelivery_count", "1", "2")),
+        ("redelivery_count that there is not", {"redelivery_count": [0, U32_MAX]}, ("held_redelivery_count[1]",)),
         _TOO_LARGE_INDEX,
         _TOO_LARGE_ENTRY,
     )
@@ -223,11 +232,15 @@ REDELIVERIES_REFUSED_IN_BAND = [
             ("deliver_at_ms missing", {"deliver_at_ms": None}, ("deliver_at_ms", "0", "2")),
         ]
     ),
-    *(Case(f"acknowledge: {name}", SUBSCRIBE, acknowledge(**fields), says) for name, fields, says in _BATCH_INDEXES),
+    *(
+        Case(f"acknowledge: {name}", SUBSCRIBE, acknowledge(**fields), says)
+        for name, fields, says in [*_BATCH_INDEXES, *_COUNTS]
+    ),
 ]
 
 _POSITIONS = {"ledger_id", "entry_id", "deliver_at_ms", "batch_index"}
-_NACK = _POSITIONS | {"delay_ms", "delay_level", "reject", "reason", "key_hash"}
+# Both values of forwarded are right.
+_NACK = _POSITIONS | {"redelivery_count", "forwarded", "delay_ms", "delay_level", "reject", "reason", "key_hash"}
 
 REDELIVERY_COVERED: dict[type[message.Message], set[str]] = {
     dispatch_pb2.NegativeAcknowledge: _NACK,

@@ -87,7 +87,7 @@ class OrderedTopic(JournaledTopic):
     def hold(self, stream: int, held: Sequence[Held]) -> list[bool]:
         """Which of the positions are IN_FLIGHT at the consumers that declare to hold them."""
         accepted: set[tuple[Position, int]] = set()
-        found = self.find_in_backlog(self.state, claims_of((each.at, each.deliver_at_ms) for each in held))
+        found = self.claimed(self.state, claims_of((each.at, each.deliver_at_ms) for each in held)).rows
         by_claim = {(each.at, each.deliver_at_ms): each for each in held}
         claimed = [by_claim[at, due] for at, due in _claims(found)]
         numbers = np.array([each.consumer for each in claimed], np.uint32)
